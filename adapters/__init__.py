@@ -1,0 +1,1 @@
+"""Trained role weights: versions, publishing, fingerprints, export, hand-back, serving."""

@@ -1,0 +1,60 @@
+"""The recording context: the only global state of cotune. Which episode runs here, and who is calling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cotune.recorder import LiveEpisode
+
+
+@dataclass(slots=True)
+class Mark:
+    """Who is about to make an LLM call. `state` is what scorers see as `call.state`.
+
+    A framework may end a mark in a copied context, where a reset would be lost; so `done` is a flag on the
+    shared object.
+    """
+
+    role: str
+    integration: str
+    state: Any = None
+    read: tuple[str, ...] = ()
+    """Ids that name earlier outputs this call reads (LangChain message ids); resolved to parent calls."""
+    output: str | None = None
+    """Id under which the framework will know this call's output."""
+    done: bool = False
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+current_episode: ContextVar[LiveEpisode | None] = ContextVar("cotune_episode", default=None)
+current_mark: ContextVar[Mark | None] = ContextVar("cotune_mark", default=None)
+_override: ContextVar[str | None] = ContextVar("cotune_role", default=None)
+
+scopes: list[Callable[[], Mark | None]] = []
+"""Integrations add a function that names the enclosing scope (a graph node, a flow step) where no mark is set."""
+
+
+@contextmanager
+def role(name: str) -> Iterator[None]:
+    """Attribute every call made inside to the role `name`, whatever framework makes it."""
+    token = _override.set(name)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def identify() -> Mark:
+    """Explicit override first, then the newest live mark, then the enclosing scope, then the role `app`."""
+    mark = current_mark.get()
+    if mark is None or mark.done:
+        mark = next((found for scope in scopes if (found := scope()) is not None), None)
+    name = _override.get()
+    if name is not None:
+        return Mark(name, "override", state=mark.state if mark else None, read=mark.read if mark else ())
+    return mark or Mark("app", "openai")

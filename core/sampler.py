@@ -1,0 +1,98 @@
+"""What generates tokens: token ids in, token ids out. Templates and parsers stand in front of it (`ChatFormat`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from cotune.records import PolicyRef
+
+Weights = Mapping[str, npt.NDArray[Any]]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample. `temperature` 0 is greedy. `seed` fixes the candidates of one request.
+
+    `stop` strings end a candidate and are not part of its text; `timeout` is in seconds.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    timeout: float | None = None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """One sampled completion. `token_ids` includes the end token when the model ended by itself.
+
+    `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution that was sampled from
+    (temperature and truncation applied), in nats. `finish_reason` is "stop" or "length".
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+
+
+class SamplerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about a sampler that callers check before work starts."""
+
+    name: str
+    max_model_len: int
+    served: Mapping[str, str] = {}
+    """Fingerprint of what is served, by `str(PolicyRef)`."""
+
+
+class Sampler(Protocol):
+    """A generator of candidates. Every method may be awaited from any event loop or thread's loop.
+
+    Cancelling the awaiting task cancels the request inside the engine.
+    """
+
+    async def sample(
+        self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
+    ) -> list[Completion]:
+        """Draw `n` candidates from one prefill. Raises SamplerError, SampleTimeout."""
+        ...
+
+    async def publish(self, policy: PolicyRef, weights: Weights) -> str:
+        """Serve `policy` with these weights; return the fingerprint computed from what arrived.
+
+        LoRA weights are keyed by PEFT state-dict names; full weights by model parameter names. Version 0 of a
+        policy that was never published is the base model.
+        """
+        ...
+
+    async def retire(self, policy: PolicyRef) -> None:
+        """Stop serving a version once its running requests have drained."""
+        ...
+
+    async def info(self) -> SamplerInfo: ...
+
+    async def aclose(self) -> None:
+        """Stop the engine; pending requests fail with SamplerError. Safe to call twice."""
+        ...
+
+
+class ChatFormat(Protocol):
+    """Renders chat requests to token ids and parses sampled ids back; one for all samplers."""
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[int]:
+        """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered."""
+        ...
+
+    def parse(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, dict[str, Any], str]:
+        """Return (text, assistant message in OpenAI form, finish reason: "stop" or "tool_calls").
+
+        A malformed tool call stays in the text.
+        """
+        ...

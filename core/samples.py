@@ -1,0 +1,45 @@
+"""Samples: one row per candidate, as filters, advantages and the learner see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from cotune.records import PolicyRef
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One candidate with everything that a recipe may group, weigh or normalise by.
+
+    `prompt` is the segment id of the prompt path: equal ids mean identical prompt token ids. `branch` names the
+    history the call happened in (under a tree plan: the episode, whose chosen prefix all siblings share).
+    `rewards` are the candidate's own components, from before the selection; `outcome` the episode's.
+    """
+
+    id: str
+    task: str
+    rollout: str
+    role: str
+    turn: int
+    step: int
+    branch: str
+    prompt: str
+    policy: PolicyRef
+    tokens: int
+    rewards: Mapping[str, float] = {}
+    outcome: Mapping[str, float] = {}
+    chosen: bool = True
+
+
+class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What a learner needs of one candidate. `logprobs` are the sampler's, in nats, one per response token."""
+
+    id: str
+    role: str
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    advantage: float
+    temperature: float = 1.0
+    version: int = 0

@@ -1,0 +1,1 @@
+"""The outside world: one file per foreign system, imported lazily and nowhere else."""

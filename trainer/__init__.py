@@ -1,0 +1,1 @@
+"""Training: config, the loop, batches, losses, learners, checkpoint, evaluation."""
