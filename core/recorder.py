@@ -60,9 +60,7 @@ class Sink(Protocol):
 class LiveCall:
     """A call in flight; scorers see it as `call`. Ends once, by `finish` or `fail`."""
 
-    def __init__(
-        self, episode: LiveEpisode, mark: Mark, step: int, turn: int, body: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, episode: LiveEpisode, mark: Mark, step: int, turn: int, body: Mapping[str, Any]) -> None:
         self.id = new_id()
         self.episode = episode
         self.role = mark.role

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -9,9 +10,20 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from cotune.policies import LoraSpec
 from cotune.records import PolicyRef
 
 Weights = Mapping[str, npt.NDArray[Any]]
+
+
+def fingerprint(weights: Weights) -> str:
+    """SHA-256 over names, shapes and fp32 bytes in name order: equal for learner, sampler and export."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        array = np.ascontiguousarray(weights[name], dtype=np.float32)
+        digest.update(f"{name}{array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,11 +74,12 @@ class Sampler(Protocol):
         """Draw `n` candidates from one prefill. Raises SamplerError, SampleTimeout."""
         ...
 
-    async def publish(self, policy: PolicyRef, weights: Weights) -> str:
-        """Serve `policy` with these weights; return the fingerprint computed from what arrived.
+    async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
+        """Serve `policy` with these weights; return the `fingerprint` computed from what arrived.
 
-        LoRA weights are keyed by PEFT state-dict names; full weights by model parameter names. Version 0 of a
-        policy that was never published is the base model.
+        LoRA weights (`lora` given) are keyed by PEFT state-dict names, full weights (`lora` None) by model
+        parameter names. Several versions are served at once until retired. Version 0 of a policy that was never
+        published is the base model.
         """
         ...
 
@@ -84,9 +97,7 @@ class Sampler(Protocol):
 class ChatFormat(Protocol):
     """Renders chat requests to token ids and parses sampled ids back; one for all samplers."""
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-    ) -> list[int]:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
         """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered."""
         ...
 

@@ -1,0 +1,70 @@
+"""Policies: named sets of weights, and the map that says which role each one plays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from cotune.errors import ConfigError
+
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+PolicyKind = Literal["lora", "full", "frozen", "provider"]
+
+
+class LoraSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of a LoRA adapter: W + (alpha / rank) * B A on each target module."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ALL_LINEAR
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy. `lora` trains an adapter, `full` all weights; `frozen` serves `model` untrained;
+    `provider` leaves its roles at whatever the application uses today.
+
+    `model` is None for the run's own model.
+    """
+
+    name: str
+    kind: PolicyKind = "lora"
+    lora: LoraSpec = LoraSpec()
+    model: str | None = None
+
+    @property
+    def trained(self) -> bool:
+        return self.kind in ("lora", "full")
+
+
+class Policies(msgspec.Struct, frozen=True):
+    """The policies of a run and the policy of each role."""
+
+    specs: Mapping[str, PolicySpec]
+    roles: Mapping[str, str]
+
+    def of(self, role: str) -> PolicySpec:
+        """The policy that plays `role`. Raises ConfigError for a role that no policy plays."""
+        try:
+            return self.specs[self.roles[role]]
+        except KeyError:
+            raise ConfigError(
+                "policies",
+                role,
+                f"a policy for each role; roles with one: {sorted(self.roles)}",
+                "Add the role to [policies.roles], or use --policies shared.",
+            ) from None
+
+
+def policies_for(layout: Literal["shared", "lora", "full"], roles: Sequence[str], lora: LoraSpec) -> Policies:
+    """One policy for all roles (`shared`, a LoRA), or one LoRA (`lora`) or one model (`full`) per role."""
+    if layout == "shared":
+        return Policies({"shared": PolicySpec(name="shared", lora=lora)}, dict.fromkeys(roles, "shared"))
+    specs = {role: PolicySpec(name=role, kind=layout, lora=lora) for role in roles}
+    return Policies(specs, {role: role for role in roles})
