@@ -32,7 +32,8 @@ from cotune.records import (
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What answered a call: all candidates, which one goes on, and how it came about.
 
-    `rewards[i]` are the components of candidate i, from before the selection.
+    `rewards[i]` are the components of candidate i, from before the selection; empty where no scorer ran, or
+    where it failed (`error`). `sampling` holds the parameters that were really used, the seed included.
     """
 
     candidates: tuple[Candidate, ...]
@@ -41,6 +42,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicyRef | None = None
     usage: Usage = Usage()
     rewards: tuple[Mapping[str, float], ...] = ()
+    sampling: Mapping[str, Any] = {}
+    error: str | None = None
 
 
 class Responder(Protocol):
@@ -87,7 +90,7 @@ class LiveCall:
 
     def finish(self, answer: Answer) -> None:
         """Record the call with all its candidates and rewards. A second end of the call is ignored."""
-        self.episode._end(self, answer, "ok", None)
+        self.episode._end(self, answer, "ok", answer.error)
 
     def fail(self, status: CallStatus, error: str) -> None:
         """Record the call as failed; its episode keeps going unless the application stops."""
@@ -200,6 +203,7 @@ class LiveEpisode:
                 tools=tools,
                 model=call.model,
                 params=call.params,
+                sampling=dict(answer.sampling) if answer else {},
                 prompt=prompt,
                 prompt_tokens=len(answer.prompt_ids) if answer else 0,
                 policy=answer.policy if answer else None,

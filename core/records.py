@@ -81,7 +81,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
 
     `step` counts calls in the episode, `turn` counts calls of this role in it, both from 0 and both taken
     when the call started. `messages` and `tools` are `Message` ids, `prompt` is the id of the last `Segment`
-    of its prompt path (None where token ids are unknown). `attempts` counts SDK retries folded into the call.
+    of its prompt path (None where token ids are unknown). `attempts` lists SDK retries folded into the call.
+    `params` is what the application asked, `sampling` what was really used.
     `parents` are the calls of this episode whose outputs the prompt contains. `policy` is None when an outside
     provider answered.
     """
@@ -96,6 +97,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
     tools: str | None = None
     model: str = ""
     params: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
     prompt: str | None = None
     prompt_tokens: int = 0
     policy: PolicyRef | None = None

@@ -1,0 +1,60 @@
+"""Plans: how candidates come about, and which one the application goes on with."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from cotune.errors import ConfigError
+
+PlanKind = Literal["tree", "independent"]
+Select = Literal["argmax", "sample", "first"]
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """`tree`: `k` candidates per call, all scored, one goes on. `independent`: `k` episodes per task, one
+    candidate per call.
+
+    `select` picks the candidate that goes on: the best reward, a random one, or the first sampled.
+    """
+
+    kind: PlanKind = "tree"
+    k: int = 4
+    select: Select = "argmax"
+
+    def __post_init__(self) -> None:
+        if self.k < 2:
+            raise ConfigError(
+                "plan.k",
+                self.k,
+                "2 or more: a group of one has no baseline",
+                "Use cotune trace or cotune eval to run without groups.",
+            )
+
+    @property
+    def episodes_per_task(self) -> int:
+        return self.k if self.kind == "independent" else 1
+
+
+def mix(components: Mapping[str, float], alpha: float) -> float:
+    """Reward that the selection compares: alpha * team + every other component (AT-GRPO, arXiv 2510.11062)."""
+    return sum(alpha * value if name == "team" else value for name, value in components.items())
+
+
+def choose(rewards: Sequence[float], select: Select, seed: int) -> int:
+    """Index of the candidate that goes on. Ties of argmax go to the earliest."""
+    if select == "first" or not rewards:
+        return 0
+    if select == "sample":
+        return random.Random(seed).randrange(len(rewards))
+    return max(range(len(rewards)), key=rewards.__getitem__)
+
+
+def seed_of(*parts: object) -> int:
+    """A 31-bit seed that depends on nothing but its parts: repeatable across processes and interleavings."""
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,128 @@
+"""Answers an application's calls with policies: render, sample K candidates, score all, choose one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from cotune.errors import WorkflowError
+from cotune.plans import Plan, choose, mix, seed_of
+from cotune.recorder import Answer, LiveCall
+from cotune.records import Candidate, PolicyRef, Usage
+from cotune.sampler import ChatFormat, Completion, Sampler, SamplingParams
+from cotune.scoring import Scorer, score
+
+
+def request_params(
+    body: Mapping[str, Any], defaults: SamplingParams, override: Mapping[str, Any] | None = None
+) -> SamplingParams:
+    """Sampling parameters of a request in OpenAI form: what the application asks, over `defaults`, under `override`."""
+    asked: dict[str, Any] = {
+        name: body[name] for name in ("temperature", "top_p", "top_k", "seed") if body.get(name) is not None
+    }
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    if limit is not None:
+        asked["max_tokens"] = int(limit)
+    stop = body.get("stop")
+    if stop:
+        asked["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    return msgspec.structs.replace(defaults, **{**asked, **(override or {})})
+
+
+class PolicyResponder:
+    """Answers each call with the policy of its role. Roles in neither map are left to their provider and counted.
+
+    `policies` maps roles to the version that answers. Under a tree plan a role with a scorer gets `plan.k`
+    candidates; any other role gets one. `override` replaces what the application asks for (temperature, ...).
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        chat: ChatFormat,
+        policies: Mapping[str, PolicyRef],
+        *,
+        plan: Plan | None = None,
+        scorers: Mapping[str, Scorer] | None = None,
+        alpha: float = 1.0,
+        defaults: SamplingParams | None = None,
+        override: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.sampler = sampler
+        self.chat = chat
+        self.policies = policies
+        self.plan = plan
+        self.scorers = scorers or {}
+        self.alpha = alpha
+        self.defaults = defaults or SamplingParams()
+        self.override = override
+        self.seed = seed
+        self.passed_through: Counter[str] = Counter()
+        self.scorer_errors: Counter[str] = Counter()
+
+    async def respond(self, call: LiveCall) -> Answer | None:
+        """Answer with K scored candidates, or None for a role that no policy here plays.
+
+        A scorer that fails costs the call its rewards, never the application its answer.
+        """
+        policy = self.policies.get(call.role)
+        if policy is None:
+            self.passed_through[call.role] += 1
+            return None
+        params = self._params(call)
+        prompt = self.chat.render(call.messages, call.tools)
+        completions = await self.sampler.sample(prompt, self._count(call), params, policy)
+        candidates = tuple(self._candidate(i, c, params) for i, c in enumerate(completions))
+        rewards, error = await self._rewards(call, candidates)
+        mixed = [mix(r, self.alpha) for r in rewards]
+        select = self.plan.select if self.plan else "first"
+        return Answer(
+            candidates=candidates,
+            chosen=choose(mixed, select, params.seed or 0),
+            prompt_ids=tuple(prompt),
+            policy=policy,
+            usage=Usage(len(prompt), sum(len(c.token_ids) for c in candidates)),
+            rewards=rewards,
+            sampling=msgspec.structs.asdict(params),
+            error=error,
+        )
+
+    def _params(self, call: LiveCall) -> SamplingParams:
+        params = request_params(call.params, self.defaults, self.override)
+        if params.seed is not None or self.seed is None:
+            return params
+        episode = call.episode
+        parts = (self.seed, episode.phase, episode.training_step, call.task.id, episode.rollout, call.role, call.turn)
+        return msgspec.structs.replace(params, seed=seed_of(*parts))
+
+    def _count(self, call: LiveCall) -> int:
+        asked = int(call.params.get("n") or 1)
+        branches = self.plan is not None and self.plan.kind == "tree" and call.role in self.scorers
+        return max(asked, self.plan.k) if branches and self.plan else asked
+
+    def _candidate(self, index: int, completion: Completion, params: SamplingParams) -> Candidate:
+        text, message, finish = self.chat.parse(completion.token_ids, params.stop)
+        return Candidate(
+            index=index,
+            text=text,
+            message=message,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            finish_reason="length" if completion.finish_reason == "length" else finish,
+        )
+
+    async def _rewards(
+        self, call: LiveCall, candidates: tuple[Candidate, ...]
+    ) -> tuple[tuple[Mapping[str, float], ...], str | None]:
+        scorer = self.scorers.get(call.role)
+        if scorer is None:
+            return (), None
+        try:
+            return await score(scorer, candidates, call, call.role), None
+        except WorkflowError as error:
+            self.scorer_errors[str(error)] += 1
+            return (), str(error)
