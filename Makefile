@@ -1,0 +1,42 @@
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+
+# The stamp's name is a checksum of all that the installation depends on, the list of modules included:
+# a strict editable install links each file by name.
+INPUTS := pyproject.toml constraints.txt Makefile
+MODULES = $(shell find core integrations adapters trainer -name '*.py' | LC_ALL=C sort)
+STAMP := .venv/.installed-$(shell (echo $(MODULES); cat $(INPUTS)) | cksum | tr ' ' -)
+
+.PHONY: install demo test lint lock clean
+
+install: $(STAMP)
+
+$(STAMP):
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt setuptools
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation \
+		--config-settings editable_mode=strict -e '.[dev]'
+	rm -f .venv/.installed-*
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/plan_path/demo.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Keeps the versions that still fit, torch by its public version, so that CPU and GPU builds both match. Delete constraints.txt first to move to the newest.
+lock: $(STAMP)
+	$(BIN)/python -m pip install -q uv
+	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --quiet \
+		--no-emit-index-url --no-emit-find-links --no-annotate --no-header -o constraints.txt
+	sed -i -E -e '/^(nvidia|cuda-|triton)/d' -e '/^torch==[^ ]*\+/d' -e 's/^(torch==[0-9.]+).*/\1/' constraints.txt
+
+clean:
+	rm -rf .venv build *.egg-info

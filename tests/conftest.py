@@ -1,0 +1,22 @@
+"""Order of the whole run: quick folders first, whatever starts servers and real frameworks last."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROOT = Path(__file__).parent
+ORDER = (".", "core", "trainer", "adapters", "integrations", "examples")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _rank(item.path))
+
+
+def _rank(path: Path) -> int:
+    parts = path.relative_to(ROOT).parts
+    return ORDER.index(parts[0] if len(parts) > 1 else ".")
