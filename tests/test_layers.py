@@ -48,6 +48,18 @@ def test_core_reaches_right_only_inside_functions_of_its_front_door(path: Path) 
 
 
 def test_import_loads_no_heavy_package() -> None:
-    heavy = "torch transformers peft openai langgraph langchain_core rich starlette uvicorn httpx scipy".split()
+    heavy = [
+        "torch",
+        "transformers",
+        "peft",
+        "openai",
+        "langgraph",
+        "langchain_core",
+        "rich",
+        "starlette",
+        "uvicorn",
+        "httpx",
+        "scipy",
+    ]
     code = f"import sys, cotune; print([name for name in {heavy!r} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
