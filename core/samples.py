@@ -8,13 +8,18 @@ import msgspec
 
 from cotune.records import PolicyRef
 
+KEY_FIELDS = ("task", "rollout", "role", "turn", "step", "branch", "prompt", "policy")
+"""Fields of a sample that a recipe may group by."""
+
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One candidate with everything that a recipe may group, weigh or normalise by.
 
     `prompt` is the segment id of the prompt path: equal ids mean identical prompt token ids. `branch` names the
-    history the call happened in (under a tree plan: the episode, whose chosen prefix all siblings share).
-    `rewards` are the candidate's own components, from before the selection; `outcome` the episode's.
+    history the call happened in: under a tree plan the episode, whose chosen prefix all siblings share; under
+    independent rollouts the prompt, as equal prompts are all that two episodes can have in common.
+    `rollout` is the episode. `rewards` are the candidate's own components, from before the selection; `outcome`
+    the episode's.
     """
 
     id: str
@@ -30,6 +35,12 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     rewards: Mapping[str, float] = {}
     outcome: Mapping[str, float] = {}
     chosen: bool = True
+    training_step: int | None = None
+
+    @property
+    def call(self) -> str:
+        """Id of the call that this candidate answers."""
+        return self.id.rpartition(".")[0]
 
 
 class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
