@@ -28,6 +28,11 @@ PROMPT_KEY = ("task", "role", "turn", "branch")
 """Key under which all members share one prompt: the siblings of one call."""
 
 
+def _within(field: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(field, value, f"between {low:g} and {high:g}")
+
+
 class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     """Which reward a sample answers for: weighted components x horizon x scope.
 
@@ -164,11 +169,6 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def attribution(self) -> Attribution:
         return self.terms[0].attribution
-
-
-def _within(field: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ConfigError(field, value, f"between {low:g} and {high:g}")
 
 
 _TERMINAL = Attribution(horizon="terminal")
