@@ -1,0 +1,195 @@
+"""Records as rows of SQLite and back: the schema of the file and the encoding of its columns."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+from collections.abc import Container, Sequence
+from typing import Any
+
+import msgspec
+
+from cotune.errors import RecordError
+from cotune.records import Call, Candidate, Episode, Message, Record, Reward
+
+Row = tuple[Any, ...]
+
+VERSION = 1
+"""`user_version` of a records file; raised when the schema changes."""
+
+APPLICATION = 0x636F7475
+"""`application_id` of a records file ("cotu")."""
+
+SCHEMA = f"""
+CREATE TABLE messages (id TEXT PRIMARY KEY, body TEXT NOT NULL);
+CREATE TABLE segments (id TEXT PRIMARY KEY, parent TEXT, token_ids BLOB NOT NULL);
+CREATE TABLE calls (
+    id TEXT PRIMARY KEY, episode TEXT NOT NULL, step INTEGER NOT NULL, role TEXT NOT NULL, turn INTEGER NOT NULL,
+    status TEXT NOT NULL, prompt TEXT, prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
+    body TEXT NOT NULL, candidates TEXT NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL);
+CREATE INDEX calls_by_episode ON calls (episode, step);
+CREATE TABLE episodes (
+    id TEXT PRIMARY KEY, task TEXT NOT NULL, phase TEXT NOT NULL, training_step INTEGER, status TEXT NOT NULL,
+    body TEXT NOT NULL, metrics TEXT NOT NULL);
+CREATE INDEX episodes_by_step ON episodes (phase, training_step);
+CREATE INDEX episodes_by_task ON episodes (task);
+CREATE TABLE rewards (target TEXT, name TEXT, value REAL, at REAL, PRIMARY KEY (target, name)) WITHOUT ROWID;
+CREATE TABLE consumed (grp TEXT PRIMARY KEY, training_step INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE closed (target TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE VIEW candidates AS
+    SELECT calls.id || '.' || json_extract(value, '$.index') AS id, calls.id AS call, calls.episode, calls.role,
+           calls.turn, json_extract(value, '$.index') AS "index", json_extract(value, '$.text') AS text,
+           json_extract(value, '$.tokens') AS tokens, json_extract(value, '$.finish_reason') AS finish_reason,
+           json_extract(value, '$.index') IS json_extract(calls.body, '$.chosen') AS chosen
+    FROM calls, json_each(calls.candidates);
+PRAGMA application_id = {APPLICATION};
+PRAGMA user_version = {VERSION};
+"""
+
+TABLES = ("messages", "segments", "calls", "episodes", "rewards")
+WIDTHS = {"messages": 2, "segments": 3, "calls": 13, "episodes": 7, "rewards": 4}
+
+
+class Sketch(msgspec.Struct, frozen=True):
+    """A candidate without its arrays: `tokens` and `logprobs` are their lengths."""
+
+    index: int
+    text: str
+    message: dict[str, Any]
+    finish_reason: str
+    tokens: int
+    logprobs: int
+
+
+class Entry:
+    """Rows of the records that are committed together. `ids` are the content addresses among them."""
+
+    __slots__ = ("bytes", "count", "failure", "groups", "ids", "rows", "step")
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.bytes = 400
+        self.rows: dict[str, list[Row]] = {}
+        self.ids: list[str] = []
+        self.groups: list[tuple[str, list[str]]] | None = None
+        """Consumed groups with their members; None in an entry of records."""
+        self.step = 0
+        self.failure: str | None = None
+
+
+_json = msgspec.json.Encoder(enc_hook=repr)
+_sketches = msgspec.json.Decoder(list[Sketch])
+_calls = msgspec.json.Decoder(Call)
+_episodes = msgspec.json.Decoder(Episode)
+
+
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32."""
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)
+
+
+def unpack_ids(blob: bytes) -> tuple[int, ...]:
+    """Inverse of `pack_ids`."""
+    return struct.unpack(f"<{len(blob) // 4}i", blob)
+
+
+def encode(records: Sequence[Record], known: Container[str]) -> Entry:
+    """Encode records, leaving out messages and segments whose ids are in `known` (already stored).
+
+    Raises TypeError, ValueError or struct.error for what cannot be encoded.
+    """
+    entry = Entry(len(records))
+    rows = entry.rows
+    for record in records:
+        if isinstance(record, Call):
+            row = _call_row(record)
+            entry.bytes += 1000 + len(row[9]) + len(row[10]) + len(row[11])
+            rows.setdefault("calls", []).append(row)
+        elif isinstance(record, Reward):
+            rows.setdefault("rewards", []).append((record.target, record.name, float(record.value), record.at))
+            entry.bytes += 300
+        elif isinstance(record, Episode):
+            rows.setdefault("episodes", []).append(_episode_row(record))
+            entry.bytes += 1000 + len(rows["episodes"][-1][5])
+        elif record.id in known:
+            continue
+        elif isinstance(record, Message):
+            body = _json.encode(record.body).decode()
+            rows.setdefault("messages", []).append((record.id, body))
+            entry.ids.append(record.id)
+            entry.bytes += 200 + len(body)
+        else:
+            blob = pack_ids(record.token_ids)
+            rows.setdefault("segments", []).append((record.id, record.parent, blob))
+            entry.ids.append(record.id)
+            entry.bytes += 300 + len(blob)
+    return entry
+
+
+def _call_row(call: Call) -> Row:
+    candidates = call.candidates
+    sketches = [
+        Sketch(c.index, c.text, c.message, c.finish_reason, len(c.token_ids), len(c.logprobs)) for c in candidates
+    ]
+    token_ids = pack_ids([*itertools.chain.from_iterable(c.token_ids for c in candidates)])
+    logprobs = [*itertools.chain.from_iterable(c.logprobs for c in candidates)]
+    completion = len(token_ids) // 4 if token_ids else call.usage.completion_tokens
+    return (
+        call.id,
+        call.episode,
+        call.step,
+        call.role,
+        call.turn,
+        call.status,
+        call.prompt,
+        call.prompt_tokens or call.usage.prompt_tokens,
+        completion,
+        _json.encode(msgspec.structs.replace(call, candidates=())).decode(),
+        _json.encode(sketches).decode(),
+        token_ids,
+        struct.pack(f"<{len(logprobs)}f", *logprobs),
+    )
+
+
+def _episode_row(episode: Episode) -> Row:
+    body = _json.encode(msgspec.structs.replace(episode, metrics={})).decode()
+    metrics = json.dumps(dict(episode.metrics))
+    return (episode.id, episode.task.id, episode.phase, episode.training_step, episode.status, body, metrics)
+
+
+def call_from(body: str, candidates: str, token_ids: bytes, logprobs: bytes) -> Call:
+    """Put a call back together from its columns."""
+    ids = unpack_ids(token_ids)
+    values = struct.unpack(f"<{len(logprobs) // 4}f", logprobs)
+    found, at_id, at_value = [], 0, 0
+    for sketch in _sketches.decode(candidates):
+        candidate = Candidate(
+            index=sketch.index,
+            text=sketch.text,
+            message=sketch.message,
+            token_ids=ids[at_id : at_id + sketch.tokens],
+            logprobs=values[at_value : at_value + sketch.logprobs],
+            finish_reason=sketch.finish_reason,
+        )
+        at_id, at_value = at_id + sketch.tokens, at_value + sketch.logprobs
+        found.append(candidate)
+    call = _calls.decode(body)
+    return msgspec.structs.replace(call, candidates=tuple(found)) if found else call
+
+
+def episode_from(body: str, metrics: str) -> Episode:
+    """Put an episode back together from its columns. Metrics may be NaN or infinite, which `body` cannot hold."""
+    episode = _episodes.decode(body)
+    return msgspec.structs.replace(episode, metrics=json.loads(metrics)) if metrics != "{}" else episode
+
+
+def join_path(segment_id: str, rows: Sequence[tuple[str | None, bytes]]) -> tuple[int, ...]:
+    """Token ids of a path from (parent, token ids) rows, tip first. Raises RecordError when the root is missing."""
+    if not rows or rows[-1][0] is not None:
+        raise RecordError(
+            f"The token path of segment {segment_id!r} is not complete in this store.",
+            "Leave out the calls that refer to it; the store's `lost` counter says how many records it misses.",
+        )
+    return unpack_ids(b"".join(blob for _, blob in reversed(rows)))

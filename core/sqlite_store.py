@@ -1,0 +1,284 @@
+"""The embedded store: one SQLite file in WAL mode. One process writes, any number of threads and processes read."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from cotune.errors import RecordError, RunError
+from cotune.locks import FileLock
+from cotune.records import Call, Episode, Record
+from cotune.sqlite_rows import APPLICATION, SCHEMA, VERSION, Row, call_from, episode_from, join_path
+from cotune.sqlite_writer import Writer, in_parts
+
+FILE_NAME = "records.sqlite"
+"""Name of the records file in a run folder."""
+
+PAGE = 200
+"""Episodes fetched per query, so that a slow reader holds no snapshot and the log can be folded back."""
+
+_PATH = """
+WITH RECURSIVE path (parent, token_ids, depth) AS (
+    SELECT parent, token_ids, 0 FROM segments WHERE id = ?
+    UNION ALL
+    SELECT segments.parent, segments.token_ids, depth + 1 FROM path JOIN segments ON segments.id = path.parent)
+SELECT parent, token_ids FROM path ORDER BY depth"""
+
+
+class SqliteStore:
+    """A `Store` in one file. Reads see what is committed: `flush` first to read your own latest writes."""
+
+    def __init__(self, path: Path, writer: Writer | None, lock: FileLock | None) -> None:
+        """Use `SqliteStore.open`."""
+        self.path = path
+        self._writer = writer
+        self._lock = lock
+        self._readers: list[sqlite3.Connection] = []
+        self._shut = weakref.finalize(self, _shut, writer, self._readers, lock)
+        _open_stores.add(self)
+
+    @classmethod
+    def open(cls, path: Path | str, read_only: bool = False) -> Self:
+        """Open the records file `path`, or `records.sqlite` in the folder `path`; a writer creates it.
+
+        Raises RunError when another process writes it, when it is missing (read_only), or is not a records file of
+        this version.
+        """
+        path = Path(path)
+        if path.is_dir():
+            path = path / FILE_NAME
+        if read_only:
+            if not path.is_file():
+                raise RunError(f"There is no records file at {path}.", "Name a run folder or its records file.")
+            store = cls(path, None, None)
+            with store._reader() as db:
+                _check(db, path)
+            return store
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path.with_name(path.name + ".lock"), f"The records file {path}")
+        try:
+            return cls(path, Writer(_connect_writer(path), str(path)), lock)
+        except BaseException:
+            lock.release()
+            raise
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Queue records to be committed together, in order. Neither raises nor waits for the disk: see `lost`."""
+        self._writing().put(records)
+
+    def flush(self) -> None:
+        """Return when everything written before is committed, and so survives the end of the process, or is lost."""
+        if self._writer:
+            self._writer.flush()
+
+    @property
+    def lost(self) -> int:
+        """Records that could not be stored, since the store was opened."""
+        return self._writer.lost if self._writer else 0
+
+    @property
+    def refused(self) -> int:
+        """Rewards refused because their group was consumed, since the store was opened."""
+        return self._writer.refused if self._writer else 0
+
+    def episodes(
+        self, *, phase: str | None = None, training_step: int | None = None, task: str | None = None
+    ) -> Iterator[Episode]:
+        """Finished episodes in id order (= start order)."""
+        wanted = {"phase": phase, "training_step": training_step, "task": task}
+        filters = {name: value for name, value in wanted.items() if value is not None}
+        where = "".join(f" AND {name} = ?" for name in filters)
+        last = ""
+        while True:
+            sql = f"SELECT id, body, metrics FROM episodes WHERE id > ?{where} ORDER BY id LIMIT {PAGE}"
+            page = self.rows(sql, (last, *filters.values()))
+            for last, body, metrics in page:  # noqa: B007
+                yield episode_from(body, metrics)
+            if len(page) < PAGE:
+                return
+
+    def episode(self, episode_id: str) -> Episode:
+        """Raises RecordError when unknown."""
+        found = self.rows("SELECT body, metrics FROM episodes WHERE id = ?", (episode_id,))
+        if not found:
+            raise RecordError(f"No finished episode {episode_id!r} in {self.path}.", "`cotune show RUN` lists them.")
+        return episode_from(*found[0])
+
+    def calls(self, episode_id: str) -> list[Call]:
+        """Calls of an episode in step order; also of an episode that never finished."""
+        sql = "SELECT body, candidates, token_ids, logprobs FROM calls WHERE episode = ? ORDER BY step, id"
+        return [call_from(*row) for row in self.rows(sql, (episode_id,))]
+
+    def message(self, message_id: str) -> Any:
+        """Body of a message or tools list. Raises RecordError when unknown."""
+        found = self.rows("SELECT body FROM messages WHERE id = ?", (message_id,))
+        if not found:
+            raise RecordError(f"No message {message_id!r} in {self.path}.", "It may be among the `lost` records.")
+        return msgspec.json.decode(found[0][0])
+
+    def token_ids(self, segment_id: str) -> tuple[int, ...]:
+        """All token ids on the path from the root to this segment. Raises RecordError when a part is missing."""
+        return join_path(segment_id, self.rows(_PATH, (segment_id,)))
+
+    def rewards(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, float]]:
+        """Target -> component name -> value, for every target asked (last write wins)."""
+        found: dict[str, dict[str, float]] = {target: {} for target in targets}
+        for some in in_parts(found):
+            sql = f"SELECT target, name, value FROM rewards WHERE target IN ({','.join('?' * len(some))})"
+            for target, name, value in self.rows(sql, some):
+                found[target][name] = float("nan") if value is None else value
+        return found
+
+    def unfinished(self) -> Iterator[str]:
+        """Ids of episodes that have calls but no end: interrupted by a crash, or still running."""
+        sql = """SELECT DISTINCT episode FROM calls
+                 WHERE episode NOT IN (SELECT id FROM episodes) ORDER BY episode"""
+        return iter([episode for (episode,) in self.rows(sql)])
+
+    def consume(self, groups: Iterable[str] | Mapping[str, Iterable[str]], training_step: int) -> None:
+        """Mark groups as trained, durably: later rewards for them are refused and counted in `refused`.
+
+        A mapping names the candidates of each group; then their rewards and their episodes' rewards are refused. A
+        group without members that is named by a call id or candidate id stands for that call or candidate. The first
+        step that consumed a group stays. Raises RecordError when the ledger cannot be written.
+        """
+        members = groups if isinstance(groups, Mapping) else dict.fromkeys(groups, ())
+        failure = self._writing().consume([(group, [*names]) for group, names in members.items()], training_step)
+        if failure:
+            raise RecordError(
+                f"The ledger of consumed groups in {self.path} cannot be written ({failure}).",
+                "Free the disk and resume: a group that is not in the ledger could be trained twice.",
+            )
+
+    def consumed(self) -> Mapping[str, int]:
+        """Group id -> training step that consumed it."""
+        return dict(self.rows("SELECT grp, training_step FROM consumed"))
+
+    def counters(self) -> Mapping[str, int]:
+        """`lost` and `refused` over the life of the file, whoever wrote it."""
+        return {"lost": 0, "refused": 0, **dict(self.rows("SELECT name, value FROM counters"))}
+
+    def rows(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
+        """Rows of any SELECT, on a connection of its own that cannot write. The tables are in docs/records.md."""
+        with self._reader() as db:
+            return db.execute(sql, parameters).fetchall()
+
+    def close(self) -> None:
+        """Flush, stop writing and give the file back; safe to call twice. Happens at exit by itself."""
+        self._shut()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _writing(self) -> Writer:
+        if self._writer is None:
+            raise RunError(f"{self.path} is open for reading only.", "Open it without read_only to write.")
+        return self._writer
+
+    @contextmanager
+    def _reader(self) -> Iterator[sqlite3.Connection]:
+        """A connection for this read alone: pooled, and never the writer's."""
+        if not self._shut.alive:
+            raise RunError(f"The store {self.path} is closed.", "Open it again to read.")
+        try:
+            db = self._readers.pop()
+        except IndexError:
+            db = _connect_reader(self.path)
+        try:
+            yield db
+        except BaseException:
+            db.close()
+            raise
+        if self._shut.alive and len(self._readers) < 8:
+            self._readers.append(db)
+        else:
+            db.close()
+
+    def _after_fork(self) -> None:
+        """A child process may read with connections of its own; the file belongs to the parent."""
+        self._readers = []
+        if self._writer:
+            self._writer.abandon()
+        if self._lock:
+            self._lock.release()
+
+
+def _connect_writer(path: Path) -> sqlite3.Connection:
+    """With synchronous=NORMAL a commit is in the system's cache when it returns: it outlives the process."""
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
+    try:
+        if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            _check(db, path)
+            db.execute("PRAGMA journal_mode = WAL")
+        else:
+            db.execute("PRAGMA page_size = 8192")
+            db.execute("PRAGMA journal_mode = WAL")
+            db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute("PRAGMA wal_autocheckpoint = 2000")
+        db.execute("PRAGMA cache_size = -16000")
+    except sqlite3.Error as error:
+        db.close()
+        raise _unusable(path, error) from error
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _connect_reader(path: Path) -> sqlite3.Connection:
+    try:
+        uri = f"{path.absolute().as_uri()}?mode=ro"
+        return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5.0)
+    except sqlite3.Error as error:
+        raise _unusable(path, error) from error
+
+
+def _check(db: sqlite3.Connection, path: Path) -> None:
+    """Raises RunError unless this is a records file of this version."""
+    try:
+        application = db.execute("PRAGMA application_id").fetchone()[0]
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+    except sqlite3.Error as error:
+        raise _unusable(path, error) from error
+    if application != APPLICATION:
+        raise RunError(f"{path} is not a cotune records file.", "Name a run folder or its records file.")
+    if version != VERSION:
+        raise RunError(
+            f"{path} has records of version {version}; this cotune reads version {VERSION}.",
+            "Use the cotune that wrote it, or start a new run folder.",
+        )
+
+
+def _unusable(path: Path, error: sqlite3.Error) -> RunError:
+    return RunError(f"The records file {path} cannot be used: {error}.", "Check the path, its rights and the disk.")
+
+
+def _shut(writer: Writer | None, readers: list[sqlite3.Connection], lock: FileLock | None) -> None:
+    if writer:
+        writer.close()
+    while readers:
+        readers.pop().close()
+    if lock:
+        lock.release()
+
+
+_open_stores: weakref.WeakSet[SqliteStore] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for store in list(_open_stores):
+        store._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
