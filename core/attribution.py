@@ -1,0 +1,114 @@
+"""Reward attribution: the one number that each sample answers for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cotune.recipes import Attribution
+from cotune.samples import Sample
+
+Floats = npt.NDArray[np.float64]
+Codes = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+def codes(values: Sequence[Hashable]) -> tuple[Codes, list[Hashable]]:
+    """Number equal values alike, in order of first appearance. Returns ([n] numbers, the distinct values)."""
+    index: dict[Hashable, int] = {}
+    numbers = [index.setdefault(value, len(index)) for value in values]
+    return np.array(numbers, dtype=np.int64), list(index)
+
+
+def keys(samples: Sequence[Sample], fields: tuple[str, ...]) -> list[Hashable]:
+    """The values of `fields` of each sample, as tuples."""
+    if not fields:
+        return [()] * len(samples)
+    get = attrgetter(*fields)
+    return [(get(s),) for s in samples] if len(fields) == 1 else [get(s) for s in samples]
+
+
+def attribute(samples: Sequence[Sample], attribution: Attribution) -> Floats:
+    """[n] reward of each sample, NaN where a component that it needs never arrived.
+
+    A component that any candidate of a role carries is needed of all candidates of that role, and one that any
+    episode carries of all episodes; a component of weight 0 is never needed. `samples` must be all of a step:
+    later turns and other roles are looked up among the chosen ones.
+    """
+    own = _mix([s.rewards for s in samples], codes([s.role for s in samples])[0], attribution, {})
+    if attribution.horizon == "own_turn" and not attribution.outcome:
+        value, some = own.value, own.some
+    else:
+        taken = own.carried if attribution.horizon != "terminal" else {}
+        outcome = _mix([s.outcome for s in samples], np.zeros(len(samples), np.int64), attribution, taken)
+        if attribution.horizon == "terminal":
+            value, some = outcome.value, outcome.some
+        elif attribution.horizon == "own_turn":
+            value, some = own.value + outcome.value, own.some | outcome.some
+        else:
+            value = _reward_to_go(samples, own.value, outcome.value, attribution.gamma)
+            some = own.some | outcome.some
+    reward = np.where(some, value, np.nan)
+    return reward if attribution.scope == "own" else _over_roles(samples, reward, mean=attribution.scope == "mean")
+
+
+class _Mixed(NamedTuple):
+    value: Floats
+    """Weighted sum of the needed components: 0 where none is needed, NaN where one is missing."""
+    some: Bools
+    """Whether any component is needed."""
+    carried: Mapping[str, Bools]
+    """By component: whether anyone in the sample's group carries it."""
+
+
+def _mix(
+    rewards: Sequence[Mapping[str, float]], group: Codes, attribution: Attribution, taken: Mapping[str, Bools]
+) -> _Mixed:
+    value = np.zeros(len(rewards))
+    some = np.zeros(len(rewards), np.bool_)
+    carried: dict[str, Bools] = {}
+    for name in dict.fromkeys(name for components in rewards for name in components):
+        weight = attribution.weight(name)
+        if weight == 0.0:
+            continue
+        column = np.array([components.get(name, np.nan) for components in rewards])
+        carried[name] = (np.bincount(group, ~np.isnan(column)) > 0)[group]
+        needed = carried[name] & ~taken[name] if name in taken else carried[name]
+        value = value + np.where(needed, weight * column, 0.0)
+        some |= needed
+    return _Mixed(value, some, carried)
+
+
+def _reward_to_go(samples: Sequence[Sample], own: Floats, outcome: Floats, gamma: float) -> Floats:
+    """G_t = r_t + gamma^(t' - t) G_t' over the role's next chosen turn t' in the episode; the last adds the outcome.
+
+    Siblings that were not chosen share the future of the one that was.
+    """
+    chain, _ = codes([(s.rollout, s.role) for s in samples])
+    turn = np.array([s.turn for s in samples], np.int64)
+    chosen = np.array([s.chosen for s in samples], np.bool_)
+    returns = np.empty(len(samples))
+    current, after, at = -1, 0.0, 0
+    for i in np.lexsort((chosen, -turn, chain)):
+        if chain[i] != current:
+            current, after, at = int(chain[i]), float(outcome[i]), int(turn[i])
+        returns[i] = own[i] + gamma ** (at - int(turn[i])) * after
+        if chosen[i]:
+            after, at = float(returns[i]), int(turn[i])
+    return returns
+
+
+def _over_roles(samples: Sequence[Sample], reward: Floats, *, mean: bool) -> Floats:
+    """Sum or mean over the roles that act in the same turn of an episode: own reward, the others' as chosen."""
+    moment, _ = codes([(s.rollout, s.turn) for s in samples])
+    part, _ = codes([(s.rollout, s.turn, s.role) for s in samples])
+    went_on = np.array([s.chosen for s in samples], np.bool_)
+    chosen_reward = np.where(went_on, reward, 0.0)
+    others = np.bincount(moment, chosen_reward)[moment] - np.bincount(part, chosen_reward)[part]
+    count = 1 + np.bincount(moment, went_on)[moment] - np.bincount(part, went_on)[part]
+    total = reward + others
+    return total / count if mean else total

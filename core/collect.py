@@ -1,0 +1,140 @@
+"""Collecting: recorded episodes in, one sample per trainable candidate out."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+import msgspec
+
+from cotune.plans import PlanKind
+from cotune.records import Call, Candidate, Episode, candidate_id
+from cotune.samples import Sample
+from cotune.store import Store
+
+COMPLETE = ("stop", "length", "tool_calls", "function_call")
+"""Finish reasons of an answer that ended by itself or at the length limit."""
+
+
+class Collected(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples of a step, the calls that they answer (by id), and the number of candidates left out by reason."""
+
+    samples: list[Sample]
+    calls: Mapping[str, Call]
+    left_out: Mapping[str, int]
+
+
+def collect(
+    store: Store,
+    episodes: Iterable[Episode],
+    *,
+    plan: PlanKind = "tree",
+    roles: Collection[str] | None = None,
+    versions: Mapping[str, int] | None = None,
+    max_lag: int = 0,
+    drop_truncated: bool = False,
+) -> Collected:
+    """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
+
+    Under a tree plan all candidates of a call are samples and need rewards of their own; under independent rollouts
+    only the chosen one is, and the episode's outcome will do. `roles` are the trained roles (None: all). `versions`
+    is the version of each policy that is trained now; a candidate from more than `max_lag` versions before it, or
+    from a version after it (of a run that was rolled back), is stale.
+    """
+    left_out: Counter[str] = Counter()
+    usable: list[tuple[Episode, Call]] = []
+    for episode in episodes:
+        for call in store.calls(episode.id):
+            reason = "failed_episode" if episode.status != "ok" else _call_reason(call, roles, versions or {}, max_lag)
+            if reason is None:
+                usable.append((episode, call))
+            else:
+                left_out[reason] += max(1, len(call.candidates))
+    targets = list(dict.fromkeys(episode.id for episode, _ in usable))
+    targets += [candidate_id(call.id, c.index) for _, call in usable for c in call.candidates]
+    rewards = store.rewards(targets)
+    samples: list[Sample] = []
+    for episode, call in usable:
+        outcome = rewards.get(episode.id) or {}
+        for candidate in call.candidates:
+            own = rewards.get(candidate_id(call.id, candidate.index)) or {}
+            reason = _candidate_reason(candidate, call, plan, drop_truncated) or _reward_reason(
+                own, outcome, call, plan
+            )
+            if reason is None:
+                samples.append(_sample(episode, call, candidate, own, outcome, plan))
+            else:
+                left_out[reason] += 1
+    return Collected(samples=samples, calls={call.id: call for _, call in usable}, left_out=dict(left_out))
+
+
+def temperature(call: Call) -> float:
+    """The temperature that a call was sampled at: what was really used, else what was asked, else 1."""
+    for params in (call.sampling, call.params):
+        if params.get("temperature") is not None:
+            return float(params["temperature"])
+    return 1.0
+
+
+def _call_reason(call: Call, roles: Collection[str] | None, versions: Mapping[str, int], max_lag: int) -> str | None:
+    if call.status != "ok" or not call.candidates:
+        return "failed_call"
+    if roles is not None and call.role not in roles:
+        return "untrained_role"
+    if call.policy is None:
+        return "no_policy"
+    if call.prompt is None:
+        return "no_token_ids"
+    current = versions.get(call.policy.name)
+    if current is not None and not current - max_lag <= call.policy.version <= current:
+        return "stale_version"
+    return "greedy" if temperature(call) <= 0.0 else None
+
+
+def _candidate_reason(candidate: Candidate, call: Call, plan: PlanKind, drop_truncated: bool) -> str | None:
+    if plan == "independent" and candidate.index != call.chosen:
+        return "not_chosen"
+    if not candidate.token_ids:
+        return "no_token_ids" if candidate.text or candidate.tool_calls else "empty_response"
+    if not candidate.logprobs:
+        return "no_logprobs"
+    if len(candidate.logprobs) != len(candidate.token_ids) or not math.isfinite(sum(candidate.logprobs)):
+        return "broken_logprobs"
+    if candidate.finish_reason not in COMPLETE:
+        return "interrupted"
+    return "truncated" if drop_truncated and candidate.finish_reason == "length" else None
+
+
+def _reward_reason(own: Mapping[str, float], outcome: Mapping[str, float], call: Call, plan: PlanKind) -> str | None:
+    if not own and (plan == "tree" or not outcome):
+        return "scorer_failed" if call.error else "missing_reward"
+    finite = all(map(math.isfinite, own.values())) and all(map(math.isfinite, outcome.values()))
+    return None if finite else "non_finite_reward"
+
+
+def _sample(
+    episode: Episode,
+    call: Call,
+    candidate: Candidate,
+    own: Mapping[str, float],
+    outcome: Mapping[str, float],
+    plan: PlanKind,
+) -> Sample:
+    assert call.prompt is not None and call.policy is not None
+    return Sample(
+        id=candidate_id(call.id, candidate.index),
+        task=episode.task.id,
+        rollout=episode.id,
+        role=call.role,
+        turn=call.turn,
+        step=call.step,
+        branch=episode.id if plan == "tree" else call.prompt,
+        prompt=call.prompt,
+        policy=call.policy,
+        tokens=len(candidate.token_ids),
+        rewards=own,
+        outcome=outcome,
+        chosen=candidate.index == call.chosen,
+        training_step=episode.training_step,
+    )

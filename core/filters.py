@@ -1,0 +1,52 @@
+"""What is left out of training, and why. Every reason has its name here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+
+from cotune.advantages import Spread
+from cotune.groups import Group
+from cotune.recipes import Filters
+
+REASONS: Mapping[str, str] = {
+    "failed_episode": "the workflow raised or was cancelled",
+    "failed_call": "the request failed, so there is no answer to learn from",
+    "untrained_role": "no trained policy plays the role",
+    "no_policy": "an outside provider answered",
+    "no_token_ids": "the engine or provider gave no token ids",
+    "no_logprobs": "the engine or provider gave no log-probabilities",
+    "broken_logprobs": "log-probabilities are not finite, or not one per token",
+    "empty_response": "the candidate has no token",
+    "interrupted": "the provider cut the answer off, neither at its end nor at the length limit",
+    "truncated": "the answer hit the length limit, and such answers are dropped",
+    "greedy": "sampled at temperature 0, so nothing was explored",
+    "stale_version": "sampled from another version of the policy than the one being trained",
+    "not_chosen": "the application did not go on with it, and the plan compares whole episodes",
+    "scorer_failed": "the scorer raised or returned something that is not a reward",
+    "missing_reward": "a reward component that the recipe needs never arrived",
+    "non_finite_reward": "a reward is NaN or infinite",
+    "group_of_one": "nothing to compare it with",
+    "consumed": "its group was trained on before",
+    "zero_variance": "all rewards of the group are equal",
+    "mean_out_of_range": "the group's mean reward is outside mean_range",
+    "zero_advantage": "its advantage is zero",
+}
+"""Reason -> why candidates with it are not trained on. A failed call without candidates counts as one."""
+
+
+def group_reasons(
+    groups: Sequence[Group], stats: Spread, filters: Filters, consumed: Container[str]
+) -> list[str | None]:
+    """Per group, the first reason to leave it out, or None. `stats` are those of the first term's rewards."""
+    low, high = filters.mean_range or (float("-inf"), float("inf"))
+    reasons: list[str | None] = []
+    for group, flat, mean in zip(groups, stats.flat.tolist(), stats.mean.tolist(), strict=True):
+        if group.id in consumed:
+            reasons.append("consumed")
+        elif filters.zero_variance and flat:
+            reasons.append("zero_variance")
+        elif not low <= mean <= high:
+            reasons.append("mean_out_of_range")
+        else:
+            reasons.append(None)
+    return reasons

@@ -1,0 +1,119 @@
+"""Reward attribution: weights, horizons, scopes, and what counts as missing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cotune.attribution import attribute
+from cotune.recipes import Attribution
+from cotune.records import PolicyRef
+from cotune.samples import Sample
+
+
+def sample(
+    id: str = "c.0", role: str = "a", turn: int = 0, rollout: str = "e", rewards=None, outcome=None, chosen: bool = True
+) -> Sample:
+    return Sample(
+        id=id,
+        task="q",
+        rollout=rollout,
+        role=role,
+        turn=turn,
+        step=turn,
+        branch=rollout,
+        prompt="p",
+        policy=PolicyRef("p"),
+        tokens=1,
+        rewards=rewards or {},
+        outcome=outcome or {},
+        chosen=chosen,
+    )
+
+
+def test_own_turn_is_alpha_times_team_plus_local():
+    one = sample(rewards={"team": 3.0, "local": 0.5}, outcome={"team": 100.0})
+    assert attribute([one], Attribution(alpha=2.0)).tolist() == [6.5]
+
+
+def test_unlisted_components_weigh_other():
+    one = sample(rewards={"format": 2.0, "correct": 1.0, "noise": 7.0})
+    assert attribute([one], Attribution(weights={"format": 0.1, "correct": 0.9}, other=0.0)).tolist() == [1.1]
+    assert attribute([one], Attribution()).tolist() == [10.0]
+
+
+def test_terminal_takes_only_the_outcome():
+    one = sample(rewards={"local": 5.0}, outcome={"team": 1.0})
+    assert attribute([one], Attribution(horizon="terminal")).tolist() == [1.0]
+
+
+def test_own_turn_with_outcome_adds_only_what_the_role_lacks():
+    both = sample("c.0", rewards={"local": 1.0}, outcome={"team": 4.0, "local": 50.0})
+    other_role = sample("d.0", role="b", rewards={"team": 2.0}, outcome={"team": 4.0, "local": 50.0})
+    assert attribute([both, other_role], Attribution(outcome=True)).tolist() == [5.0, 52.0]
+
+
+def test_reward_to_go_discounts_by_turn_and_ends_with_the_outcome():
+    # G2 = 3 + 8 = 11, G1 = 2 + 11 / 2 = 7.5, G0 = 1 + 7.5 / 2 = 4.75; the sibling of turn 1: 0 + 11 / 2
+    path = [
+        sample("c0.0", turn=0, rewards={"local": 1.0}, outcome={"team": 8.0}),
+        sample("c1.0", turn=1, rewards={"local": 2.0}, outcome={"team": 8.0}),
+        sample("c1.1", turn=1, rewards={"local": 0.0}, outcome={"team": 8.0}, chosen=False),
+        sample("c2.0", turn=2, rewards={"local": 3.0}, outcome={"team": 8.0}),
+    ]
+    reward = Attribution(horizon="reward_to_go", gamma=0.5)
+    assert attribute(path, reward).tolist() == [4.75, 7.5, 5.5, 11.0]
+
+
+def test_reward_to_go_keeps_roles_and_rollouts_apart():
+    path = [
+        sample("c0.0", turn=0, rewards={"local": 1.0}),
+        sample("c1.0", turn=1, rewards={"local": 10.0}),
+        sample("d0.0", role="b", turn=0, rewards={"local": 100.0}),
+        sample("e1.0", rollout="f", turn=1, rewards={"local": 1000.0}),
+    ]
+    assert attribute(path, Attribution(horizon="reward_to_go")).tolist() == [11.0, 10.0, 100.0, 1000.0]
+
+
+@pytest.mark.parametrize(("scope", "expected"), [("sum", [11.0, 12.0, 11.0, 5.0]), ("mean", [5.5, 6.0, 5.5, 5.0])])
+def test_scope_joins_the_roles_of_a_turn_as_chosen(scope, expected):
+    step = [
+        sample("c.0", rewards={"local": 1.0}),
+        sample("c.1", rewards={"local": 2.0}, chosen=False),
+        sample("d.0", role="b", rewards={"local": 10.0}),
+        sample("g.0", role="b", turn=1, rewards={"local": 5.0}),
+    ]
+    assert attribute(step, Attribution(scope=scope)).tolist() == expected
+
+
+def test_a_component_that_siblings_carry_is_missed():
+    full = sample("c.0", rewards={"team": 1.0, "local": 1.0})
+    late = sample("c.1", rewards={"local": 1.0})
+    other_role = sample("d.0", role="b", rewards={"local": 1.0})
+    np.testing.assert_array_equal(attribute([full, late, other_role], Attribution()), [2.0, np.nan, 1.0])
+
+
+def test_a_component_of_weight_zero_is_never_missed():
+    full = sample("c.0", rewards={"team": 1.0, "local": 1.0})
+    late = sample("c.1", rewards={"local": 1.0})
+    assert attribute([full, late], Attribution(alpha=0.0)).tolist() == [1.0, 1.0]
+
+
+def test_no_reward_at_all_is_not_zero():
+    assert np.isnan(attribute([sample(outcome={"team": 1.0})], Attribution())).all()
+    assert np.isnan(attribute([sample(rewards={"local": 1.0})], Attribution(horizon="terminal"))).all()
+
+
+def test_a_missing_later_reward_reaches_every_earlier_return():
+    path = [
+        sample("c0.0", turn=0, rewards={"local": 1.0}),
+        sample("c1.0", turn=1, rewards={}),
+        sample("c2.0", turn=2, rewards={"local": 1.0}),
+    ]
+    reward = attribute(path, Attribution(horizon="reward_to_go"))
+    np.testing.assert_array_equal(np.isnan(reward), [True, True, False])
+
+
+def test_nothing_gives_nothing():
+    for horizon in ("own_turn", "terminal", "reward_to_go"):
+        assert attribute([], Attribution(horizon=horizon, scope="sum")).shape == (0,)
