@@ -42,6 +42,10 @@ class SampleTimeout(SamplerError):
     """A request took longer than its time-out; its partial tokens are discarded."""
 
 
+class LearnerError(CotuneError):
+    """An update did not train what it should: a tensor without optimizer or gradient, or non-finite numbers."""
+
+
 class SyncError(CotuneError):
     """Published weights did not arrive at the sampler as the learner sent them."""
 

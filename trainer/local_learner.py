@@ -1,0 +1,276 @@
+"""The learner of one process: every policy's weights and optimizer on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cotune.errors import ConfigError, GroupError, LearnerError, RunError
+from cotune.policies import Policies
+from cotune.recipes import LossSpec
+from cotune.sampler import Weights
+from cotune.samples import TrainRow
+from cotune.trainer.learner_settings import FULL_LR, LORA_LR, LearnerSettings
+from cotune.trainer.loss import Tokens, policy_loss, token_weights
+from cotune.trainer.microbatch import micro_batches, mini_batches
+from cotune.trainer.movement import Movement, check_optimizers
+from cotune.trainer.open_models import open_policy_models
+from cotune.trainer.policy_model import PolicyModel
+from cotune.trainer.tally import Tally
+
+
+class LocalLearner:
+    """Trains the policies of a run in this process. Methods may be called from any thread, one at a time runs.
+
+    Ratio and correction: with `anchor` "sampler" the policy ratio is pi_train / pi_sampler in all optimizer steps of
+    an update; with "trainer" it is pi_train / pi_train_before_update, and each token weighs
+    min(pi_train_before_update / pi_sampler, cap).
+    """
+
+    def __init__(self, policies: Mapping[str, PolicyModel], settings: LearnerSettings, loss: LossSpec) -> None:
+        self._policies = dict(policies)
+        self._settings = settings
+        self._loss = loss
+        self._lock = threading.RLock()
+        self._order = torch.Generator().manual_seed(settings.seed)
+        self._optimizers = {name: _optimizer(policy, settings) for name, policy in self._policies.items()}
+        trainable = {name: policy.parameters() for name, policy in self._policies.items()}
+        check_optimizers(trainable, self._optimizers)
+        self._movement = {name: Movement(parameters) for name, parameters in trainable.items()}
+
+    @classmethod
+    def open(cls, model: str, policies: Policies, settings: LearnerSettings, loss: LossSpec) -> LocalLearner:
+        """Load `model` for every trained policy. Raises ConfigError for a model or loss that cannot be trained."""
+        if loss.aggregation == "constant" and loss.constant_length is None:
+            raise ConfigError("loss.constant_length", None, "the run's response limit, in tokens")
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        return cls(open_policy_models(model, policies, settings, reference=loss.kl > 0), settings, loss)
+
+    def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
+        """All epochs and mini-batches of one step. Raises GroupError for unusable rows, LearnerError when the
+        update does not train what it should.
+
+        Metrics are means over response tokens, over all optimizer steps: `loss` and `grad_norm` (before clipping)
+        over steps; `clip_share`, `tis_clipped_share`, `entropy` (nats), `ratio_mean`, `ratio_max`; `kl` to the
+        reference (k3, where the loss has that term); `sampler_gap_mean`, `sampler_gap_max` |log pi_train - log
+        pi_sampler| and `sampler_kl` (k3) before the first optimizer step; `tokens`, `rows`, `steps`,
+        `skipped_steps` (gradient not finite), `seconds`, `weight_norm`, `lr`. Token means per role as
+        `<role>/<metric>` where the rows are of several roles.
+        """
+        started = time.perf_counter()
+        with self._lock:
+            _check_rows(rows)
+            model = self._model(policy)
+            batches = [b for _ in range(self._settings.epochs) for b in self._mini_batches(rows)]
+            old = self._anchor(model, rows) if len(batches) > 1 else None
+            tally = Tally([row.role for row in rows])
+            norms, losses = [], []
+            for step, batch in enumerate(batches):
+                loss = self._backward(model, rows, batch, old, tally, first=step == 0)
+                norms.append(self._step(policy, lr_scale, moves=any(rows[i].advantage for i in batch)))
+                losses.append(loss)
+            finite = [norm for norm in norms if np.isfinite(norm)]
+            if not finite:
+                raise LearnerError(
+                    f"No gradient of this update of policy {policy!r} is finite.", "Lower learner.lr, or use float32."
+                )
+            self._movement[policy].after_update(policy)
+            return {
+                **tally.metrics(),
+                "loss": float(np.mean(losses)),
+                "grad_norm": float(np.mean(finite)),
+                "steps": float(len(batches)),
+                "skipped_steps": float(len(norms) - len(finite)),
+                "rows": float(len(rows)),
+                "weight_norm": _norm(model),
+                "lr": self._lr(model) * lr_scale,
+                "seconds": time.perf_counter() - started,
+            }
+
+    def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
+        """log pi_train of each row's response tokens at the row's temperature, in nats, without gradients."""
+        with self._lock:
+            _check_rows(rows)
+            return [part.cpu().numpy() for part in self._logprobs(self._model(policy), rows)]
+
+    def weights(self, policy: str) -> Weights:
+        """Trainable weights as fp32 arrays: PEFT state-dict names for a LoRA, model parameter names else."""
+        with self._lock:
+            return self._model(policy).weights()
+
+    def save(self, folder: Path) -> None:
+        """Write `learner.json`, `rng.pt`, and `<n>.safetensors` and `<n>.optimizer.pt` per policy."""
+        from safetensors.torch import save_file
+
+        with self._lock:
+            for index, (name, policy) in enumerate(self._policies.items()):
+                state = {key: tensor.contiguous().cpu() for key, tensor in policy.state().items()}
+                save_file(state, folder / f"{index}.safetensors")
+                torch.save(self._optimizers[name].state_dict(), folder / f"{index}.optimizer.pt")
+            moved = {name: self._movement[name].steps for name in self._policies}
+            torch.save({"order": self._order.get_state(), "steps": moved}, folder / "rng.pt")
+            (folder / "learner.json").write_bytes(msgspec.json.encode(self._identity()))
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote. Raises RunError when it is missing, broken, or of other policies."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        with self._lock:
+            try:
+                identity = msgspec.json.decode((folder / "learner.json").read_bytes())
+                if identity != msgspec.to_builtins(self._identity()):
+                    raise RunError(f"{folder} holds the policies {identity}, this run trains {self._identity()}.")
+                for index, (name, policy) in enumerate(self._policies.items()):
+                    policy.load(load_file(folder / f"{index}.safetensors", device=str(policy.device)))
+                    state = torch.load(folder / f"{index}.optimizer.pt", map_location=policy.device, weights_only=True)
+                    self._optimizers[name].load_state_dict(state)
+                rng = torch.load(folder / "rng.pt", weights_only=True)
+            except (OSError, KeyError, RuntimeError, ValueError, msgspec.DecodeError, SafetensorError) as error:
+                raise RunError(
+                    f"Cannot restore the learner from {folder}: {error}", "Use another checkpoint."
+                ) from error
+            self._order.set_state(rng["order"])
+            for name, steps in rng["steps"].items():
+                self._movement[name].steps = steps
+
+    def _mini_batches(self, rows: Sequence[TrainRow]) -> list[list[int]]:
+        return mini_batches(rows, self._settings.mini_batch, self._order)
+
+    def _micro_batches(self, model: PolicyModel, rows: Sequence[TrainRow], batch: Sequence[int]) -> list[list[int]]:
+        return micro_batches(rows, batch, self._settings.micro_batch_tokens, model.shares_prompts)
+
+    def _anchor(self, model: PolicyModel, rows: Sequence[TrainRow]) -> list[Tensor] | None:
+        return self._logprobs(model, rows) if self._settings.anchor == "trainer" else None
+
+    def _logprobs(self, model: PolicyModel, rows: Sequence[TrainRow]) -> list[Tensor]:
+        found: list[Tensor] = [torch.empty(0)] * len(rows)
+        with torch.no_grad():
+            for micro in self._micro_batches(model, rows, range(len(rows))):
+                part = [rows[i] for i in micro]
+                values = model.token_logprobs(part)[0].split([len(row.response_ids) for row in part])
+                for index, value in zip(micro, values, strict=True):
+                    found[index] = value
+        return found
+
+    def _backward(
+        self,
+        model: PolicyModel,
+        rows: Sequence[TrainRow],
+        batch: Sequence[int],
+        old: Sequence[Tensor] | None,
+        tally: Tally,
+        *,
+        first: bool,
+    ) -> float:
+        """Gradients of one mini-batch; returns its loss."""
+        lengths = torch.tensor([len(rows[i].response_ids) for i in batch])
+        shares = dict(zip(batch, token_weights(self._loss, lengths).split(lengths.tolist()), strict=True))
+        total = 0.0
+        for micro in self._micro_batches(model, rows, batch):
+            part = [rows[i] for i in micro]
+            new, entropy = model.token_logprobs(part)
+            anchor = None
+            if self._settings.anchor == "trainer":
+                anchor = new.detach() if old is None else torch.cat([old[i] for i in micro])
+            tokens = _tokens(part, new, entropy, torch.cat([shares[i] for i in micro]), anchor)
+            if self._loss.kl:
+                tokens = dataclasses.replace(tokens, reference=model.reference_logprobs(part))
+            parts = policy_loss(self._loss, tokens)
+            parts.loss.backward()
+            total += parts.loss.item()
+            tally.add(micro, tokens, parts, first=first)
+        return total
+
+    def _step(self, policy: str, lr_scale: float, *, moves: bool) -> float:
+        """One optimizer step on the gradients at hand; returns their norm. A non-finite one is not applied."""
+        model, optimizer = self._policies[policy], self._optimizers[policy]
+        parameters = [p for p in model.parameters().values() if p.grad is not None]
+        limit = self._settings.grad_clip or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit).item() if parameters else 0.0
+        if np.isfinite(norm):
+            for group in optimizer.param_groups:
+                group["lr"] = self._lr(model) * lr_scale
+            watch = moves and lr_scale > 0 and bool(self._movement[policy].pending)
+            if watch:
+                self._movement[policy].before_step()
+            optimizer.step()
+            if watch:
+                self._movement[policy].after_step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _lr(self, model: PolicyModel) -> float:
+        return _default_lr(model) if self._settings.lr is None else self._settings.lr
+
+    def _model(self, policy: str) -> PolicyModel:
+        if policy not in self._policies:
+            raise ConfigError("policy", policy, f"a trained policy: {sorted(self._policies)}")
+        return self._policies[policy]
+
+    def _identity(self) -> dict[str, Any]:
+        return {name: msgspec.to_builtins(policy.spec) for name, policy in self._policies.items()}
+
+
+def _optimizer(model: PolicyModel, settings: LearnerSettings) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        list(model.parameters().values()),
+        lr=_default_lr(model) if settings.lr is None else settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=model.device.type in ("cpu", "cuda"),
+    )
+
+
+def _default_lr(model: PolicyModel) -> float:
+    return LORA_LR if model.spec.kind == "lora" else FULL_LR
+
+
+def _norm(model: PolicyModel) -> float:
+    norms = torch._foreach_norm([p.detach() for p in model.parameters().values()])
+    return float(torch.stack(norms).norm())
+
+
+def _tokens(rows: Sequence[TrainRow], new: Tensor, entropy: Tensor, share: Tensor, old: Tensor | None) -> Tokens:
+    lengths = [len(row.response_ids) for row in rows]
+    per_row = torch.tensor([row.advantage for row in rows], dtype=torch.float32)
+    index = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
+    sampler = torch.from_numpy(np.concatenate([np.asarray(row.logprobs, np.float32) for row in rows]))
+    return Tokens(
+        new=new,
+        sampler=sampler.to(new.device),
+        advantage=per_row[index].to(new.device),
+        weight=share.to(new.device),
+        row=index.to(new.device),
+        old=old,
+        entropy=entropy,
+    )
+
+
+def _check_rows(rows: Sequence[TrainRow]) -> None:
+    if not rows:
+        raise GroupError("There are no rows to train on.")
+    for row in rows:
+        problem = None
+        if not row.prompt_ids or not row.response_ids:
+            problem = "has an empty prompt or response"
+        elif len(row.logprobs) != len(row.response_ids):
+            problem = f"has {len(row.logprobs)} sampler log-probabilities for {len(row.response_ids)} response tokens"
+        elif not row.temperature > 0:
+            problem = f"was sampled at temperature {row.temperature}, where log-probabilities are not defined"
+        elif not (np.isfinite(row.advantage) and np.isfinite(row.logprobs).all()):
+            problem = "has a non-finite advantage or log-probability"
+        if problem:
+            raise GroupError(f"Row {row.id} of role {row.role!r} {problem}.", "Leave it out of training.")
