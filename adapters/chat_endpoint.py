@@ -1,0 +1,210 @@
+"""POST /v1/chat/completions as an ASGI application over a sampler."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from cotune.adapters.local import Local, Served
+from cotune.adapters.openai_http import ChatRequest, Reply, RequestError, chunks, completion, decode_request
+from cotune.errors import SamplerError, SampleTimeout
+from cotune.records import Candidate, Usage
+from cotune.sampler import Completion, SamplingParams
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+logger = logging.getLogger("cotune.serve")
+json_bytes = msgspec.json.Encoder().encode
+
+
+class Access:
+    """Checks the bearer token, where one is required."""
+
+    def __init__(self, token: str | None) -> None:
+        self._expected = f"Bearer {token}".encode() if token else None
+
+    def check(self, scope: Scope) -> None:
+        """Raises RequestError (401) when the token is missing or wrong."""
+        if self._expected is None:
+            return
+        given = _header(scope, b"authorization")
+        if not hmac.compare_digest(given, self._expected):
+            raise RequestError(
+                401, "This server needs its token: send it as Authorization: Bearer TOKEN.", code="invalid_api_key"
+            )
+
+
+class ChatEndpoint:
+    """Answers chat completions. `counts` tells requests by outcome, `not_enforced` the fields answered without."""
+
+    def __init__(self, local: Local, access: Access, *, max_body: int) -> None:
+        self.local = local
+        self.access = access
+        self.max_body = max_body
+        self.in_flight = 0
+        self.counts: Counter[str] = Counter()
+        self.not_enforced: Counter[str] = Counter()
+        self._token_texts: dict[int, str] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.in_flight += 1
+        try:
+            await self._serve(scope, receive, send)
+        except RequestError as error:
+            self.counts[f"refused_{error.status}"] += 1
+            await send_json(send, error.status, error.body())
+        finally:
+            self.in_flight -= 1
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.access.check(scope)
+        request = decode_request(await self._body(scope, receive))
+        reply = await self._unless_gone(receive, request)
+        if reply is None:
+            self.counts["disconnected"] += 1
+            return
+        self.counts["ok"] += 1
+        if request.stream:
+            await _send_events(send, [json_bytes(chunk) for chunk in chunks(reply, self._token_text)])
+        else:
+            await send_json(send, 200, completion(reply, self._token_text))
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        if not _header(scope, b"content-type").startswith(b"application/json"):
+            raise RequestError(415, "The body must be sent as Content-Type: application/json.")
+        parts: list[bytes] = []
+        size, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise RequestError(400, "The body ended early.")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            more = message.get("more_body", False)
+            if size > self.max_body:
+                raise RequestError(413, f"The body is larger than {self.max_body} bytes.", code="body_too_large")
+        return b"".join(parts)
+
+    async def _unless_gone(self, receive: Receive, request: ChatRequest) -> Reply | None:
+        """The reply; None when the client went away first, which cancels the request inside the sampler."""
+        answering = asyncio.current_task()
+        assert answering is not None
+        watch = asyncio.create_task(_cancel_when_gone(receive, answering))
+        try:
+            return await self._reply(request)
+        except asyncio.CancelledError:
+            if not watch.done() or watch.cancelled():
+                raise
+            answering.uncancel()
+            return None
+        finally:
+            watch.cancel()
+
+    async def _reply(self, request: ChatRequest) -> Reply:
+        served = self.find(request.model)
+        self._note(request)
+        prompt = self._render(request)
+        room = self.local.max_model_len - len(prompt)
+        if room < 1:
+            raise RequestError(
+                400,
+                f"The prompt has {len(prompt)} tokens; the model takes {self.local.max_model_len} with the reply.",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        params = request.sampling(room)
+        completions = await self._sample(prompt, request.n or 1, params, served)
+        return Reply(
+            model=request.model,
+            prompt_ids=prompt,
+            candidates=[self._candidate(i, c, params) for i, c in enumerate(completions)],
+            usage=Usage(len(prompt), sum(len(c.token_ids) for c in completions)),
+            request=request,
+        )
+
+    def find(self, model: str) -> Served:
+        """What answers for a model name. Raises RequestError (404) with the known names."""
+        try:
+            return self.local.served[model]
+        except KeyError:
+            known = ", ".join(self.local.served)
+            raise RequestError(
+                404,
+                f"There is no model {model!r} here; the models are: {known}.",
+                param="model",
+                code="model_not_found",
+            ) from None
+
+    def _note(self, request: ChatRequest) -> None:
+        for name in request.not_enforced():
+            if not self.not_enforced[name]:
+                logger.warning("A request sets %s, which is not enforced: its answers are sampled without.", name)
+            self.not_enforced[name] += 1
+
+    def _render(self, request: ChatRequest) -> list[int]:
+        try:
+            return self.local.chat.render(request.messages, request.tools_shown())
+        except SamplerError as error:
+            raise RequestError(400, str(error), param="messages", code="invalid_value") from None
+
+    async def _sample(self, prompt: list[int], n: int, params: SamplingParams, served: Served) -> list[Completion]:
+        try:
+            return await self.local.sampler.sample(prompt, n, params, served.policy)
+        except SampleTimeout as error:
+            raise RequestError(504, str(error), code="timeout") from None
+        except SamplerError as error:
+            logger.error("The sampler failed: %s", error)
+            raise RequestError(500, str(error), code="sampler_error") from None
+
+    def _candidate(self, index: int, sampled: Completion, params: SamplingParams) -> Candidate:
+        text, message, finish = self.local.chat.parse(sampled.token_ids, params.stop)
+        return Candidate(
+            index=index,
+            text=text,
+            message=message,
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            finish_reason="length" if sampled.finish_reason == "length" else finish,
+        )
+
+    def _token_text(self, token: int) -> str:
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self._token_texts[token] = self.local.token_text(token)
+        return text
+
+
+async def send_json(send: Send, status: int, body: Any) -> None:
+    """Send a whole JSON response."""
+    content = json_bytes(body)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})
+
+
+async def _send_events(send: Send, events: list[bytes]) -> None:
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    content = b"".join(b"data: %b\n\n" % event for event in (*events, b"[DONE]"))
+    await send({"type": "http.response.body", "body": content})
+
+
+async def _cancel_when_gone(receive: Receive, answering: asyncio.Task[Any]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    answering.cancel()
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    with contextlib.suppress(StopIteration):
+        return next(value for key, value in scope["headers"] if key == name)
+    return b""

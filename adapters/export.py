@@ -1,0 +1,175 @@
+"""Exports: trained policies as folders that PEFT, transformers and vLLM load, with a roles.json beside them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from cotune.adapters.fingerprint import base_fingerprint, file_sha256
+from cotune.adapters.manifest import (
+    ADAPTER_FILE,
+    FORMAT,
+    Base,
+    ExportedPolicy,
+    ExportedRole,
+    Manifest,
+    is_export,
+    write_manifest,
+)
+from cotune.adapters.model_card import model_card, serve_commands
+from cotune.adapters.trained import TrainedPolicy, latest_policies
+from cotune.errors import AdapterError, ConfigError
+from cotune.integrations.model_folder import locate_model, write_model
+from cotune.policies import LoraSpec
+from cotune.sampler import Weights, fingerprint
+
+
+def export_run(run: str | Path, to: str | Path) -> Manifest:
+    """Export the newest checkpoint of a run. Raises RunError, ConfigError, AdapterError."""
+    return write_export(to, latest_policies(run), run=Path(run).resolve().name)
+
+
+def write_export(to: str | Path, policies: Sequence[TrainedPolicy], *, run: str | None = None) -> Manifest:
+    """Write policies to a new folder, or in place of an earlier export.
+
+    The folder appears complete or not at all. Raises ConfigError when `to` holds anything but an export.
+    """
+    target = Path(to).absolute()
+    _check_target(target)
+    if not any(policy.roles for policy in policies):
+        raise ConfigError("policies", [], "at least one policy that plays a role", "Train a run first.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        manifest = _write(partial, policies, run)
+        _sync(partial)
+        _put_in_place(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return manifest
+
+
+def _check_target(target: Path) -> None:
+    if target.is_dir() and (is_export(target) or not any(target.iterdir())):
+        return
+    if target.exists():
+        raise ConfigError("to", str(target), "a new or empty folder, or an earlier export", "Choose another folder.")
+
+
+def _write(folder: Path, policies: Sequence[TrainedPolicy], run: str | None) -> Manifest:
+    bases: dict[str, Base] = {}
+    exported = []
+    for policy in policies:
+        base = _base(policy.model, bases) if policy.kind != "provider" and policy.model else None
+        exported.append(_write_policy(folder, policy, base, [p.folder for p in exported if p.folder]))
+    roles = tuple(
+        ExportedRole(role=role, policy=policy.name, metrics=dict(policy.metrics.get(role, {})))
+        for policy in policies
+        for role in policy.roles
+    )
+    manifest = Manifest(
+        format=FORMAT,
+        cotune=version("cotune"),
+        created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        run=run,
+        policies=tuple(exported),
+        roles=roles,
+    )
+    manifest = msgspec.structs.replace(manifest, serve=serve_commands(manifest))
+    write_manifest(folder, manifest)
+    (folder / "README.md").write_text(model_card(manifest))
+    return manifest
+
+
+def _base(model: str, known: dict[str, Base]) -> Base:
+    if model not in known:
+        folder = locate_model(model)
+        name = str(folder) if Path(model).expanduser().exists() else model
+        known[model] = Base(model=name, sha256=base_fingerprint(folder))
+    return known[model]
+
+
+def _write_policy(folder: Path, policy: TrainedPolicy, base: Base | None, taken: list[str]) -> ExportedPolicy:
+    if policy.kind in ("frozen", "provider"):
+        return ExportedPolicy(name=policy.name, kind=policy.kind, version=policy.version, base=base)
+    if policy.weights is None or base is None:
+        raise AdapterError(f"Policy {policy.name!r} has no weights or no base model.", "Export a trained checkpoint.")
+    name = _folder_name(policy.name, taken)
+    (folder / name).mkdir()
+    if policy.kind == "lora":
+        if policy.lora is None:
+            raise AdapterError(f"Policy {policy.name!r} is a LoRA without its shape.", "Give its LoraSpec.")
+        write_adapter(folder / name, policy.weights, policy.lora, base.model)
+    else:
+        write_model(locate_model(base.model), policy.weights, folder / name)
+    return ExportedPolicy(
+        name=policy.name,
+        kind=policy.kind,
+        version=policy.version,
+        base=base,
+        folder=name,
+        files={path.name: file_sha256(path) for path in sorted((folder / name).glob("*.safetensors"))},
+        fingerprint=fingerprint(policy.weights),
+        lora=policy.lora if policy.kind == "lora" else None,
+    )
+
+
+def write_adapter(folder: Path, weights: Weights, lora: LoraSpec, base: str) -> None:
+    """Write a PEFT folder: adapter_config.json and adapter_model.safetensors, in fp32."""
+    from safetensors.numpy import save_file
+
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
+    tensors = {name: np.ascontiguousarray(array, dtype=np.float32) for name, array in weights.items()}
+    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+
+
+def _folder_name(policy: str, taken: list[str]) -> str:
+    name = stem = re.sub(r"[^\w.-]+", "_", policy).lstrip(".") or "policy"
+    number = 1
+    while name in taken or name in ("README.md", "roles.json"):
+        number += 1
+        name = f"{stem}-{number}"
+    return name
+
+
+def _sync(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _put_in_place(partial: Path, target: Path) -> None:
+    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    if target.exists():
+        target.rename(old)
+    partial.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+    handle = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

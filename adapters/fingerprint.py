@@ -1,0 +1,116 @@
+"""Fingerprints of base models: what an adapter was trained on, told apart by content and never by path.
+
+Weights are hashed tensor by tensor, so that the same model in other shards has the same fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from cotune.errors import AdapterError
+
+_CHUNK = 1 << 22
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+_VOLATILE = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "_attn_implementation"}
+
+
+class BaseFingerprint(msgspec.Struct, frozen=True, kw_only=True):
+    """SHA-256, in hex, of each part of a model folder that an adapter depends on."""
+
+    weights: str
+    config: str
+    tokenizer: str
+    chat_template: str
+
+    def differences(self, other: BaseFingerprint) -> list[str]:
+        """Names of the parts that differ."""
+        return [name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name)]
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def base_fingerprint(folder: Path) -> BaseFingerprint:
+    """Fingerprint of a model folder. Raises AdapterError when it holds no config or no weights."""
+    config = folder / "config.json"
+    if not config.is_file():
+        raise AdapterError(
+            f"{folder} is no model folder: there is no config.json.", "Name a Hugging Face model folder."
+        )
+    return BaseFingerprint(
+        weights=_weights_sha256(folder),
+        config=_config_sha256(config),
+        tokenizer=_tokenizer_sha256(folder),
+        chat_template=hashlib.sha256(chat_template(folder).encode()).hexdigest(),
+    )
+
+
+def chat_template(folder: Path) -> str:
+    """Text of the chat template of a model folder; empty where there is none."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text()
+    settings = folder / "tokenizer_config.json"
+    template: Any = json.loads(settings.read_text()).get("chat_template") if settings.is_file() else None
+    return template if isinstance(template, str) else json.dumps(template, sort_keys=True) if template else ""
+
+
+def _config_sha256(path: Path) -> str:
+    config = {k: v for k, v in json.loads(path.read_text()).items() if k not in _VOLATILE}
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+def _tokenizer_sha256(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name in _TOKENIZER_FILES:
+        if (folder / name).is_file():
+            digest.update(f"{name} {file_sha256(folder / name)}\n".encode())
+    return digest.hexdigest()
+
+
+def _weights_sha256(folder: Path) -> str:
+    tensors = {name: digest for path in sorted(folder.glob("*.safetensors")) for name, digest in _tensors(path)}
+    if not tensors:
+        tensors = {path.name: file_sha256(path) for path in folder.glob("pytorch_model*.bin")}
+    if not tensors:
+        raise AdapterError(
+            f"{folder} holds no weights.", "Name a folder with *.safetensors or pytorch_model*.bin files."
+        )
+    lines = "".join(f"{name} {tensors[name]}\n" for name in sorted(tensors))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, str]]:
+    """Name and digest of each tensor of a safetensors file: an 8-byte length, a JSON header, then the data."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            raise AdapterError(f"{path} is no safetensors file.", "Fetch or export the model again.") from None
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            file.seek(8 + length + begin)
+            yield name, f"{entry['dtype']} {entry['shape']} {_digest(file, end - begin, path)}"
+
+
+def _digest(file: BinaryIO, size: int, path: Path) -> str:
+    digest = hashlib.sha256()
+    while size:
+        block = file.read(min(size, _CHUNK))
+        if not block:
+            raise AdapterError(f"{path} is cut short.", "Fetch or export the model again.")
+        digest.update(block)
+        size -= len(block)
+    return digest.hexdigest()

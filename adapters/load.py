@@ -1,0 +1,119 @@
+"""Opens an export after checking it, and publishes what it holds to a sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cotune.adapters.fingerprint import base_fingerprint, file_sha256
+from cotune.adapters.manifest import ADAPTER_FILE, Base, ExportedPolicy, Manifest, read_manifest
+from cotune.adapters.trained import read_weights
+from cotune.errors import AdapterError, ConfigError, SyncError
+from cotune.integrations.model_folder import locate_model, read_parameters
+from cotune.records import PolicyRef
+from cotune.sampler import Sampler, Weights, fingerprint
+
+
+@dataclass(frozen=True)
+class Export:
+    """A checked export. `model` is the folder that a sampler is built from; None where all is left to a provider."""
+
+    folder: Path
+    manifest: Manifest
+    model: Path | None
+
+    @property
+    def roles(self) -> dict[str, PolicyRef]:
+        """Role -> policy version, for the roles that this export answers (not those left to a provider)."""
+        played = {entry.role: self.manifest.policy(entry.role) for entry in self.manifest.roles}
+        return {role: policy.ref for role, policy in played.items() if policy.kind != "provider"}
+
+    def weights(self, policy: ExportedPolicy) -> Weights | None:
+        """Trained weights of a policy, checked against their fingerprint; None where there are none."""
+        if policy.folder is None:
+            return None
+        folder = self.folder / policy.folder
+        weights = read_weights(folder / ADAPTER_FILE) if policy.kind == "lora" else read_parameters(folder)
+        found = fingerprint(weights)
+        if found != policy.fingerprint:
+            raise AdapterError(
+                f"{folder}: the weights have fingerprint {found}, roles.json says {policy.fingerprint}.",
+                "Export the run again.",
+            )
+        return weights
+
+    async def publish(self, sampler: Sampler) -> dict[str, str]:
+        """Publish every trained policy; return the fingerprint of each. Raises SyncError when one arrives altered."""
+        arrived: dict[str, str] = {}
+        for policy in self.manifest.policies:
+            weights = self.weights(policy)
+            if weights is None:
+                continue
+            arrived[policy.name] = await sampler.publish(policy.ref, weights, policy.lora)
+            if arrived[policy.name] != policy.fingerprint:
+                raise SyncError(
+                    f"Policy {policy.ref} arrived at the sampler with fingerprint {arrived[policy.name]}, "
+                    f"not {policy.fingerprint}.",
+                    "Check the sampler's log.",
+                )
+        return arrived
+
+
+def load_export(folder: str | Path, base: str | Path | None = None, *, roles: Sequence[str] = ()) -> Export:
+    """Open an export and check it: manifest, hash of every weights file, base model, and that it has `roles`.
+
+    `base` replaces the recorded path of the base model; its content must be the same. Raises AdapterError.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise AdapterError(f"There is no folder {path}.", "Name a folder that cotune export wrote.")
+    manifest = read_manifest(path)
+    for role in roles:
+        manifest.policy(role)
+    for policy in manifest.policies:
+        _check_files(path, policy)
+    return Export(path, manifest, _model_folder(path, manifest, base))
+
+
+def _check_files(export: Path, policy: ExportedPolicy) -> None:
+    for name, expected in policy.files.items():
+        file = export / str(policy.folder) / name
+        if not file.is_file():
+            raise AdapterError(f"Policy {policy.name!r}: {file} is missing.", "Export the run again.")
+        found = file_sha256(file)
+        if found != expected:
+            raise AdapterError(
+                f"Policy {policy.name!r}: {file} has SHA-256 {found}, roles.json says {expected}.",
+                "The file was changed or damaged: export the run again.",
+            )
+
+
+def _model_folder(export: Path, manifest: Manifest, given: str | Path | None) -> Path | None:
+    """The folder that a sampler is built from: the checked base, or a full model where nothing needs a base."""
+    kinds = {policy.kind for policy in manifest.policies}
+    full = next((policy for policy in manifest.policies if policy.kind == "full"), None)
+    if given is None and full is not None and not kinds & {"lora", "frozen"}:
+        return export / str(full.folder)
+    bases = {policy.base.model: policy.base for policy in manifest.policies if policy.base}
+    if len(bases) > 1:
+        raise AdapterError(
+            f"The export stands on several base models: {', '.join(bases)}.", "Serve each with a server of its own."
+        )
+    return next((_checked_base(base, given or base.model) for base in bases.values()), None)
+
+
+def _checked_base(recorded: Base, model: str | Path) -> Path:
+    try:
+        folder = locate_model(model)
+    except ConfigError as error:
+        raise AdapterError(f"The base model cannot be loaded: {error.cause}", "Name its folder by --model.") from None
+    found = base_fingerprint(folder)
+    if wrong := recorded.sha256.differences(found):
+        part = wrong[0]
+        raise AdapterError(
+            f"The export was trained on another base: {', '.join(wrong)} of {folder} differ ({part} has SHA-256 "
+            f"{getattr(found, part)}, roles.json says {getattr(recorded.sha256, part)}).",
+            f"Name by --model the copy of {recorded.model} that it was trained on.",
+        )
+    return folder

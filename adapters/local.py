@@ -1,0 +1,99 @@
+"""Opens trained policies in this process: an export or a plain model, its sampler and its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cotune.adapters.fingerprint import base_fingerprint
+from cotune.adapters.load import Export, load_export
+from cotune.adapters.manifest import is_export
+from cotune.errors import AdapterError, ConfigError
+from cotune.integrations.chat_format import ChatTemplate
+from cotune.integrations.model_folder import locate_model
+from cotune.records import PolicyRef
+from cotune.sampler import ChatFormat, Sampler
+
+
+@dataclass(frozen=True)
+class Served:
+    """One model name and what answers for it. `base` is the folder or id of the base model, `base_sha256` its
+    weights, `fingerprint` that of the trained weights (of the base where nothing is trained)."""
+
+    name: str
+    policy: PolicyRef
+    kind: str
+    base: str
+    base_sha256: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Local:
+    """A sampler in this process with the policies of each role published to it.
+
+    `token_text` gives the text of one token id.
+    """
+
+    sampler: Sampler
+    chat: ChatFormat
+    served: Mapping[str, Served]
+    left_to_provider: Sequence[str]
+    max_model_len: int
+    token_text: Callable[[int], str]
+
+    async def aclose(self) -> None:
+        await self.sampler.aclose()
+
+
+async def open_local(source: str | Path, *, base: str | Path | None = None, names: Sequence[str] = ()) -> Local:
+    """Open an export, or a model folder or Hugging Face id served under its own name and `names`.
+
+    Raises AdapterError, ConfigError, SyncError before anything is served.
+    """
+    if is_export(Path(source)):
+        if names:
+            raise ConfigError("role", names[0], "no --role with an export: it names its own", "Leave --role out.")
+        return await _open_export(load_export(source, base))
+    return await _open_model(source, base, names)
+
+
+async def _open_export(export: Export) -> Local:
+    if export.model is None:
+        raise AdapterError(f"{export.folder} leaves every role to a provider.", "There is nothing to serve.")
+    sampler, chat = _engine(export.model)
+    served = {}
+    await export.publish(sampler)
+    for role in export.roles:
+        policy = export.manifest.policy(role)
+        if policy.base is None:
+            continue
+        digest = policy.base.sha256.weights
+        served[role] = Served(role, policy.ref, policy.kind, policy.base.model, digest, policy.fingerprint or digest)
+    left = [entry.role for entry in export.manifest.roles if entry.role not in served]
+    return Local(sampler, chat, served, left, (await sampler.info()).max_model_len, _token_text(chat))
+
+
+async def _open_model(source: str | Path, base: str | Path | None, names: Sequence[str]) -> Local:
+    if base is not None:
+        raise ConfigError("model", str(base), "no --model with a plain model: it is the base itself", "Leave it out.")
+    folder = locate_model(source)
+    digest = base_fingerprint(folder).weights
+    sampler, chat = _engine(folder)
+    policy = PolicyRef("base", 0)
+    served = {
+        name: Served(name, policy, "frozen", str(source), digest, digest)
+        for name in dict.fromkeys([Path(source).name, *names])
+    }
+    return Local(sampler, chat, served, [], (await sampler.info()).max_model_len, _token_text(chat))
+
+
+def _token_text(chat: ChatTemplate) -> Callable[[int], str]:
+    return lambda token: chat.tokenizer.decode([token])
+
+
+def _engine(model: Path) -> tuple[Sampler, ChatTemplate]:
+    from cotune.integrations.transformers_sampler import TransformersSampler
+
+    return TransformersSampler.load(model), ChatTemplate.load(model)

@@ -1,0 +1,140 @@
+"""roles.json: what an export holds, on what base, who plays which role, and how to serve it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.adapters.fingerprint import BaseFingerprint
+from cotune.errors import AdapterError
+from cotune.policies import LoraSpec, PolicyKind
+from cotune.records import PolicyRef
+
+MANIFEST = "roles.json"
+FORMAT = 1
+ADAPTER_FILE = "adapter_model.safetensors"
+
+
+class Base(msgspec.Struct, frozen=True, kw_only=True):
+    """The model that a policy was trained from: a folder or a Hugging Face id, and its fingerprint."""
+
+    model: str
+    sha256: BaseFingerprint
+
+
+class ExportedPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy of an export.
+
+    `folder` is relative to the export; None for policies without trained weights. `files` maps weight files in
+    it to their SHA-256, `fingerprint` is that of the weights in memory (`cotune.sampler.fingerprint`). `base` is
+    None for a provider policy.
+    """
+
+    name: str
+    kind: PolicyKind
+    version: int
+    base: Base | None = None
+    folder: str | None = None
+    files: dict[str, str] = {}
+    fingerprint: str | None = None
+    lora: LoraSpec | None = None
+
+    @property
+    def ref(self) -> PolicyRef:
+        return PolicyRef(self.name, self.version)
+
+
+class ExportedRole(msgspec.Struct, frozen=True, kw_only=True):
+    """A role, the policy that plays it, and its latest figures in training."""
+
+    role: str
+    policy: str
+    metrics: dict[str, float] = {}
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of roles.json. `serve` holds command lines by server, to be run in the folder of the export."""
+
+    format: int
+    cotune: str
+    created: str
+    run: str | None = None
+    policies: tuple[ExportedPolicy, ...]
+    roles: tuple[ExportedRole, ...]
+    serve: dict[str, list[str]] = {}
+
+    def policy(self, role: str) -> ExportedPolicy:
+        """The policy of a role. Raises AdapterError for an unknown one, with the roles there are."""
+        name = next((entry.policy for entry in self.roles if entry.role == role), None)
+        found = next((policy for policy in self.policies if policy.name == name), None)
+        if found is None:
+            known = ", ".join(entry.role for entry in self.roles)
+            raise AdapterError(f"The export has no role {role!r}; it has: {known}.", "Name one of these.")
+        return found
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write roles.json into a folder."""
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+    (folder / MANIFEST).write_bytes(text + b"\n")
+
+
+def is_export(folder: Path) -> bool:
+    """Whether a folder holds a roles.json."""
+    return (folder / MANIFEST).is_file()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check roles.json. Raises AdapterError naming the field, the value and the remedy."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise AdapterError(f"{folder} is no export: there is no {MANIFEST}.", "Name a folder that cotune export wrote.")
+    try:
+        raw: Any = msgspec.json.decode(path.read_bytes())
+        if isinstance(raw, dict) and raw.get("format") != FORMAT:
+            raise AdapterError(
+                f"{path}: format = {raw.get('format')!r}, this cotune reads {FORMAT}.",
+                "Export again with this version, or load it with the version that wrote it.",
+            )
+        manifest = msgspec.convert(raw, Manifest)
+    except msgspec.DecodeError as error:
+        raise AdapterError(f"{path} is broken: {error}.", "Export the run again.") from None
+    _check(manifest, path)
+    return manifest
+
+
+def _check(manifest: Manifest, path: Path) -> None:
+    remedy = "Export the run again."
+    names = [policy.name for policy in manifest.policies]
+    for name in names:
+        if names.count(name) > 1:
+            raise AdapterError(f"{path}: policies: two are named {name!r}.", remedy)
+    roles = [entry.role for entry in manifest.roles]
+    if not roles:
+        raise AdapterError(f"{path}: roles is empty.", remedy)
+    for entry in manifest.roles:
+        if roles.count(entry.role) > 1:
+            raise AdapterError(f"{path}: roles: {entry.role!r} stands there twice.", "Keep one of the two entries.")
+        if entry.policy not in names:
+            raise AdapterError(
+                f"{path}: roles: {entry.role!r} is played by {entry.policy!r}; the policies are: {', '.join(names)}.",
+                "Correct the policy of this role.",
+            )
+    for policy in manifest.policies:
+        _check_policy(policy, path, remedy)
+
+
+def _check_policy(policy: ExportedPolicy, path: Path, remedy: str) -> None:
+    where = f"{path}: policies: {policy.name!r}"
+    if policy.kind == "lora" and policy.lora is None:
+        raise AdapterError(f"{where} is a LoRA without lora.", remedy)
+    if policy.kind != "provider" and policy.base is None:
+        raise AdapterError(f"{where} has no base.", remedy)
+    if policy.kind in ("lora", "full"):
+        if not policy.folder or not policy.files or not policy.fingerprint:
+            raise AdapterError(f"{where} has no folder, files or fingerprint.", remedy)
+        for name in (policy.folder, *policy.files):
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise AdapterError(f"{where} names {name!r}, outside the export.", remedy)

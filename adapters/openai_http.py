@@ -1,0 +1,193 @@
+"""Requests and responses of the OpenAI chat completions API: decoded strictly, built as plain dicts."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from cotune.ids import new_id
+from cotune.records import Candidate, Usage
+from cotune.sampler import SamplingParams
+
+TokenText = Callable[[int], str]
+
+
+class RequestError(Exception):
+    """A request that is refused: HTTP status, message, and the OpenAI error's `param` and `code`."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI form."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """Options of a streamed response."""
+
+    include_usage: bool | None = None
+
+
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /v1/chat/completions. Fields that are not listed here are ignored."""
+
+    model: str
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    stop: str | Annotated[list[str], msgspec.Meta(max_length=16)] | None = None
+    seed: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    response_format: dict[str, Any] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+    def sampling(self, room: int) -> SamplingParams:
+        """Sampling parameters, with at most `room` new tokens (which is also the default)."""
+        asked = self.max_completion_tokens or self.max_tokens or room
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            max_tokens=min(asked, room),
+            stop=tuple(mark for mark in stop if mark),
+            seed=self.seed,
+        )
+
+    def tools_shown(self) -> list[dict[str, Any]] | None:
+        """Tools that the prompt shows: none where the request forbids their use."""
+        return None if self.tool_choice == "none" else self.tools or None
+
+    def not_enforced(self) -> list[str]:
+        """Fields that ask for something that the sampler does not do: it answers without them."""
+        asked = {
+            "tool_choice": self.tool_choice not in (None, "auto", "none"),
+            "response_format": (self.response_format or {}).get("type", "text") != "text",
+            "presence_penalty": bool(self.presence_penalty),
+            "frequency_penalty": bool(self.frequency_penalty),
+            "logit_bias": bool(self.logit_bias),
+            "top_logprobs": bool(self.top_logprobs),
+        }
+        return [name for name, set_ in asked.items() if set_]
+
+
+_decoder = msgspec.json.Decoder(ChatRequest)
+_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+
+
+def decode_request(body: bytes) -> ChatRequest:
+    """Decode a request body. Raises RequestError (400) that names the field."""
+    try:
+        return _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = _PATH.search(text)
+        missing = re.search(r"missing required field `(\w+)`", text)
+        param = missing.group(1) if missing else found.group(1) if found else None
+        message = f"{param}: {_PATH.sub('', text)}." if param else f"{text}."
+        raise RequestError(400, message, param=param, code="invalid_value") from None
+    except msgspec.DecodeError as error:
+        raise RequestError(400, f"The body is not JSON: {error}.", code="invalid_json") from None
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer to be sent: all candidates, and what the request asked to see of them."""
+
+    model: str
+    prompt_ids: Sequence[int]
+    candidates: Sequence[Candidate]
+    usage: Usage
+    request: ChatRequest
+
+
+def completion(reply: Reply, token_text: TokenText) -> dict[str, Any]:
+    """A `chat.completion` object."""
+    body = _head(reply, "chat.completion")
+    body["choices"] = [
+        {"index": c.index, "message": _message(c), **_tail(c, reply.request, token_text)} for c in reply.candidates
+    ]
+    body["usage"] = _usage(reply.usage)
+    if reply.request.return_token_ids:
+        body["prompt_token_ids"] = list(reply.prompt_ids)
+    return body
+
+
+def chunks(reply: Reply, token_text: TokenText) -> Iterator[dict[str, Any]]:
+    """The same answer as `chat.completion.chunk` objects: role, content and tool calls, finish, usage."""
+    head = _head(reply, "chat.completion.chunk")
+    first = {"prompt_token_ids": list(reply.prompt_ids)} if reply.request.return_token_ids else {}
+    for candidate in reply.candidates:
+        for position, (delta, rest) in enumerate(_deltas(candidate, reply.request, token_text)):
+            extra = first if position == 0 and candidate.index == 0 else {}
+            choice = {"index": candidate.index, "delta": delta, "finish_reason": None, "logprobs": None} | rest
+            yield {**head, **extra, "choices": [choice]}
+    if reply.request.stream_options and reply.request.stream_options.include_usage:
+        yield {**head, "choices": [], "usage": _usage(reply.usage)}
+
+
+def _deltas(
+    candidate: Candidate, request: ChatRequest, token_text: TokenText
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    message = _message(candidate)
+    calls = message.pop("tool_calls", None)
+    tail = _tail(candidate, request, token_text)
+    finish = {"finish_reason": tail.pop("finish_reason")}
+    yield {"role": "assistant", "content": ""}, {}
+    content = {k: v for k, v in message.items() if k != "role" and v}
+    if calls:
+        content["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    if content or tail.get("token_ids"):
+        yield content, tail
+    yield {}, finish
+
+
+def _head(reply: Reply, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{new_id()}", "object": kind, "created": int(time.time()), "model": reply.model}
+
+
+def _message(candidate: Candidate) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, **candidate.message}
+
+
+def _tail(candidate: Candidate, request: ChatRequest, token_text: TokenText) -> dict[str, Any]:
+    tail: dict[str, Any] = {"finish_reason": candidate.finish_reason, "logprobs": None}
+    if request.logprobs:
+        pairs = zip(candidate.token_ids, candidate.logprobs, strict=True)
+        tail["logprobs"] = {"content": [_token(token_text(i), p) for i, p in pairs], "refusal": None}
+    if request.return_token_ids:
+        tail["token_ids"] = list(candidate.token_ids)
+    return tail
+
+
+def _token(text: str, logprob: float) -> Mapping[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

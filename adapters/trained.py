@@ -1,0 +1,96 @@
+"""Trained policies with their weights, as a run's newest checkpoint holds them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.errors import AdapterError, RunError
+from cotune.policies import LoraSpec, PolicyKind
+from cotune.sampler import Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedPolicy:
+    """One policy at one version. `weights` are those of `Learner.weights`; None for a policy that is not trained.
+
+    `model` is the folder or Hugging Face id of its base, None for a provider policy. `metrics` are by role.
+    """
+
+    name: str
+    kind: PolicyKind
+    version: int
+    roles: Sequence[str]
+    model: str | None
+    weights: Weights | None = None
+    lora: LoraSpec | None = None
+    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+class _Saved(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of a checkpoint's policies.json."""
+
+    name: str
+    kind: PolicyKind
+    version: int
+    roles: tuple[str, ...]
+    lora: LoraSpec | None = None
+    model: str | None = None
+    metrics: dict[str, dict[str, float]] = {}
+    weights_file: str | None = None
+
+
+def latest_policies(run: str | Path) -> list[TrainedPolicy]:
+    """Policies of the newest checkpoint of a run, with their weights. Raises RunError, AdapterError."""
+    folder = Path(run)
+    described = _read_json(folder / "run.json", "Name a folder that cotune train wrote.")
+    latest = folder / "checkpoints" / "latest"
+    if not latest.is_file():
+        raise RunError(f"{folder} has no checkpoint yet.", "Let the run finish a step.")
+    checkpoint = latest.parent / latest.read_text().strip()
+    try:
+        saved = msgspec.convert(_read_json(checkpoint / "policies.json", _RESUME), list[_Saved])
+    except msgspec.ValidationError as error:
+        raise RunError(f"{checkpoint / 'policies.json'} is broken: {error}.", _RESUME) from None
+    model = described.get("model") if isinstance(described, dict) else None
+    return [
+        TrainedPolicy(
+            name=entry.name,
+            kind=entry.kind,
+            version=entry.version,
+            roles=entry.roles,
+            model=entry.model or model,
+            weights=read_weights(checkpoint / entry.weights_file) if entry.weights_file else None,
+            lora=entry.lora,
+            metrics=entry.metrics,
+        )
+        for entry in saved
+    ]
+
+
+def read_weights(path: Path) -> Weights:
+    """Arrays of a safetensors file. Raises AdapterError when it cannot be read."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{path} cannot be read: {error}.", "Export or train again.") from None
+
+
+_RESUME = "Name an older checkpoint in checkpoints/latest, or train again."
+
+
+def _read_json(path: Path, remedy: str) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}.", remedy) from None
+    except ValueError as error:
+        raise RunError(f"{path} is broken: {error}.", remedy) from None
