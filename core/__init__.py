@@ -1,6 +1,50 @@
 """cotune: train the agents you already have."""
 
-from cotune.context import role
-from cotune.errors import CotuneError
+from __future__ import annotations
 
-__all__ = ["CotuneError", "role"]
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from cotune.context import role
+from cotune.episodes import activators
+from cotune.errors import CotuneError
+from cotune.workflow import runners, workflow
+
+if TYPE_CHECKING:
+    from cotune.adapters.deployed import deployed
+    from cotune.trainer.evaluate import evaluate
+    from cotune.trainer.train import train
+
+__all__ = ["CotuneError", "deployed", "evaluate", "role", "train", "workflow"]
+
+_LAZY = {
+    "deployed": "cotune.adapters.deployed",
+    "evaluate": "cotune.trainer.evaluate",
+    "train": "cotune.trainer.train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Open the parts that need more than the base install when they are first used."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'cotune' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return value
+
+
+def _activate() -> None:
+    from cotune.integrations import activate
+
+    activate()
+
+
+def _graph_runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
+    from cotune.integrations import graph_runner
+
+    return graph_runner(app)
+
+
+activators.append(_activate)
+runners.append(_graph_runner)

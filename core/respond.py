@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 
-from cotune.errors import WorkflowError
+from cotune.errors import SamplerError, WorkflowError
 from cotune.plans import Plan, choose, mix, seed_of
 from cotune.recorder import Answer, LiveCall
 from cotune.records import Candidate, PolicyRef, Usage
@@ -33,8 +33,10 @@ def request_params(
 
 
 class PolicyResponder:
-    """Answers each call with the policy of its role. Roles in neither map are left to their provider and counted.
+    """Answers each call with the policy of its role.
 
+    Roles in `provider_roles` are left to the application's provider; None leaves every role without a policy to it,
+    counted in `passed_through`. With a collection, any other role without a policy is an error of its call.
     `policies` maps roles to the version that answers. Under a tree plan a role with a scorer gets `plan.k`
     candidates; any other role gets one. `override` replaces what the application asks for (temperature, ...).
     """
@@ -50,6 +52,7 @@ class PolicyResponder:
         alpha: float = 1.0,
         defaults: SamplingParams | None = None,
         override: Mapping[str, Any] | None = None,
+        provider_roles: Collection[str] | None = None,
         seed: int | None = None,
     ) -> None:
         self.sampler = sampler
@@ -60,6 +63,7 @@ class PolicyResponder:
         self.alpha = alpha
         self.defaults = defaults or SamplingParams()
         self.override = override
+        self.provider_roles = provider_roles
         self.seed = seed
         self.passed_through: Counter[str] = Counter()
         self.scorer_errors: Counter[str] = Counter()
@@ -71,8 +75,7 @@ class PolicyResponder:
         """
         policy = self.policies.get(call.role)
         if policy is None:
-            self.passed_through[call.role] += 1
-            return None
+            return self._pass_through(call.role)
         params = self._params(call)
         prompt = self.chat.render(call.messages, call.tools)
         completions = await self.sampler.sample(prompt, self._count(call), params, policy)
@@ -90,6 +93,14 @@ class PolicyResponder:
             sampling=msgspec.structs.asdict(params),
             error=error,
         )
+
+    def _pass_through(self, role: str) -> None:
+        if self.provider_roles is not None and role not in self.provider_roles:
+            raise SamplerError(
+                f"No policy plays the role {role!r}; roles with one: {', '.join(sorted(self.policies))}.",
+                "List the role under `roles` in the configuration, or give it a policy of kind provider.",
+            )
+        self.passed_through[role] += 1
 
     def _params(self, call: LiveCall) -> SamplingParams:
         params = request_params(call.params, self.defaults, self.override)

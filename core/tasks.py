@@ -1,0 +1,59 @@
+"""Tasks files: one JSON value per line; an object's `id` names the task, else its line number does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.errors import ConfigError
+from cotune.records import Task
+
+_EXAMPLE = 'Write one JSON object per line, such as {"id": "t1", "question": "..."}.'
+
+
+def load_tasks(path: str | Path) -> list[Task]:
+    """Read a JSON-lines file. Raises ConfigError for a missing file, a broken line (with its number), a repeated id,
+    or a file without tasks."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError("tasks", str(path), "a file of JSON lines", _EXAMPLE)
+    tasks: list[Task] = []
+    seen: dict[str, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = msgspec.json.decode(line)
+        except msgspec.DecodeError as error:
+            raise ConfigError("tasks", f"{path}, line {number}", f"valid JSON ({error})", _EXAMPLE) from None
+        task = as_task(value, number)
+        if task.id in seen:
+            allowed = f"unique ids; {task.id!r} is also on line {seen[task.id]}"
+            raise ConfigError("tasks", f"{path}, line {number}", allowed, "Rename or remove one of the two tasks.")
+        seen[task.id] = number
+        tasks.append(task)
+    if not tasks:
+        raise ConfigError("tasks", str(path), "at least one task", _EXAMPLE)
+    return tasks
+
+
+def as_task(value: Any, number: int) -> Task:
+    """A Task as it is; a mapping with an `id`, or any JSON value under its number."""
+    if isinstance(value, Task):
+        return value
+    if isinstance(value, Mapping) and "id" in value:
+        return Task(id=str(value["id"]), input=value)
+    return Task(id=str(number), input=value)
+
+
+def as_tasks(values: Iterable[Any]) -> list[Task]:
+    """Tasks from Python values; raises ConfigError when there are none or two share an id."""
+    tasks = [as_task(value, number) for number, value in enumerate(values, 1)]
+    if not tasks:
+        raise ConfigError("tasks", [], "at least one task", _EXAMPLE)
+    if len({task.id for task in tasks}) < len(tasks):
+        raise ConfigError("tasks", [task.id for task in tasks][:10], "unique ids", "Give each task an id of its own.")
+    return tasks

@@ -1,0 +1,101 @@
+"""Checkpoints: policies, optimizers, RNG, advantage state and the ledger of consumed groups, written as one.
+
+A checkpoint is a folder written under a temporary name, fsynced and renamed; `latest` names the newest one. Only
+what a checkpoint holds counts as trained: a group of a later step is still to be consumed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.advantages import AdvantageState
+from cotune.errors import RunError
+from cotune.policies import Policies
+from cotune.trainer.learner import Learner
+from cotune.trainer.run_folder import sync_folder, write_atomically
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a run after `steps` steps. `ledger` maps the groups consumed since the last checkpoint to their step."""
+
+    steps: int
+    versions: dict[str, int]
+    policies: Policies
+    ledger: dict[str, int] = {}
+    state: AdvantageState = AdvantageState()
+    metrics: dict[str, dict[str, float]] = {}
+    """Latest figures of each role, for the export."""
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, learner: Learner, *, keep: int) -> Path:
+    """Write `folder/step-NNNNNN` atomically, point `latest` at it and remove all but the newest `keep`."""
+    target = folder / f"step-{checkpoint.steps:06d}"
+    partial = folder / f".{target.name}.partial"
+    for stale in (partial, target):
+        if stale.exists():
+            shutil.rmtree(stale)
+    partial.mkdir(parents=True)
+    learner.save(partial)
+    write_atomically(partial / "checkpoint.json", msgspec.json.encode(checkpoint))
+    write_atomically(partial / "policies.json", json.dumps(_policies(checkpoint), indent=2).encode())
+    for file in partial.iterdir():
+        _sync_file(file)
+    sync_folder(partial)
+    partial.rename(target)
+    sync_folder(folder)
+    write_atomically(folder / "latest", target.name.encode())
+    for old in sorted(folder.glob("step-*"))[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def load_checkpoint(folder: Path) -> tuple[Checkpoint, Path] | None:
+    """The newest complete checkpoint and its folder; None when there is none yet."""
+    latest = folder / "latest"
+    if not latest.is_file():
+        return None
+    path = folder / latest.read_text().strip()
+    try:
+        return msgspec.json.decode((path / "checkpoint.json").read_bytes(), type=Checkpoint), path
+    except (OSError, msgspec.DecodeError) as error:
+        raise RunError(
+            f"The checkpoint {path} is broken: {error}.", f"Write the name of an older one into {latest}."
+        ) from None
+
+
+def _policies(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """What the export needs to know of each policy, readable without torch."""
+    roles: dict[str, list[str]] = {}
+    for role, name in checkpoint.policies.roles.items():
+        roles.setdefault(name, []).append(role)
+    return [
+        {
+            "name": spec.name,
+            "kind": spec.kind,
+            "version": checkpoint.versions.get(spec.name, 0),
+            "roles": roles.get(spec.name, []),
+            "lora": msgspec.to_builtins(spec.lora) if spec.kind == "lora" else None,
+            "metrics": _metrics(checkpoint.metrics, roles.get(spec.name, [])),
+            "weights_file": f"{spec.name}.safetensors" if spec.trained else None,
+        }
+        for spec in checkpoint.policies.specs.values()
+    ]
+
+
+def _metrics(metrics: Mapping[str, dict[str, float]], roles: list[str]) -> dict[str, dict[str, float]]:
+    return {role: metrics[role] for role in roles if role in metrics}
+
+
+def _sync_file(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,245 @@
+"""The configuration of a training run: typed, documented per field, read from TOML, overridden by flags."""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from cotune.errors import ConfigError
+from cotune.plans import Plan, PlanKind, Select
+from cotune.policies import ALL_LINEAR, LoraSpec, Policies, PolicyKind, PolicySpec, policies_for
+from cotune.recipes import RECIPES, Recipe, recipe
+from cotune.trainer.learner_settings import LearnerSettings
+
+Layout = Literal["shared", "lora", "full"]
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class LoraConfig(_Table):
+    """[lora] Shape of the adapters that the layouts `shared` and `lora` train."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    """The adapter's output is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ALL_LINEAR
+    """Names of the linear layers that get an adapter."""
+
+    def spec(self) -> LoraSpec:
+        return LoraSpec(rank=self.rank, alpha=self.alpha, targets=self.targets)
+
+
+class PolicyConfig(_Table):
+    """[[policy]] One policy and the roles it plays; replaces the layout in `policies`."""
+
+    name: str
+    roles: tuple[str, ...]
+    kind: PolicyKind = "lora"
+    """lora | full | frozen (the untrained model) | provider (whatever the application uses today)."""
+    lora: LoraConfig = LoraConfig()
+
+
+class PlanConfig(_Table):
+    """[plan] How candidates come about."""
+
+    kind: PlanKind | None = None
+    """tree | independent; without a value: tree when the workflow has scorers, else independent."""
+    k: int = 4
+    """Candidates per call (tree) or episodes per task (independent)."""
+    select: Select = "argmax"
+    """Which candidate the application goes on with: argmax | sample | first."""
+
+
+class SamplingConfig(_Table):
+    """[sampling] How the policies are sampled in training; overrides what the application asks for."""
+
+    temperature: float = 1.0
+    """Above 0; the distribution is never truncated in training (no top-p, no top-k)."""
+    max_tokens: int = 256
+    """Most new tokens per candidate where the application names no limit."""
+    timeout: float = 300.0
+    """Seconds until a request fails."""
+    threads: int = 1
+    """CPU threads of the sampler."""
+
+
+class ScheduleConfig(_Table):
+    """[schedule] Learning rate over the run, as a factor on `learner.lr`."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    """constant, or decay to zero at the last step: linear | cosine."""
+    warmup: int = 0
+    """Steps of linear warm-up."""
+
+
+class TrainConfig(_Table):
+    """A training run. Every field has a default but `model`."""
+
+    model: str
+    """Folder or Hugging Face id of the base model."""
+    policies: Layout = "lora"
+    """shared: one adapter for all roles | lora: one adapter per role | full: one model per role."""
+    policy: tuple[PolicyConfig, ...] = ()
+    """[[policy]] tables, instead of a layout."""
+    roles: tuple[str, ...] = ()
+    """Roles that the application has but shows only on some tasks."""
+    recipe: str | None = None
+    """at_grpo, dr_mas, ...; without a value: at_grpo under a tree plan, dr_mas under independent rollouts."""
+    overrides: dict[str, Any] = {}
+    """[overrides] Single settings of the recipe, such as clip_high or entropy."""
+    alpha: float = 1.0
+    """Weight of the team reward: r = alpha * team + local."""
+    steps: int = 100
+    tasks_per_step: int = 32
+    concurrency: int = 64
+    """Episodes in flight."""
+    episode_timeout: float = 600.0
+    """Seconds until an episode fails."""
+    seed: int = 0
+    checkpoint_every: int = 1
+    """Steps between checkpoints; Ctrl-C saves one too."""
+    keep_checkpoints: int = 2
+    probe_bound: float = 0.05
+    """Largest mean gap between sampler and learner log-probabilities after a publish, in nats."""
+    lora: LoraConfig = LoraConfig()
+    plan: PlanConfig = PlanConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    learner: LearnerSettings = LearnerSettings()
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints"):
+            _positive(name, getattr(self, name))
+        _positive("sampling.temperature", self.sampling.temperature)
+        _positive("sampling.max_tokens", self.sampling.max_tokens)
+        _positive("lora.rank", self.lora.rank)
+        self.learner.validate()
+        for name, count in Counter(p.name for p in self.policy).items():
+            if count > 1:
+                raise ConfigError("policy.name", name, "one policy of each name", "Rename one of the two policies.")
+        for role, count in Counter(role for p in self.policy for role in p.roles).items():
+            if count > 1:
+                raise ConfigError("policy.roles", role, "one policy for each role", "Remove the role from all but one.")
+
+    def resolve_plan(self, scorers: Sequence[str]) -> tuple[Plan, Recipe, str]:
+        """Plan and recipe, with a sentence that says why. Raises ConfigError for a tree plan without a scorer."""
+        kind: PlanKind = self.plan.kind or ("tree" if scorers else "independent")
+        plan = Plan(kind=kind, k=self.plan.k, select=self.plan.select)
+        if kind == "tree" and not scorers:
+            raise ConfigError(
+                "plan.kind",
+                kind,
+                "independent, as the workflow has no scorer",
+                "Add @workflow.scorer(role) for at least one role, or use --plan independent.",
+            )
+        name = self.recipe or ("at_grpo" if kind == "tree" else "dr_mas")
+        chosen = recipe(name, **{"plan": kind, "alpha": self.alpha, **self.overrides})
+        if scorers:
+            why = f"scorers for {', '.join(sorted(scorers))}"
+        else:
+            why = "the workflow has no scorer, so only the outcome of whole episodes can be compared"
+        return plan, chosen, f"plan {kind} (k={plan.k}), recipe {name}: {why}"
+
+    def resolve_policies(self, seen: Sequence[str], *, scored: Sequence[str] | None = None) -> Policies:
+        """The policy of each role. `scored`: the roles that can be trained (None: all); a layout leaves the others
+        frozen. Raises ConfigError for roles without a policy and policies for unknown roles."""
+        known = sorted({*seen, *self.roles})
+        able = [role for role in known if scored is None or role in scored]
+        if not self.policy:
+            laid = policies_for(self.policies, able, self.lora.spec())
+            rest = [role for role in known if role not in able]
+            if not rest:
+                return laid
+            frozen = PolicySpec(name="frozen", kind="frozen")
+            return Policies({**laid.specs, "frozen": frozen}, {**laid.roles, **dict.fromkeys(rest, "frozen")})
+        specs = {p.name: PolicySpec(name=p.name, kind=p.kind, lora=p.lora.spec()) for p in self.policy}
+        roles = {role: p.name for p in self.policy for role in p.roles}
+        for role in roles:
+            if role not in known:
+                raise ConfigError(
+                    "policy.roles",
+                    role,
+                    f"a role of the application: {known}",
+                    "Correct the name, or list it under `roles` if it shows only on some tasks.",
+                )
+        missing = [role for role in known if role not in roles]
+        if missing:
+            raise ConfigError(
+                "policy.roles",
+                missing,
+                "a policy for every role of the application",
+                'Add these roles to a policy; kind = "frozen" or "provider" leaves them untrained.',
+            )
+        if not any(spec.trained for spec in specs.values()):
+            raise ConfigError("policy.kind", "all untrained", "at least one policy of kind lora or full")
+        for p in self.policy:
+            if specs[p.name].trained and not set(p.roles) & set(able):
+                raise ConfigError(
+                    "policy.kind",
+                    f"{p.kind} for {p.name}",
+                    "frozen, as none of its roles has a scorer under the tree plan",
+                    f"Add @workflow.scorer for one of {', '.join(p.roles)}, or use --plan independent.",
+                )
+        return Policies(specs, roles)
+
+
+def load_config(path: str | Path | None, flags: Mapping[str, Any]) -> TrainConfig:
+    """Read TOML (if any) and apply flags over it; keys of `flags` are dotted field names, None means not given.
+
+    Raises ConfigError naming the field, its value and what is allowed.
+    """
+    table: dict[str, Any] = {}
+    if path is not None:
+        path = Path(path)
+        if not path.is_file():
+            raise ConfigError("config", str(path), "a TOML file", "See docs/config.md.")
+        try:
+            table = tomllib.loads(path.read_text())
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError("config", str(path), f"valid TOML ({error})") from None
+    for name, value in flags.items():
+        if value is not None:
+            _assign(table, name, value)
+    return convert(table)
+
+
+def convert(table: Mapping[str, Any]) -> TrainConfig:
+    """TrainConfig from a plain table, with ConfigError for what does not fit."""
+    if not table.get("model"):
+        raise ConfigError("model", table.get("model"), "a model folder or Hugging Face id", "Pass --model.")
+    name = table.get("recipe")
+    if name is not None and name not in RECIPES:
+        raise ConfigError("recipe", name, f"one of {', '.join(sorted(RECIPES))}")
+    try:
+        return msgspec.convert(table, TrainConfig)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        message, _, where = str(error).partition(" - at `$.")
+        field = where.rstrip("`") or "config"
+        raise ConfigError(field, _lookup(table, field), message, "See docs/config.md.") from None
+
+
+def _assign(table: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, leaf = dotted.split(".")
+    for parent in parents:
+        table = table.setdefault(parent, {})
+    table[leaf] = value
+
+
+def _lookup(table: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        table = table.get(part) if isinstance(table, Mapping) else None
+    return table
+
+
+def _positive(name: str, value: float) -> None:
+    if value <= 0:
+        raise ConfigError(name, value, "a number above 0")

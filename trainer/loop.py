@@ -1,0 +1,223 @@
+"""The training loop. One step of it is the algorithm: roll out, group, update each policy, publish, commit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cotune.adapters.publish import Proof, prove_publish
+from cotune.collect import Collected, collect
+from cotune.errors import GroupError
+from cotune.policies import PolicySpec
+from cotune.prepare import Prepared, prepare, train_rows
+from cotune.records import Episode, PolicyRef, Task
+from cotune.respond import PolicyResponder
+from cotune.sampler import SamplingParams
+from cotune.samples import TrainRow
+from cotune.trainer.checkpoint import Checkpoint, save_checkpoint
+from cotune.trainer.metrics import Clock, StepMetrics, outcome_means, role_metrics
+from cotune.trainer.progress import Progress
+from cotune.trainer.rollout import rollout
+from cotune.trainer.run import Run
+from cotune.trainer.schedule import lr_scale, tasks_of_step
+
+HARMLESS = ("zero_variance", "zero_advantage", "mean_out_of_range", "untrained_role", "not_chosen")
+"""Reasons to leave candidates out that tell of the tasks or the plan, not of a fault."""
+
+
+async def train_steps(run: Run, progress: Progress) -> None:
+    """Synchronous training from the run's next step to its last.
+
+    for each step:
+        episodes = run the workflow on the step's tasks; every call is K candidates, scored, one goes on
+        samples  = candidates of finished episodes; what cannot be trained on is counted by reason
+        groups   = samples with one prompt; advantages inside each
+        for each policy: update on the rows of its roles; publish the new version; prove that it arrived
+        commit: checkpoint with the ledger of consumed groups
+    """
+    config = run.config
+    commit(run)
+    while run.step < config.steps and not run.stopping:
+        clock = Clock()
+        tasks = tasks_of_step(run.tasks, run.step, config.tasks_per_step, config.seed)
+        with clock("rollout"):
+            episodes = await roll_out(run, tasks, progress)
+        if episodes is None:
+            break
+        with clock("group"):
+            collected = collect(run.store, episodes, plan=run.plan.kind, roles=run.trained_roles, versions=run.versions)
+            prepared = prepare(collected.samples, run.recipe, run.state, consumed=run.consumed)
+            rows = by_policy(run, train_rows(prepared, collected, run.store))
+        left_out = Counter(collected.left_out) + Counter(prepared.left_out)
+        scale = lr_scale(config.schedule, run.step, config.steps)
+        with clock("update"):
+            updates = await update(run, rows, scale, left_out)
+        with clock("publish"):
+            await publish(run, rows)
+        run.state = prepared.state
+        metrics = step_metrics(run, episodes, collected, prepared, rows, updates, left_out, scale, clock)
+        run.latest = metrics.roles
+        run.ledger.update({group.id: run.step for group in prepared.groups})
+        run.consumed.update(run.ledger)
+        run.step += 1
+        with clock("checkpoint"):
+            commit(run)
+        run.folder.append_metrics(msgspec.to_builtins(msgspec.structs.replace(metrics, seconds=dict(clock.seconds))))
+        progress.step(metrics)
+    commit(run, last=True)
+
+
+async def roll_out(run: Run, tasks: Sequence[Task], progress: Progress) -> list[Episode] | None:
+    """All episodes of the step; those that a run before an interruption finished are kept, not run again.
+
+    None when the run was told to stop meanwhile; finished episodes stay recorded for a resumed run.
+    """
+    config = run.config
+    recorded = run.store.episodes(phase="train", training_step=run.step)
+    done = [episode for episode in recorded if episode.status != "cancelled"]
+    responder = PolicyResponder(
+        run.sampler,
+        run.chat,
+        run.served(),
+        plan=run.plan,
+        scorers=run.workflow.scorers,
+        alpha=config.alpha,
+        defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.sampling.timeout),
+        override={"temperature": config.sampling.temperature, "top_p": 1.0, "top_k": 0},
+        provider_roles=run.provider_roles,
+        seed=config.seed,
+    )
+    progress.rollout(run.step, len(tasks) * run.plan.episodes_per_task)
+    rolling = rollout(
+        run.workflow,
+        tasks,
+        sink=run.store,
+        responder=responder,
+        phase="train",
+        training_step=run.step,
+        rollouts=run.plan.episodes_per_task,
+        concurrency=config.concurrency,
+        timeout=config.episode_timeout,
+        done=done,
+        on_episode=progress.episode,
+    )
+    episodes = await run.interruptible(rolling)
+    run.store.flush()
+    progress.scorer_errors(responder.scorer_errors)
+    return episodes
+
+
+def by_policy(run: Run, rows: Mapping[str, Sequence[TrainRow]]) -> dict[str, list[TrainRow]]:
+    """Rows of each trained policy: those of all the roles that it plays."""
+    found: dict[str, list[TrainRow]] = {}
+    for role, its_rows in rows.items():
+        found.setdefault(run.policies.of(role).name, []).extend(its_rows)
+    return {name: its_rows for name, its_rows in found.items() if its_rows}
+
+
+async def update(
+    run: Run, rows: Mapping[str, Sequence[TrainRow]], scale: float, left_out: Mapping[str, int]
+) -> dict[str, Mapping[str, Any]]:
+    """Update every policy that has rows. Raises GroupError when there are none and something other than equal
+    rewards is the reason."""
+    faults = {reason: count for reason, count in left_out.items() if reason not in HARMLESS}
+    if not rows and (faults or not left_out):
+        counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(left_out.items())) or "no calls at all"
+        raise GroupError(
+            f"Step {run.step} has no usable sample ({counts}).", f"Look at the episodes: cotune show {run.folder.path}."
+        )
+    return {name: await asyncio.to_thread(run.learner.update, name, rows[name], lr_scale=scale) for name in rows}
+
+
+async def publish(run: Run, rows: Mapping[str, Sequence[TrainRow]]) -> None:
+    """Publish the next version of every updated policy, with proof; the version before it is retired."""
+    for name, its_rows in rows.items():
+        old = PolicyRef(name, run.versions.get(name, 0))
+        new = PolicyRef(name, old.version + 1)
+        probe = list({row.prompt_ids: None for row in its_rows[:64]})[:4]
+        run.proofs[name] = await published(run, run.policies.specs[name], new, probe, run.proofs.get(name), (old,))
+        run.versions[name] = new.version
+
+
+async def published(
+    run: Run,
+    spec: PolicySpec,
+    ref: PolicyRef,
+    probe: Sequence[Sequence[int]],
+    previous: Proof | None,
+    retire: Sequence[PolicyRef] = (),
+) -> Proof:
+    """Publish the learner's present weights of one policy under `ref` and prove that the sampler serves them."""
+    weights = await asyncio.to_thread(run.learner.weights, spec.name)
+    return await prove_publish(
+        run.sampler,
+        ref,
+        weights,
+        spec.lora if spec.kind == "lora" else None,
+        previous=previous,
+        probe=probe,
+        trainer_logprobs=lambda its_rows: run.learner.logprobs(spec.name, its_rows),
+        bound=run.config.probe_bound,
+        retire=retire,
+    )
+
+
+def commit(run: Run, *, last: bool = False) -> None:
+    """Write a checkpoint when one is due, then mark its groups as consumed."""
+    if run.step == run.committed or (run.step % run.config.checkpoint_every and not last):
+        return
+    checkpoint = Checkpoint(
+        steps=run.step,
+        versions=dict(run.versions),
+        policies=run.policies,
+        ledger=dict(run.ledger),
+        state=run.state,
+        metrics=run.latest,
+    )
+    save_checkpoint(run.folder.checkpoints, checkpoint, run.learner, keep=run.config.keep_checkpoints)
+    for step in sorted(set(run.ledger.values())):
+        run.store.consume([group for group, at in run.ledger.items() if at == step], step)
+    run.ledger.clear()
+    run.committed = run.step
+
+
+def step_metrics(
+    run: Run,
+    episodes: Sequence[Episode],
+    collected: Collected,
+    prepared: Prepared,
+    rows: Mapping[str, Sequence[TrainRow]],
+    updates: Mapping[str, Mapping[str, Any]],
+    left_out: Mapping[str, int],
+    scale: float,
+    clock: Clock,
+) -> StepMetrics:
+    """Everything a step reports."""
+    tokens = sum(len(row.response_ids) for its_rows in rows.values() for row in its_rows)
+    policies = {name: {k: float(v) for k, v in figures.items() if "/" not in k} for name, figures in updates.items()}
+    for name, proof in run.proofs.items():
+        if name in policies:
+            policies[name] |= {"version": run.versions[name], "norm": proof.norm, "norm_moved": proof.norm_moved}
+            policies[name] |= {"probe_gap_mean": proof.probe_gap_mean, "probe_gap_max": proof.probe_gap_max}
+    return StepMetrics(
+        step=run.step,
+        episodes=len(episodes),
+        failed=sum(episode.status != "ok" for episode in episodes),
+        calls=sum(episode.calls for episode in episodes),
+        candidates=sum(len(call.candidates) for call in collected.calls.values()),
+        groups=len(prepared.groups),
+        rows=sum(map(len, rows.values())),
+        outcome=outcome_means(episodes, run.store.rewards(episode.id for episode in episodes)),
+        roles=role_metrics(prepared, updates),
+        policies=policies,
+        left_out=dict(left_out),
+        lr_scale=scale,
+        seconds=dict(clock.seconds),
+        tokens_per_s=tokens / max(sum(clock.seconds.values()), 1e-9),
+        updated=bool(rows),
+        notes=tuple(prepared.warnings),
+    )

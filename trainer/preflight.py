@@ -1,0 +1,112 @@
+"""Looking around: a few episodes with the untrained model find the roles and every mistake worth finding early."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from cotune.episodes import Outcome, run_episode
+from cotune.errors import ConfigError, CotuneError, WorkflowError
+from cotune.plans import Plan
+from cotune.records import Call, PolicyRef, Task
+from cotune.respond import PolicyResponder
+from cotune.sampler import ChatFormat, Sampler, SamplingParams
+from cotune.store import Store
+from cotune.trainer.config import TrainConfig
+from cotune.workflow import Workflow
+
+EPISODES = 3
+
+
+class _Base(dict[str, PolicyRef]):
+    """Plays every role with the untrained model, but for those left to the provider."""
+
+    def __init__(self, provider: Sequence[str]) -> None:
+        super().__init__()
+        self._provider = provider
+
+    def get(self, role: str, default: PolicyRef | None = None) -> PolicyRef | None:  # type: ignore[override]
+        return default if role in self._provider else PolicyRef("base", 0)
+
+
+async def look_around(
+    config: TrainConfig,
+    workflow: Workflow,
+    tasks: Sequence[Task],
+    plan: Plan,
+    store: Store,
+    sampler: Sampler,
+    chat: ChatFormat,
+) -> tuple[list[str], list[str]]:
+    """Run the first tasks once; return the roles seen and what the user should know.
+
+    Raises WorkflowError for an application that makes no call, a workflow that fails on every task, a scorer that
+    fails; ConfigError for a scorer of a role that never calls.
+    """
+    provider = [role for policy in config.policy if policy.kind == "provider" for role in policy.roles]
+    responder = PolicyResponder(
+        sampler,
+        chat,
+        _Base(provider),
+        plan=msgspec.structs.replace(plan, k=2),
+        scorers=workflow.scorers,
+        alpha=config.alpha,
+        defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.sampling.timeout),
+        override={"temperature": config.sampling.temperature},
+        provider_roles=provider,
+        seed=config.seed,
+    )
+    outcomes = [
+        await run_episode(
+            workflow, task, sink=store, responder=responder, phase="check", timeout=config.episode_timeout
+        )
+        for task in tasks[:EPISODES]
+    ]
+    store.flush()
+    calls = [call for outcome in outcomes for call in store.calls(outcome.episode.id)]
+    _check_outcomes(workflow, outcomes, calls)
+    if responder.scorer_errors:
+        raise WorkflowError(next(iter(responder.scorer_errors)), "Nothing was trained.")
+    seen = sorted({call.role for call in calls})
+    for role in workflow.scorers:
+        if role not in seen and role not in config.roles:
+            raise ConfigError(
+                "scorer",
+                role,
+                f"a role of the application; seen in {len(outcomes)} episodes: {', '.join(seen)}",
+                "Correct the name, or list it under `roles` in the configuration if it shows only on some tasks.",
+            )
+    return seen, _notes(outcomes, calls)
+
+
+def _check_outcomes(workflow: Workflow, outcomes: Sequence[Outcome], calls: Sequence[Call]) -> None:
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    failed = [call for call in calls if call.status != "ok"]
+    if len(errors) == len(outcomes):
+        raise _with_calls(errors[0], failed)
+    if not calls:
+        raise WorkflowError(
+            f"The workflow {workflow.name!r} made no LLM call that cotune can see.",
+            "Call models through the OpenAI SDK or a LangChain chat model, inside the workflow function.",
+        )
+    if len(failed) == len(calls):
+        raise WorkflowError(
+            f"All {len(calls)} calls of the workflow {workflow.name!r} failed; the first: {failed[0].error}",
+            "Nothing was trained.",
+        )
+
+
+def _with_calls(error: CotuneError, failed: Sequence[Call]) -> CotuneError:
+    if not failed:
+        return error
+    raised = WorkflowError(f"{error.cause} The call of role {failed[0].role!r} failed: {failed[0].error}", error.remedy)
+    raised.__cause__ = error
+    return raised
+
+
+def _notes(outcomes: Sequence[Outcome], calls: Sequence[Call]) -> list[str]:
+    errors = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
+    notes = [f"{len(errors)} of {len(outcomes)} episodes failed while looking around: {errors[0]}"] if errors else []
+    roles: Mapping[str, int] = {role: sum(c.role == role for c in calls) for role in sorted({c.role for c in calls})}
+    return [*notes, "roles: " + ", ".join(f"{role} ({count} calls)" for role, count in roles.items())]

@@ -1,0 +1,110 @@
+"""What a person sees of a run: a live table on a terminal, one line per step elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from cotune.records import Episode
+from cotune.trainer.metrics import StepMetrics
+
+_COLUMNS = ("reward", "group_spread", "zero_variance", "clip_share", "entropy", "sampler_gap_mean", "tokens_mean")
+_TITLES = ("reward", "spread", "zero var.", "clipped", "entropy", "gap", "tokens")
+
+
+class Progress:
+    """Shows steps, the episodes of the step in hand, the latest figures by role, and the time left."""
+
+    def __init__(self, steps: int, start: int = 0, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._bars = Bars(
+            TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            console=self.console,
+        )  # fmt: skip
+        self._steps = self._bars.add_task("steps", total=steps, completed=start)
+        self._episodes = self._bars.add_task("episodes", total=None)
+        self._live = Live(self._bars, console=self.console, refresh_per_second=4) if self.console.is_terminal else None
+        self._said: set[str] = set()
+        self._total = steps
+        self._started = time.perf_counter()
+        self._done = 0
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(text, highlight=False, markup=False)
+
+    def rollout(self, step: int, episodes: int) -> None:
+        self._bars.reset(self._episodes, total=episodes, description="episodes")
+
+    def episode(self, episode: Episode) -> None:
+        self._bars.advance(self._episodes)
+
+    def scorer_errors(self, errors: Mapping[str, int]) -> None:
+        """Each distinct error of a scorer is said once."""
+        for text, count in errors.items():
+            if text not in self._said:
+                self._said.add(text)
+                self.say(f"scorer failed on {count} calls, which are not trained on: {text}")
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._bars.advance(self._steps)
+        self._done += 1
+        for note in metrics.notes:
+            if note not in self._said:
+                self._said.add(note)
+                self.say(note)
+        if self._live:
+            self._live.update(Group(self._bars, role_table(metrics), summary(metrics)))
+            return
+        left = (time.perf_counter() - self._started) / self._done * (self._total - metrics.step - 1)
+        self.say(f"step {metrics.step + 1}/{self._total}  {summary(metrics)}  left {_minutes(left)}")
+
+
+def role_table(metrics: StepMetrics) -> Table:
+    """Figures of the step by role."""
+    table = Table(box=None, header_style="bold")
+    table.add_column("role")
+    for title in _TITLES:
+        table.add_column(title, justify="right")
+    for role, figures in metrics.roles.items():
+        table.add_row(role, *(_figure(figures.get(name)) for name in _COLUMNS))
+    return table
+
+
+def summary(metrics: StepMetrics) -> str:
+    """The step in one line."""
+    outcome = "  ".join(f"{name} {value:.3f}" for name, value in metrics.outcome.items())
+    seconds = ", ".join(f"{phase} {spent:.1f}s" for phase, spent in metrics.seconds.items() if spent >= 0.05)
+    left_out = ", ".join(f"{reason} {count}" for reason, count in metrics.left_out.items())
+    parts = [outcome, f"groups {metrics.groups}", f"rows {metrics.rows}", seconds]
+    if metrics.failed:
+        parts.append(f"failed episodes {metrics.failed} of {metrics.episodes}")
+    if left_out:
+        parts.append(f"left out: {left_out}")
+    if not metrics.updated:
+        parts.append("no update: nothing to learn from in this step")
+    return "  |  ".join(part for part in parts if part)
+
+
+def _figure(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if abs(value) < 1e-3 and value else f"{value:.3f}"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds // 60:.0f}:{seconds % 60:02.0f}"

@@ -1,0 +1,58 @@
+"""Rollout: runs the workflow on the tasks of a step, many episodes at once, into the store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from cotune.episodes import run_episode
+from cotune.recorder import Responder, Sink
+from cotune.records import Episode, Task
+from cotune.workflow import Workflow
+
+
+async def rollout(
+    workflow: Workflow,
+    tasks: Sequence[Task],
+    *,
+    sink: Sink,
+    responder: Responder | None,
+    phase: str,
+    training_step: int | None = None,
+    rollouts: int = 1,
+    concurrency: int = 64,
+    timeout: float | None = None,
+    done: Sequence[Episode] = (),
+    on_episode: Callable[[Episode], None] | None = None,
+) -> list[Episode]:
+    """Run every task `rollouts` times, at most `concurrency` episodes at once; return `done` and the new episodes.
+
+    Episodes in `done` (finished before an interruption) are not run again.
+    """
+    finished = {(episode.task.id, episode.rollout) for episode in done}
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(task: Task, number: int) -> Episode:
+        async with gate:
+            outcome = await run_episode(
+                workflow,
+                task,
+                sink=sink,
+                responder=responder,
+                phase=phase,
+                training_step=training_step,
+                rollout=number,
+                timeout=timeout,
+            )
+        if on_episode:
+            on_episode(outcome.episode)
+        return outcome.episode
+
+    async with asyncio.TaskGroup() as group:
+        running = [
+            group.create_task(one(task, number))
+            for number in range(rollouts)
+            for task in tasks
+            if (task.id, number) not in finished
+        ]
+    return [*done, *(task.result() for task in running)]

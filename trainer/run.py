@@ -1,0 +1,163 @@
+"""A run in progress: everything the loop works on, opened from a run folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from cotune.adapters.publish import Proof, prove_publish
+from cotune.advantages import AdvantageState
+from cotune.integrations.chat_format import ChatTemplate
+from cotune.integrations.transformers_sampler import TransformersSampler
+from cotune.plans import Plan
+from cotune.policies import Policies
+from cotune.recipes import Recipe
+from cotune.records import PolicyRef, Task
+from cotune.sampler import ChatFormat, Sampler
+from cotune.sqlite_store import SqliteStore
+from cotune.store import Store
+from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
+from cotune.trainer.config import TrainConfig
+from cotune.trainer.learner import Learner
+from cotune.trainer.local_learner import LocalLearner
+from cotune.trainer.preflight import look_around
+from cotune.trainer.run_folder import RunFolder
+from cotune.workflow import Workflow
+
+T = TypeVar("T")
+
+
+@dataclass
+class Run:
+    """State of a run between steps. `step` is the next one to do; `versions` is by policy."""
+
+    folder: RunFolder
+    config: TrainConfig
+    workflow: Workflow
+    tasks: Sequence[Task]
+    store: Store
+    sampler: Sampler
+    chat: ChatFormat
+    learner: Learner
+    plan: Plan
+    recipe: Recipe
+    policies: Policies
+    notes: list[str]
+    step: int = 0
+    committed: int = -1
+    versions: dict[str, int] = field(default_factory=dict)
+    proofs: dict[str, Proof] = field(default_factory=dict)
+    state: AdvantageState = field(default_factory=AdvantageState)
+    ledger: dict[str, int] = field(default_factory=dict)
+    consumed: set[str] = field(default_factory=set)
+    latest: dict[str, dict[str, float]] = field(default_factory=dict)
+    stopping: bool = False
+    _working: asyncio.Future[Any] | None = None
+
+    async def interruptible(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`, or None when `stop` was called meanwhile."""
+        self._working = asyncio.ensure_future(work)
+        if self.stopping:
+            self._working.cancel()
+        try:
+            return await self._working
+        except asyncio.CancelledError:
+            if not self.stopping:
+                raise
+            return None
+        finally:
+            self._working = None
+
+    def stop(self) -> None:
+        """Stop at the next safe moment: at once during a rollout, else when the step in hand is committed."""
+        self.stopping = True
+        if self._working is not None:
+            self._working.cancel()
+
+    @property
+    def trained_roles(self) -> list[str]:
+        return [role for role, name in self.policies.roles.items() if self.policies.specs[name].trained]
+
+    @property
+    def provider_roles(self) -> list[str]:
+        return [role for role, name in self.policies.roles.items() if self.policies.specs[name].kind == "provider"]
+
+    def served(self) -> dict[str, PolicyRef]:
+        """The version that answers each role; provider roles have none."""
+        return {
+            role: PolicyRef(name, self.versions.get(name, 0))
+            for role, name in self.policies.roles.items()
+            if self.policies.specs[name].kind != "provider"
+        }
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    folder: RunFolder, config: TrainConfig, workflow: Workflow, tasks: Sequence[Task]
+) -> AsyncIterator[Run]:
+    """Open sampler, store and learner; look around with a few episodes, or restore the newest checkpoint."""
+    plan, recipe, why = config.resolve_plan(list(workflow.scorers))
+    saved = load_checkpoint(folder.checkpoints)
+    chat = ChatTemplate.load(config.model)
+    async with contextlib.AsyncExitStack() as stack:
+        store = SqliteStore.open(folder.records)
+        stack.callback(store.close)
+        sampler = await TransformersSampler.open(config.model, threads=config.sampling.threads)
+        stack.push_async_callback(sampler.aclose)
+        notes: list[str] = []
+        if saved is None:
+            seen, notes = await look_around(config, workflow, tasks, plan, store, sampler, chat)
+            policies = config.resolve_policies(seen, scored=list(workflow.scorers) if plan.kind == "tree" else None)
+        else:
+            policies = saved[0].policies
+        limit = recipe.loss.constant_length or config.sampling.max_tokens
+        loss = msgspec.structs.replace(recipe.loss, constant_length=limit)
+        run = Run(
+            folder=folder,
+            config=config,
+            workflow=workflow,
+            tasks=tasks,
+            store=store,
+            sampler=sampler,
+            chat=chat,
+            learner=LocalLearner.open(config.model, policies, config.learner, loss),
+            plan=plan,
+            recipe=recipe,
+            policies=policies,
+            notes=[why, *notes, *_untrained(policies)],
+        )
+        if saved is not None:
+            await _restore(run, *saved)
+        yield run
+
+
+def _untrained(policies: Policies) -> list[str]:
+    kinds: dict[str, list[str]] = {}
+    for role, name in policies.roles.items():
+        kinds.setdefault(policies.specs[name].kind, []).append(role)
+    said = {"frozen": "played by the untrained model", "provider": "left to the application's provider"}
+    return [f"not trained: {', '.join(kinds[kind])} ({text})" for kind, text in said.items() if kind in kinds]
+
+
+async def _restore(run: Run, checkpoint: Checkpoint, path: Path) -> None:
+    """Go back to a checkpoint: weights and optimizers, versions at the sampler, and what counts as consumed."""
+    run.learner.load(path)
+    run.step = run.committed = checkpoint.steps
+    run.versions = dict(checkpoint.versions)
+    run.state = checkpoint.state
+    run.latest = dict(checkpoint.metrics)
+    for step in sorted(set(checkpoint.ledger.values())):
+        run.store.consume([group for group, at in checkpoint.ledger.items() if at == step], step)
+    run.consumed = {group for group, at in run.store.consumed().items() if at < run.step} | set(checkpoint.ledger)
+    run.folder.truncate_metrics(run.step)
+    for name, version in run.versions.items():
+        spec = run.policies.specs[name]
+        weights = run.learner.weights(name)
+        lora = spec.lora if spec.kind == "lora" else None
+        run.proofs[name] = await prove_publish(run.sampler, PolicyRef(name, version), weights, lora)

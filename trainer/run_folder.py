@@ -1,0 +1,134 @@
+"""The run folder: config, records, metrics and checkpoints, held by one process at a time.
+
+RUN/run.json           what is needed to repeat the run: config, workflow, tasks, versions
+RUN/records.db         every episode, call, candidate and reward
+RUN/metrics.jsonl      one line per step
+RUN/checkpoints/       step-000012/, and `latest`, the name of the newest complete one
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.errors import RunError
+from cotune.locks import FileLock
+from cotune.trainer.config import TrainConfig, convert
+
+_PACKAGES = ("cotune", "torch", "transformers", "peft", "openai", "langgraph", "langchain-openai", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that a run depends on."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+class RunFolder:
+    """A run folder opened for writing; `close` releases it."""
+
+    def __init__(self, path: Path, lock: FileLock) -> None:
+        self.path = path
+        self._lock = lock
+        self.records = path / "records.db"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+
+    @classmethod
+    def create(cls, path: str | Path, config: TrainConfig, *, workflow: str, tasks: str) -> RunFolder:
+        """Make a new run. Raises RunError when the folder already holds one."""
+        path = Path(path)
+        if (path / "run.json").exists():
+            raise RunError(f"{path} already holds a run.", "Choose another --out, or go on with --resume.")
+        path.mkdir(parents=True, exist_ok=True)
+        folder = cls(path, FileLock(path / "lock", f"The run {path}"))
+        described = {
+            "model": config.model,
+            "workflow": workflow,
+            "tasks": tasks,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "versions": versions(),
+            "config": msgspec.to_builtins(config),
+        }
+        write_atomically(path / "run.json", json.dumps(described, indent=2).encode())
+        folder.checkpoints.mkdir(exist_ok=True)
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """Open an existing run for writing. Raises RunError when there is none or another process holds it."""
+        path = Path(path)
+        describe(path)
+        return cls(path, FileLock(path / "lock", f"The run {path}"))
+
+    def config(self) -> TrainConfig:
+        return convert(describe(self.path)["config"])
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def truncate_metrics(self, steps: int) -> None:
+        """Drop the lines of steps that the checkpoint does not know: they are done again."""
+        kept = [line for line in read_metrics(self.path) if line["step"] < steps]
+        write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept).encode())
+
+    def close(self) -> None:
+        self._lock.release()
+
+
+def describe(path: str | Path) -> dict[str, Any]:
+    """What run.json says. Raises RunError when the folder holds no run."""
+    file = Path(path) / "run.json"
+    if not file.is_file():
+        raise RunError(f"{path} holds no run: there is no run.json.", "Name a folder that cotune train wrote.")
+    try:
+        described: dict[str, Any] = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise RunError(f"{file} is broken: {error}.", "Restore it, or start a new run.") from None
+    return described
+
+
+def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Lines of metrics.jsonl; a last line cut by a crash is left out."""
+    file = Path(path) / "metrics.jsonl"
+    if not file.is_file():
+        return
+    for line in file.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write, fsync and rename, so that a crash leaves the old file or the new one."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames inside a folder durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,154 @@
+"""Training, from Python: checks what it is given, opens or resumes the run, and drives the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from cotune.errors import ConfigError
+from cotune.integrations.chat_format import ChatTemplate
+from cotune.tasks import as_tasks, load_tasks
+from cotune.trainer.config import TrainConfig, convert
+from cotune.trainer.loop import train_steps
+from cotune.trainer.progress import Progress
+from cotune.trainer.run import Run, opened
+from cotune.trainer.run_folder import RunFolder, read_metrics
+from cotune.workflow import workflow_of
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run ended. `finished` is False when it was stopped; `--resume` goes on from `steps`."""
+
+    path: str
+    steps: int
+    finished: bool
+    versions: Mapping[str, int]
+    first: Mapping[str, float]
+    last: Mapping[str, float]
+    """Mean outcome of the first and of the last step."""
+    calls: int
+    candidates: int
+    groups: int
+    left_out: Mapping[str, int]
+    lost_records: int
+    seconds: float
+
+
+def train(
+    workflow: Any,
+    tasks: str | Path | Iterable[Any],
+    config: TrainConfig | Mapping[str, Any] | None = None,
+    *,
+    run: str | Path | None = None,
+    resume: bool = False,
+    console: Console | None = None,
+    **settings: Any,
+) -> RunSummary:
+    """Train the policies of `workflow` on `tasks` (a JSON-lines file, or values); blocks until done or stopped.
+
+    `config` and `settings` are fields of TrainConfig. `run` is the run folder; with `resume` it goes on from its
+    newest checkpoint under its own configuration. Raises CotuneError subclasses before work starts for bad input.
+    """
+    flow = workflow_of(workflow)
+    listed = load_tasks(tasks) if isinstance(tasks, str | Path) else as_tasks(tasks)
+    if resume:
+        if run is None:
+            raise ConfigError("run", run, "the folder of the run to go on with")
+        folder = RunFolder.open(run)
+        chosen = folder.config()
+    else:
+        chosen = _config(config, settings)
+        chosen.resolve_plan(list(flow.scorers))
+        ChatTemplate.load(chosen.model)
+        path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+        described = str(tasks) if isinstance(tasks, str | Path) else f"{len(listed)} values"
+        folder = RunFolder.create(path, chosen, workflow=flow.name, tasks=described)
+    try:
+        return _run_anywhere(_train(folder, chosen, flow, listed, console))
+    finally:
+        folder.close()
+
+
+def _config(config: TrainConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> TrainConfig:
+    table = msgspec.to_builtins(config) if isinstance(config, TrainConfig) else dict(config or {})
+    return convert({**table, **settings})
+
+
+def _run_anywhere(work: Any) -> RunSummary:
+    """asyncio.run, also from a thread whose loop is running (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
+async def _train(folder: RunFolder, config: TrainConfig, flow: Any, tasks: list[Any], console: Console | None) -> Any:
+    started = time.perf_counter()
+    async with opened(folder, config, flow, tasks) as run:
+        with _stops(run), Progress(config.steps, run.step, console) as progress:
+            for note in run.notes:
+                progress.say(note)
+            await train_steps(run, progress)
+            if run.stopping:
+                progress.say(f"stopped after step {run.step}; saved. Go on with: --resume {folder.path}")
+        run.store.flush()
+        if run.store.lost:
+            progress.say(f"{run.store.lost} records could not be stored and are lost")
+        return _summary(run, time.perf_counter() - started)
+
+
+def _summary(run: Run, seconds: float) -> RunSummary:
+    lines = list(read_metrics(run.folder.path))
+    left_out: dict[str, int] = {}
+    for line in lines:
+        for reason, count in line["left_out"].items():
+            left_out[reason] = left_out.get(reason, 0) + count
+    return RunSummary(
+        path=str(run.folder.path),
+        steps=run.step,
+        finished=run.step >= run.config.steps,
+        versions=dict(run.versions),
+        first=lines[0]["outcome"] if lines else {},
+        last=lines[-1]["outcome"] if lines else {},
+        calls=sum(line["calls"] for line in lines),
+        candidates=sum(line["candidates"] for line in lines),
+        groups=sum(line["groups"] for line in lines),
+        left_out=left_out,
+        lost_records=run.store.lost,
+        seconds=seconds,
+    )
+
+
+@contextlib.contextmanager
+def _stops(run: Run) -> Iterator[None]:
+    """Ctrl-C and SIGTERM stop the run at the next safe moment; a second one ends it at once."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def stop() -> None:
+        for number in signals:
+            loop.remove_signal_handler(number)
+        run.stop()
+
+    try:
+        for number in signals:
+            loop.add_signal_handler(number, stop)
+    except (RuntimeError, ValueError):  # not the main thread: the caller keeps its own handling
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
