@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console, Group
@@ -74,6 +75,14 @@ class Progress:
             return
         left = (time.perf_counter() - self._started) / self._done * (self._total - metrics.step - 1)
         self.say(f"step {metrics.step + 1}/{self._total}  {summary(metrics)}  left {_minutes(left)}")
+
+
+@contextlib.contextmanager
+def episode_bar(console: Console, total: int) -> Iterator[Callable[[Episode], None]]:
+    """A bar over episodes (nothing where there is no terminal); yields what advances it."""
+    with Bars(console=console, disable=not console.is_terminal) as bars:
+        bar = bars.add_task("episodes", total=total)
+        yield lambda episode: bars.advance(bar)
 
 
 def role_table(metrics: StepMetrics) -> Table:

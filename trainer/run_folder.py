@@ -48,7 +48,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
 
     @classmethod
-    def create(cls, path: str | Path, config: TrainConfig, *, workflow: str, tasks: str) -> RunFolder:
+    def create(cls, path: str | Path, config: TrainConfig, *, workflow: str | None, tasks: str | None) -> RunFolder:
         """Make a new run. Raises RunError when the folder already holds one."""
         path = Path(path)
         if (path / "run.json").exists():

@@ -16,13 +16,14 @@ from rich.console import Console
 
 from cotune.errors import ConfigError
 from cotune.integrations.chat_format import ChatTemplate
+from cotune.records import Task
 from cotune.tasks import as_tasks, load_tasks
 from cotune.trainer.config import TrainConfig, convert
 from cotune.trainer.loop import train_steps
 from cotune.trainer.progress import Progress
 from cotune.trainer.run import Run, opened
-from cotune.trainer.run_folder import RunFolder, read_metrics
-from cotune.workflow import workflow_of
+from cotune.trainer.run_folder import RunFolder, describe, read_metrics
+from cotune.workflow import Workflow, load_workflow, workflow_of
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,33 +50,56 @@ def train(
     config: TrainConfig | Mapping[str, Any] | None = None,
     *,
     run: str | Path | None = None,
-    resume: bool = False,
     console: Console | None = None,
     **settings: Any,
 ) -> RunSummary:
-    """Train the policies of `workflow` on `tasks` (a JSON-lines file, or values); blocks until done or stopped.
+    """Train the policies of `workflow` on `tasks` in a new run folder; blocks until done or stopped.
 
-    `config` and `settings` are fields of TrainConfig. `run` is the run folder; with `resume` it goes on from its
-    newest checkpoint under its own configuration. Raises CotuneError subclasses before work starts for bad input.
+    `workflow` is a decorated function or "module:attribute", `tasks` a JSON-lines file or values; `config` and
+    `settings` are fields of TrainConfig. Raises CotuneError subclasses before work starts for bad input.
     """
-    flow = workflow_of(workflow)
-    listed = load_tasks(tasks) if isinstance(tasks, str | Path) else as_tasks(tasks)
-    if resume:
-        if run is None:
-            raise ConfigError("run", run, "the folder of the run to go on with")
-        folder = RunFolder.open(run)
-        chosen = folder.config()
-    else:
-        chosen = _config(config, settings)
-        chosen.resolve_plan(list(flow.scorers))
-        ChatTemplate.load(chosen.model)
-        path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-        described = str(tasks) if isinstance(tasks, str | Path) else f"{len(listed)} values"
-        folder = RunFolder.create(path, chosen, workflow=flow.name, tasks=described)
-    try:
-        return _run_anywhere(_train(folder, chosen, flow, listed, console))
-    finally:
-        folder.close()
+    flow = _workflow(workflow)
+    listed = _tasks(tasks)
+    chosen = _config(config, settings)
+    chosen.resolve_plan(list(flow.scorers))
+    ChatTemplate.load(chosen.model)
+    path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    folder = RunFolder.create(
+        path,
+        chosen,
+        workflow=workflow if isinstance(workflow, str) else None,
+        tasks=str(Path(tasks).resolve()) if isinstance(tasks, str | Path) else None,
+    )
+    return _run_anywhere(_train(folder, chosen, flow, listed, console))
+
+
+def resume(
+    run: str | Path,
+    *,
+    workflow: Any = None,
+    tasks: str | Path | Iterable[Any] | None = None,
+    console: Console | None = None,
+) -> RunSummary:
+    """Go on with a run from its newest checkpoint, under its own configuration.
+
+    `workflow` and `tasks` are needed only where the run was started from Python with objects instead of names.
+    """
+    described = describe(run)
+    given = {"workflow": workflow or described["workflow"], "tasks": tasks or described["tasks"]}
+    for name, value in given.items():
+        if value is None:
+            raise ConfigError(name, None, "given: the run was started from Python and did not record where it is")
+    flow, listed = _workflow(given["workflow"]), _tasks(given["tasks"])
+    folder = RunFolder.open(run)
+    return _run_anywhere(_train(folder, folder.config(), flow, listed, console))
+
+
+def _workflow(given: Any) -> Workflow:
+    return load_workflow(given) if isinstance(given, str) else workflow_of(given)
+
+
+def _tasks(given: str | Path | Iterable[Any]) -> list[Task]:
+    return load_tasks(given) if isinstance(given, str | Path) else as_tasks(given)
 
 
 def _config(config: TrainConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> TrainConfig:
@@ -93,9 +117,13 @@ def _run_anywhere(work: Any) -> RunSummary:
         return pool.submit(asyncio.run, work).result()
 
 
-async def _train(folder: RunFolder, config: TrainConfig, flow: Any, tasks: list[Any], console: Console | None) -> Any:
+async def _train(
+    folder: RunFolder, config: TrainConfig, flow: Workflow, tasks: list[Task], console: Console | None
+) -> RunSummary:
     started = time.perf_counter()
-    async with opened(folder, config, flow, tasks) as run:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(folder.close)
+        run = await stack.enter_async_context(opened(folder, config, flow, tasks))
         with _stops(run), Progress(config.steps, run.step, console) as progress:
             for note in run.notes:
                 progress.say(note)

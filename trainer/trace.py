@@ -1,0 +1,69 @@
+"""`cotune trace`: record episodes of an application with the model that it uses today."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+
+from cotune.errors import WorkflowError
+from cotune.records import Episode
+from cotune.sqlite_store import SqliteStore
+from cotune.tasks import load_tasks
+from cotune.trainer.progress import episode_bar
+from cotune.trainer.rollout import rollout
+from cotune.workflow import load_workflow
+
+
+def trace(
+    workflow: str,
+    tasks: str,
+    out: str,
+    *,
+    concurrency: int = 8,
+    limit: int | None = None,
+    timeout: float | None = None,
+    console: Console | None = None,
+) -> int:
+    """Run every task once and record it in `out`; return 1 when every episode failed."""
+    flow = load_workflow(workflow)
+    listed = load_tasks(tasks)[:limit]
+    console = console or Console()
+    Path(out).mkdir(parents=True, exist_ok=True)
+    store = SqliteStore.open(Path(out) / "records.db")
+    try:
+        with episode_bar(console, len(listed)) as advance:
+            episodes = asyncio.run(
+                rollout(
+                    flow,
+                    listed,
+                    sink=store,
+                    responder=None,
+                    phase="trace",
+                    concurrency=concurrency,
+                    timeout=timeout,
+                    on_episode=advance,
+                )
+            )
+        store.flush()
+        lost = store.lost
+    finally:
+        store.close()
+    return _report(episodes, lost, out, console)
+
+
+def _report(episodes: list[Episode], lost: int, out: str, console: Console) -> int:
+    calls = sum(episode.calls for episode in episodes)
+    failed = [episode for episode in episodes if episode.status != "ok"]
+    console.print(f"{len(episodes)} episodes, {calls} calls, {len(failed)} failed episodes, {lost} lost records: {out}")
+    for error, count in Counter(episode.error for episode in failed).most_common(3):
+        console.print(f"  {count} x {error}", markup=False)
+    if not calls:
+        raise WorkflowError(
+            "The workflow made no LLM call that cotune can see.",
+            "Call models through the OpenAI SDK or a LangChain chat model, inside the workflow function.",
+        )
+    console.print(f"next: cotune show {out}")
+    return 1 if len(failed) == len(episodes) else 0
