@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cotune.recorder import LiveEpisode
+    from cotune.recorder import LiveCall, LiveEpisode
 
 
 @dataclass(slots=True)
@@ -33,6 +33,8 @@ class Mark:
 
 current_episode: ContextVar[LiveEpisode | None] = ContextVar("cotune_episode", default=None)
 current_mark: ContextVar[Mark | None] = ContextVar("cotune_mark", default=None)
+opened_call: ContextVar[LiveCall | None] = ContextVar("cotune_call", default=None)
+"""A call that a model class has opened; the wire request it makes, if any, belongs to that call."""
 _override: ContextVar[str | None] = ContextVar("cotune_role", default=None)
 
 scopes: list[Callable[[], Mark | None]] = []

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from cotune.context import Mark, current_episode
-from cotune.ids import message_id, new_id, segment_id
+from cotune.errors import CotuneError, RecordError
+from cotune.ids import message_id, new_id
+from cotune.prompts import PromptTree
 from cotune.records import (
     Call,
     CallStatus,
@@ -22,11 +25,13 @@ from cotune.records import (
     PolicyRef,
     Record,
     Reward,
-    Segment,
     Task,
     Usage,
     candidate_id,
 )
+
+log = logging.getLogger("cotune")
+_said: set[str] = set()
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,14 +75,22 @@ class LiveCall:
         self.mark = mark
         self.step = step
         self.turn = turn
+        self.attempts: list[str] = []
+        self.started = time.time()
+        self.ended = False
+        self.on_wire = False
+        """Whether a wire request has been made for it."""
+        self.cancel: Callable[[], object] | None = None
+        """Stops whatever is answering the call, when its episode ends first. Safe from any thread."""
+        self.read(body)
+
+    def read(self, body: Mapping[str, Any]) -> None:
+        """Take messages, tools and parameters from the body of a chat request in OpenAI form."""
         self.messages: list[dict[str, Any]] = list(body.get("messages") or [])
         self.tools: list[dict[str, Any]] | None = body.get("tools") or None
         self.model = str(body.get("model", ""))
         self.streamed = bool(body.get("stream"))
         self.params = {k: v for k, v in body.items() if k not in ("messages", "tools", "model", "stream")}
-        self.attempts: list[str] = []
-        self.started = time.time()
-        self.ended = False
 
     @property
     def task(self) -> Task:
@@ -124,21 +137,43 @@ class LiveEpisode:
         self.rollout = rollout
         self.started = time.time()
         self.failures: dict[str, int] = {}
+        """Calls that did not end well, by status; also those whose failure the application swallowed."""
+        self.warnings: dict[str, int] = {}
+        """What the recorder could not do or did differently, by kind; each kind is logged once per process."""
+        self.fatal: CotuneError | None = None
+        """An error that must fail the episode even when the application swallows it."""
+        self.notes: dict[str, Any] = {}
+        """Working state of integrations, by integration; goes with the episode."""
         self.ended = False
         self._lock = threading.Lock()
         self._steps = 0
         self._turns: dict[str, int] = {}
+        self._open: dict[str, LiveCall] = {}
         self._outputs: dict[str, str] = {}
-        self._paths: dict[str, list[tuple[tuple[int, ...], str]]] = {}
+        self._stored: set[str] = set()
+        self._prompts = PromptTree()
         self._token: Any = None
 
     def start(self, mark: Mark, body: Mapping[str, Any]) -> LiveCall:
-        """Open a call; step and turn are taken here, under the lock."""
+        """Open a call; step and turn are taken here, under the lock. Raises RecordError once the episode has ended."""
         with self._lock:
+            if self.ended:
+                raise RecordError(f"Episode {self.id} has ended.", "Wait for every call before the workflow returns.")
             step, self._steps = self._steps, self._steps + 1
             turn = self._turns.get(mark.role, 0)
             self._turns[mark.role] = turn + 1
-        return LiveCall(self, mark, step, turn, body)
+            call = LiveCall(self, mark, step, turn, body)
+            self._open[call.id] = call
+        return call
+
+    def warn(self, kind: str, message: str) -> None:
+        """Count something that the user should know about; say it once per process."""
+        with self._lock:
+            self.warnings[kind] = self.warnings.get(kind, 0) + 1
+            first = kind not in _said
+            _said.add(kind)
+        if first:
+            log.warning("%s", message)
 
     def __enter__(self) -> LiveEpisode:
         self._token = current_episode.set(self)
@@ -155,8 +190,14 @@ class LiveEpisode:
         metrics: Mapping[str, float] | None = None,
         error: str | None = None,
     ) -> Episode:
-        """Record the end of the episode with its team rewards."""
-        self.ended = True
+        """Record the end of the episode with its team rewards. Calls still open are recorded as cancelled."""
+        with self._lock:
+            self.ended = True
+            unanswered = list(self._open.values())
+        for call in unanswered:
+            if call.cancel is not None:
+                call.cancel()
+            call.fail("cancelled", "the episode ended before the call did")
         record = Episode(
             id=self.id,
             task=self.task,
@@ -172,7 +213,7 @@ class LiveEpisode:
             metrics=dict(metrics or {}),
         )
         now = time.time()
-        self.sink.write([*(Reward(self.id, k, v, now) for k, v in (rewards or {}).items()), record])
+        self._write([*(Reward(self.id, k, v, now) for k, v in (rewards or {}).items()), record])
         return record
 
     def _end(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> None:
@@ -180,80 +221,99 @@ class LiveEpisode:
             if call.ended:
                 return
             call.ended = True
+            self._open.pop(call.id, None)
             if status != "ok":
                 self.failures[status] = self.failures.get(status, 0) + 1
-        records: list[Record] = []
-        bodies = [Message(message_id(m), m) for m in call.messages]
-        records.extend(bodies)
-        tools = None
-        if call.tools:
-            tools = message_id({"tools": call.tools})
-            records.append(Message(tools, call.tools))
-        prompt = self._prompt(call.role, answer, records) if answer and answer.prompt_ids else None
-        parents = self._parents(call, [m.id for m in bodies], answer)
-        records.append(
-            Call(
-                id=call.id,
-                episode=self.id,
-                role=call.role,
-                step=call.step,
-                turn=call.turn,
-                parents=parents,
-                messages=tuple(m.id for m in bodies),
-                tools=tools,
-                model=call.model,
-                params=call.params,
-                sampling=dict(answer.sampling) if answer else {},
-                prompt=prompt,
-                prompt_tokens=len(answer.prompt_ids) if answer else 0,
-                policy=answer.policy if answer else None,
-                status=status,
-                error=error,
-                attempts=tuple(call.attempts),
-                streamed=call.streamed,
-                started=call.started,
-                latency=time.time() - call.started,
-                usage=answer.usage if answer else Usage(),
-                candidates=answer.candidates if answer else (),
-                chosen=answer.chosen if answer else None,
-                integration=call.mark.integration,
-            )
+        try:
+            records = self._records(call, answer, status, error)
+        except Exception as broken:  # noqa: BLE001
+            self.warn("unrecorded", f"The content of a call of role {call.role!r} could not be recorded: {broken!r}")
+            records = [self._call(call, None, "malformed", f"not recorded: {broken!r}")]
+        self._write(records)
+
+    def _write(self, records: list[Record]) -> None:
+        """A sink that fails costs records, never the application its answer."""
+        try:
+            self.sink.write(records)
+        except Exception as broken:  # noqa: BLE001
+            self.warn("lost", f"The store refused {len(records)} records: {broken!r}")
+
+    def _records(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> list[Record]:
+        bodies = [(message_id(m), m) for m in call.messages]
+        tools = message_id({"tools": call.tools}) if call.tools else None
+        if tools:
+            bodies.append((tools, call.tools))  # type: ignore[arg-type]
+        with self._lock:
+            records: list[Record] = [Message(i, b) for i, b in dict(bodies).items() if i not in self._stored]
+            self._stored.update(i for i, _ in bodies)
+            prompt = None
+            if answer and answer.prompt_ids:
+                chosen = answer.candidates[answer.chosen].token_ids if answer.candidates else ()
+                prompt, segments = self._prompts.add(call.role, answer.prompt_ids, chosen)
+                records.extend(segments)
+            parents = self._parents(call, answer)
+        names = tuple(i for i, _ in bodies if i != tools)
+        records.append(self._call(call, answer, status, error, parents, names, tools, prompt))
+        now = time.time()
+        for i, components in enumerate(answer.rewards if answer else ()):
+            records.extend(Reward(candidate_id(call.id, i), k, v, now) for k, v in components.items())
+        return records
+
+    def _call(
+        self,
+        call: LiveCall,
+        answer: Answer | None,
+        status: CallStatus,
+        error: str | None,
+        parents: tuple[str, ...] = (),
+        messages: tuple[str, ...] = (),
+        tools: str | None = None,
+        prompt: str | None = None,
+    ) -> Call:
+        return Call(
+            id=call.id,
+            episode=self.id,
+            role=call.role,
+            step=call.step,
+            turn=call.turn,
+            parents=parents,
+            messages=messages,
+            tools=tools,
+            model=call.model,
+            params=call.params,
+            sampling=dict(answer.sampling) if answer else {},
+            prompt=prompt,
+            prompt_tokens=len(answer.prompt_ids) if answer else 0,
+            policy=answer.policy if answer else None,
+            status=status,
+            error=error,
+            attempts=tuple(call.attempts),
+            streamed=call.streamed,
+            started=call.started,
+            latency=time.time() - call.started,
+            usage=answer.usage if answer else Usage(),
+            candidates=answer.candidates if answer else (),
+            chosen=answer.chosen if answer and answer.candidates else None,
+            integration=call.mark.integration,
         )
-        if answer:
-            now = time.time()
-            for i, components in enumerate(answer.rewards):
-                records.extend(Reward(candidate_id(call.id, i), k, v, now) for k, v in components.items())
-        self.sink.write(records)
 
-    def _prompt(self, role: str, answer: Answer, records: list[Record]) -> str:
-        """Store the prompt as the longest known path of this role plus what was added; return its segment id."""
-        ids = answer.prompt_ids
-        with self._lock:
-            known = self._paths.setdefault(role, [])
-            base, parent = max(
-                ((path, tip) for path, tip in known if len(path) <= len(ids) and ids[: len(path)] == path),
-                key=lambda item: len(item[0]),
-                default=((), None),
-            )
-            added = ids[len(base) :]
-            prompt = parent if parent is not None and not added else segment_id(ids)
-            if added or parent is None:
-                records.append(Segment(prompt, parent, added))
-            known.append((ids, prompt))
-            reply = answer.candidates[answer.chosen].token_ids
-            if reply:
-                tip = segment_id(ids + reply)
-                records.append(Segment(tip, prompt, reply))
-                known.append((ids + reply, tip))
-        return prompt
-
-    def _parents(self, call: LiveCall, message_ids: list[str], answer: Answer | None) -> tuple[str, ...]:
-        """Calls whose outputs this prompt contains: by the framework's ids, else by assistant messages."""
-        with self._lock:
-            names = call.mark.read or tuple(message_ids)
-            found = dict.fromkeys(self._outputs[name] for name in names if name in self._outputs)
-            if answer:
-                if call.mark.output:
-                    self._outputs[call.mark.output] = call.id
-                self._outputs[message_id(answer.candidates[answer.chosen].message)] = call.id
+    def _parents(self, call: LiveCall, answer: Answer | None) -> tuple[str, ...]:
+        """Calls whose outputs this prompt contains: by the framework's message ids, else by the messages themselves."""
+        found = dict.fromkeys(self._outputs[name] for name in call.mark.read if name in self._outputs)
+        if not found:
+            said = (_said_by_assistant(m) for m in call.messages if m.get("role") == "assistant")
+            found = dict.fromkeys(self._outputs[name] for name in said if name in self._outputs)
+        if answer and answer.candidates:
+            if call.mark.output:
+                self._outputs[call.mark.output] = call.id
+            self._outputs[_said_by_assistant(answer.candidates[answer.chosen].message)] = call.id
         return tuple(found)
+
+
+def _said_by_assistant(message: Mapping[str, Any]) -> str:
+    """Address of what an assistant message says, whatever optional fields a client adds or drops on the way."""
+    calls = [
+        (function.get("name"), function.get("arguments"))
+        for function in (tool.get("function") or {} for tool in message.get("tool_calls") or [])
+    ]
+    return message_id({"content": message.get("content") or None, "calls": calls})

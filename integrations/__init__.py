@@ -1,1 +1,74 @@
-"""The outside world: one file per foreign system, imported lazily and nowhere else."""
+"""The outside world: one file per foreign system, which is imported nowhere else, and only once the application has."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_INSTALL = {
+    "openai._base_client": ("cotune.integrations.openai_sdk",),
+    "langchain_core.runnables.config": ("cotune.integrations.langgraph",),
+    "langchain_core.language_models.chat_models": ("cotune.integrations.langchain_models",),
+}
+"""By foreign module: the integrations whose `install()` runs once that module is loaded."""
+
+_waiting = dict(_INSTALL)
+
+
+def activate() -> None:
+    """Install the integrations of all frameworks that are loaded, and of others as soon as they are. Idempotent."""
+    for module in [name for name in _waiting if name in sys.modules]:
+        _install(module)
+    if _waiting and _WATCH not in sys.meta_path:
+        sys.meta_path.insert(0, _WATCH)
+
+
+def graph_runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
+    """How to run an application object that is no function: a coroutine function of its input, or None."""
+    if any(base.__module__.startswith("langgraph.") for base in type(app).__mro__):
+        from cotune.integrations.langgraph import runner
+
+        return runner(app)
+    return None
+
+
+def _install(module: str) -> None:
+    for name in _waiting.pop(module, ()):
+        importlib.import_module(name).install()
+
+
+class _Watch(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: it adds an installation to the loading of a module that integrations wait for."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in _waiting:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec = next((s for f in others if (s := f.find_spec(name, path, target)) is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, inner: importlib.abc.Loader) -> None:
+        self._inner = inner
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        _install(module.__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+_WATCH = _Watch()

@@ -1,0 +1,94 @@
+"""Answering: gets a call's answer from its episode's responder, from whatever thread or event loop the call is made."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import threading
+
+from cotune.context import current_episode
+from cotune.errors import CotuneError, SamplerError, SampleTimeout, WorkflowError
+from cotune.recorder import Answer, LiveCall
+from cotune.records import CallStatus
+
+
+async def answer(call: LiveCall) -> Answer | None:
+    """Await the responder: directly on the episode's loop, from any other loop by way of it.
+
+    None where no responder answers. Raises what the responder raises.
+    """
+    episode = call.episode
+    if episode.responder is None:
+        return None
+    here = asyncio.get_running_loop()
+    if episode.loop is None or episode.loop is here:
+        task = asyncio.current_task()
+        if task is not None:
+            call.cancel = functools.partial(here.call_soon_threadsafe, task.cancel)
+        return await _respond(call)
+    future = asyncio.run_coroutine_threadsafe(_respond(call), episode.loop)
+    call.cancel = future.cancel
+    return await asyncio.wrap_future(future)
+
+
+def answer_blocking(call: LiveCall) -> Answer | None:
+    """The same for a thread that may wait. On the episode's own loop, where waiting would be a deadlock, the responder
+    runs on another one and everything else on this loop stands still: counted as the warning `blocked_loop`."""
+    episode = call.episode
+    if episode.responder is None:
+        return None
+    loop = episode.loop
+    if loop is not None and asyncio._get_running_loop() is loop:
+        episode.warn(
+            "blocked_loop",
+            "A synchronous model call inside a coroutine blocks its event loop, so no other episode moves meanwhile: "
+            "await the asynchronous client instead.",
+        )
+        loop = None
+    future = asyncio.run_coroutine_threadsafe(_respond(call), loop or _side_loop())
+    call.cancel = future.cancel
+    return future.result()
+
+
+def failed(call: LiveCall, error: BaseException) -> int:
+    """Record that the responder failed; return the HTTP status that tells the application.
+
+    What is neither the sampler's doing nor a cancellation fails the whole episode, even if the application swallows it.
+    """
+    status, code = _classify(error)
+    if code == 500:
+        fatal = error if isinstance(error, CotuneError) else None
+        call.episode.fatal = fatal or WorkflowError(
+            f"Answering a call of role {call.role!r} failed with {type(error).__name__}: {error}."
+        )
+        call.episode.fatal.__cause__ = error if fatal is None else error.__cause__
+    call.fail(status, f"{type(error).__name__}: {error}")
+    return code
+
+
+def _classify(error: BaseException) -> tuple[CallStatus, int]:
+    if isinstance(error, SampleTimeout):
+        return "timeout", 504
+    if isinstance(error, SamplerError):
+        return "error", 400
+    if isinstance(error, asyncio.CancelledError | concurrent.futures.CancelledError | KeyboardInterrupt):
+        return "cancelled", 409
+    return "error", 500
+
+
+async def _respond(call: LiveCall) -> Answer | None:
+    """Calls that the responder itself makes (a judge in a scorer) are not part of the episode."""
+    assert call.episode.responder is not None
+    token = current_episode.set(None)
+    try:
+        return await call.episode.responder.respond(call)
+    finally:
+        current_episode.reset(token)
+
+
+@functools.cache
+def _side_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="cotune-answers", daemon=True).start()
+    return loop

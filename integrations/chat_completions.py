@@ -1,0 +1,92 @@
+"""Chat completions in OpenAI form: an answer as the body a provider would send, and such a body as an answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from cotune.errors import SamplerError
+from cotune.recorder import Answer, LiveCall
+from cotune.records import Candidate, Usage
+
+
+def completion_of(call: LiveCall, answer: Answer) -> dict[str, Any]:
+    """The body for an answer: the chosen candidate first, then others up to the `n` that the application asked for.
+
+    The model name is the one asked for. Raises SamplerError when there are fewer candidates than `n`.
+    """
+    asked = int(call.params.get("n") or 1)
+    if len(answer.candidates) < asked:
+        raise SamplerError(
+            f"The application asked for n = {asked} choices and {len(answer.candidates)} were sampled.",
+            "Ask for fewer choices.",
+        )
+    others = [c for c in answer.candidates if c.index != answer.candidates[answer.chosen].index]
+    shown = [answer.candidates[answer.chosen], *others][:asked]
+    completion = {
+        "id": f"chatcmpl-{call.id}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": call.model,
+        "choices": [_choice(call, i, candidate) for i, candidate in enumerate(shown)],
+        "usage": _usage(answer, shown),
+    }
+    if call.params.get("return_token_ids"):
+        completion["prompt_token_ids"] = list(answer.prompt_ids)
+    return completion
+
+
+def _choice(call: LiveCall, index: int, candidate: Candidate) -> dict[str, Any]:
+    message = {"role": "assistant", "content": None, **candidate.message}
+    choice = {"index": index, "message": message, "finish_reason": candidate.finish_reason, "logprobs": None}
+    if call.params.get("logprobs"):
+        choice["logprobs"] = {
+            "content": [
+                {"token": f"token_id:{t}", "logprob": p, "bytes": None, "top_logprobs": []}
+                for t, p in zip(candidate.token_ids, candidate.logprobs, strict=False)
+            ]
+        }
+    if call.params.get("return_token_ids"):
+        choice["token_ids"] = list(candidate.token_ids)
+    return choice
+
+
+def _usage(answer: Answer, shown: list[Candidate]) -> dict[str, int]:
+    """Counts as the application would pay for them: only of the choices it gets."""
+    completion = sum(len(c.token_ids) for c in shown) or answer.usage.completion_tokens
+    prompt = answer.usage.prompt_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def answer_of(completion: Any) -> Answer:
+    """The answer in a provider's body, with token ids and log-probabilities where it has them (as vLLM does).
+
+    Raises ValueError when the body is not a chat completion with at least one choice.
+    """
+    choices = completion.get("choices") if isinstance(completion, Mapping) else None
+    if not choices:
+        raise ValueError("no choices")
+    usage = completion.get("usage") or {}
+    return Answer(
+        candidates=tuple(_candidate(i, choice) for i, choice in enumerate(choices)),
+        prompt_ids=tuple(completion.get("prompt_token_ids") or ()),
+        usage=Usage(usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0),
+    )
+
+
+def _candidate(index: int, choice: Mapping[str, Any]) -> Candidate:
+    message = choice.get("message")
+    if not isinstance(message, Mapping):
+        raise ValueError(f"choice {index} has no message")
+    content = message.get("content")
+    token_ids = tuple(choice.get("token_ids") or ())
+    logprobs = tuple(item["logprob"] for item in (choice.get("logprobs") or {}).get("content") or ())
+    return Candidate(
+        index=index,
+        text=content if isinstance(content, str) else "",
+        message={key: value for key, value in message.items() if value is not None or key == "content"},
+        token_ids=token_ids,
+        logprobs=logprobs if not token_ids or len(token_ids) == len(logprobs) else (),
+        finish_reason=choice.get("finish_reason") or "stop",
+    )

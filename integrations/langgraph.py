@@ -1,0 +1,172 @@
+"""LangGraph and LangChain: who makes a call, from the tree of runs that their callbacks tell.
+
+A role is the path of the nodes around the call, from the innermost named agent or the outermost graph. Nodes that
+prebuilt agents bring along (`model`, `agent`, `tools`) give way to the name of their agent or of the node around it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from uuid import UUID, uuid4
+
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.runnables.config import var_child_runnable_config
+from langchain_core.tracers.context import register_configure_hook
+
+from cotune.context import Mark, current_episode, current_mark, scopes
+from cotune.integrations.langgraph_runs import Run, role_of
+from cotune.recorder import LiveEpisode
+
+NAME = "langgraph"
+_MESSAGE_ID = len("lc_run--") + 36
+"""Length of the part of a message id that names the run; a number follows it in some versions of the message."""
+
+
+class _Notes:
+    """Runs in progress of one episode, and the marks of its model calls in flight."""
+
+    __slots__ = ("marks", "runs")
+
+    def __init__(self) -> None:
+        self.runs: dict[UUID, Run] = {}
+        self.marks: dict[UUID, Mark] = {}
+
+
+def install() -> None:
+    """Register the callback handler, active inside episodes only, and name the scope of calls that have no mark."""
+    register_configure_hook(_Within(), inheritable=True)
+    scopes.append(_scope)
+
+
+def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
+    """Run a compiled graph on an input, each time as a thread of its own; None for what is no compiled graph."""
+    if not hasattr(app, "ainvoke") or not hasattr(app, "get_state"):
+        return None
+
+    async def run(given: Any) -> Any:
+        return await app.ainvoke(given, {"configurable": {"thread_id": str(uuid4())}})
+
+    return run
+
+
+def _notes(episode: LiveEpisode) -> _Notes:
+    notes = episode.notes.get(NAME)
+    if notes is None:
+        notes = episode.notes.setdefault(NAME, _Notes())
+    return notes
+
+
+def _counted(method: Any) -> Any:
+    """A fault of the recorder's own must not vanish in the framework's log."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        episode = current_episode.get()
+        if episode is None:
+            return
+        try:
+            method(self, episode, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001
+            episode.warn("langgraph", f"The LangGraph integration failed: {error!r}")
+
+    return call
+
+
+class _Handler(BaseCallbackHandler):
+    run_inline = True
+    ignore_agent = True
+    ignore_retriever = True
+    ignore_custom_event = True
+    ignore_retry = True
+
+    @_counted
+    def on_chain_start(
+        self,
+        episode: LiveEpisode,
+        serialized: Any,
+        inputs: Any,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        **_: Any,
+    ) -> None:
+        runs = _notes(episode).runs
+        runs[run_id] = Run.chain(runs.get(parent_run_id), name, metadata or {}, inputs)
+
+    @_counted
+    def on_tool_start(
+        self,
+        episode: LiveEpisode,
+        serialized: Any,
+        text: str,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        **_: Any,
+    ) -> None:
+        runs = _notes(episode).runs
+        runs[run_id] = Run.tool(runs.get(parent_run_id), name or (serialized or {}).get("name"), metadata or {})
+
+    @_counted
+    def on_chat_model_start(
+        self,
+        episode: LiveEpisode,
+        serialized: Any,
+        messages: list[list[Any]],
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        notes = _notes(episode)
+        run = Run.model(notes.runs.get(parent_run_id), metadata or {})
+        read = tuple(m.id[:_MESSAGE_ID] for m in messages[0] if m.id and m.id.startswith("lc_run--"))
+        mark = Mark(role_of(run), NAME, state=run.state, read=read, output=f"lc_run--{run_id}")
+        notes.marks[run_id] = mark
+        current_mark.set(mark)
+
+    @_counted
+    def on_llm_end(self, episode: LiveEpisode, response: Any, *, run_id: UUID, **_: Any) -> None:
+        # In async code this runs in a copied context, where resetting the ContextVar would be lost.
+        mark = _notes(episode).marks.pop(run_id, None)
+        if mark is not None:
+            mark.done = True
+
+    on_llm_error = on_llm_end
+
+    @_counted
+    def on_chain_end(self, episode: LiveEpisode, outputs: Any, *, run_id: UUID, **_: Any) -> None:
+        _notes(episode).runs.pop(run_id, None)
+
+    on_chain_error = on_chain_end
+    on_tool_end = on_chain_end
+    on_tool_error = on_chain_end
+
+
+_HANDLER = _Handler()
+
+
+class _Within:
+    """Stands for a ContextVar: holds the handler inside an episode, and nothing outside."""
+
+    def get(self) -> _Handler | None:
+        return _HANDLER if current_episode.get() is not None else None
+
+
+def _scope() -> Mark | None:
+    """The node around a call that no chat model announces: the plain SDK, or a model called in a tool."""
+    episode = current_episode.get()
+    config = var_child_runnable_config.get()
+    if episode is None or not config:
+        return None
+    runs = _notes(episode).runs
+    run = Run.model(runs.get(getattr(config.get("callbacks"), "parent_run_id", None)), config.get("metadata") or {})
+    role = role_of(run)
+    return Mark(role, NAME, state=run.state) if role != "app" else None

@@ -1,0 +1,108 @@
+"""Names a role from a tree of LangGraph runs. A pure function of what the callbacks told, without the framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+_PREBUILT = frozenset({"agent", "model", "tools", "generate_structured_response"})
+_HOOKS = frozenset({"pre_model_hook", "post_model_hook"})
+_MIDDLEWARE = (".before_agent", ".before_model", ".after_model", ".after_agent")
+_UNNAMED = "LangGraph"
+"""What LangGraph calls a graph without a name."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A run in progress. `space` is the namespace of the node execution it belongs to; `agent` the agent name that the
+    metadata claims, which is inherited and so may belong to an outer graph."""
+
+    parent: Run | None
+    kind: Literal["chain", "node", "tool", "model"]
+    name: str
+    space: str
+    agent: str | None
+    source: str | None = None
+    own_state: Any = None
+
+    @classmethod
+    def chain(cls, parent: Run | None, name: str | None, metadata: Mapping[str, Any], inputs: Any) -> Run:
+        """A node when it is the first run in its namespace, else a graph or any other runnable."""
+        space, agent = _space(metadata), metadata.get("lc_agent_name")
+        if space and (parent is None or parent.space != space):
+            return cls(parent, "node", str(metadata.get("langgraph_node") or name), space, agent, own_state=inputs)
+        return cls(parent, "chain", name or "", space, agent)
+
+    @classmethod
+    def tool(cls, parent: Run | None, name: str | None, metadata: Mapping[str, Any]) -> Run:
+        return cls(parent, "tool", name or "tool", _space(metadata), metadata.get("lc_agent_name"))
+
+    @classmethod
+    def model(cls, parent: Run | None, metadata: Mapping[str, Any]) -> Run:
+        """A model call; where a node is the model itself, or its parent is unknown, the metadata name the node."""
+        space, source = _space(metadata), metadata.get("lc_source")
+        if space and (parent is None or parent.space != space):
+            node = str(metadata.get("langgraph_node") or "")
+            parent = cls(parent or _from_namespace(space), "node", node, space, metadata.get("lc_agent_name"))
+        return cls(parent, "model", "", space, None, source)
+
+    @property
+    def state(self) -> Any:
+        """Input of the innermost node around this run; None outside any graph."""
+        return next((run.own_state for run in self.outward() if run.kind == "node"), None)
+
+    def outward(self) -> Iterator[Run]:
+        """This run and all runs around it, innermost first."""
+        run: Run | None = self
+        while run is not None:
+            yield run
+            run = run.parent
+
+
+def role_of(run: Run) -> str:
+    """Role of a model call: names around it from the outside in, joined with `/`; `app` when there are none."""
+    names: list[str] = []
+    prebuilt = ""
+    for around in run.outward():
+        if around.kind == "tool":
+            names.append(around.name)
+        elif around.kind == "node":
+            hidden = around.name in _PREBUILT
+            prebuilt = prebuilt or (around.name if hidden else "")
+            if not hidden:
+                names.append(_trimmed(around.name))
+            agent = _agent(around.parent, hidden or around.name in _HOOKS)
+            if agent:
+                names.append(agent)
+                break
+    if run.source and not (names and "Middleware" in names[0]):
+        names.insert(0, run.source)
+    return "/".join(reversed(names)) or prebuilt or "app"
+
+
+def _agent(graph: Run | None, inside_agent: bool) -> str | None:
+    """Name of the agent whose graph this is. A claimed name counts where it is the graph's own, not an outer one's."""
+    if graph is None or graph.kind != "chain":
+        return None
+    outer = graph.parent.agent if graph.parent else None
+    if graph.agent and (graph.agent == graph.name or graph.agent != outer):
+        return graph.agent
+    return graph.name if inside_agent and graph.name not in ("", _UNNAMED) else None
+
+
+def _trimmed(node: str) -> str:
+    return next((node[: -len(end)] for end in _MIDDLEWARE if node.endswith(end)), node)
+
+
+def _space(metadata: Mapping[str, Any]) -> str:
+    return str(metadata.get("langgraph_checkpoint_ns") or "")
+
+
+def _from_namespace(space: str) -> Run | None:
+    """The nodes around a node whose enclosing runs are unknown: a namespace is `node:id|node:id`, numbers aside."""
+    parent: Run | None = None
+    for part in space.split("|")[:-1]:
+        if not part.isdigit():
+            parent = Run(parent, "node", part.partition(":")[0], "", None)
+    return parent

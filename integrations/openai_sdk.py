@@ -1,0 +1,301 @@
+"""The OpenAI SDK's waist: every request of every client passes `_send_request`, and is recorded or answered there.
+
+Works with openai 2.45 and later and with 3.x. Outside an episode each hook costs one read of a ContextVar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from cotune.answering import answer, answer_blocking, failed
+from cotune.context import Mark, current_episode, identify, opened_call
+from cotune.errors import CotuneError, RecordError
+from cotune.integrations import openai_forms as forms
+from cotune.integrations.chat_completions import answer_of, completion_of
+from cotune.integrations.openai_tee import tee
+from cotune.integrations.sse import from_stream, to_stream
+from cotune.recorder import Answer, LiveCall, LiveEpisode
+from cotune.records import CallStatus
+
+_DETAIL = 500
+"""Most characters of an error message that are recorded."""
+
+
+@dataclass(frozen=True)
+class _Api:
+    """How to read one of the SDK's interfaces: the request as chat, a body and a stream as an answer."""
+
+    name: str
+    chat: Callable[[Any], dict[str, Any]]
+    answer: Callable[[Any], Answer]
+    stream: Callable[[bytes], dict[str, Any] | None]
+
+
+_CHAT = _Api("chat", lambda body: body, answer_of, from_stream)
+_APIS = (
+    ("/chat/completions", _CHAT),
+    ("/responses", _Api("responses", forms.chat_of_responses, forms.answer_of_responses, forms.responses_from_stream)),
+    ("/completions", _Api("completions", forms.chat_of_text, forms.answer_of_text, forms.text_from_stream)),
+)
+
+
+class _Exchange:
+    """One request of the application with all the retries that the SDK makes of it."""
+
+    __slots__ = ("call", "failure")
+
+    def __init__(self) -> None:
+        self.call: LiveCall | None = None
+        self.failure: str | None = None
+
+    def fail(self, error: BaseException) -> None:
+        if self.call is not None and not self.call.ended:
+            self.call.fail(*_reason(error))
+
+
+_exchange: ContextVar[_Exchange | None] = ContextVar("cotune_openai_exchange", default=None)
+
+
+def install() -> None:
+    """Hook both client classes. Raises CotuneError when this openai has no such waist."""
+    from openai import _base_client as base
+
+    for client in (base.SyncAPIClient, base.AsyncAPIClient):
+        if not hasattr(client, "_send_request") or not hasattr(client, "request"):
+            raise CotuneError("This version of openai cannot be recorded.", "Install openai 2.45 or later.")
+    sync, other = base.SyncAPIClient, base.AsyncAPIClient
+    sync.request, sync._send_request = _sync_request(sync.request), _sync_send(sync._send_request)
+    other.request, other._send_request = _async_request(other.request), _async_send(other._send_request)
+
+
+def _sync_request(original: Any) -> Any:
+    @functools.wraps(original)
+    def request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if current_episode.get() is None:
+            return original(self, *args, **kwargs)
+        exchange = _Exchange()
+        token = _exchange.set(exchange)
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException as error:
+            exchange.fail(error)
+            raise
+        finally:
+            _exchange.reset(token)
+
+    return request
+
+
+def _async_request(original: Any) -> Any:
+    @functools.wraps(original)
+    async def request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if current_episode.get() is None:
+            return await original(self, *args, **kwargs)
+        exchange = _Exchange()
+        token = _exchange.set(exchange)
+        try:
+            return await original(self, *args, **kwargs)
+        except BaseException as error:
+            exchange.fail(error)
+            raise
+        finally:
+            _exchange.reset(token)
+
+    return request
+
+
+def _sync_send(original: Any) -> Any:
+    @functools.wraps(original)
+    def send(self: Any, request: Any, **kwargs: Any) -> Any:
+        episode = current_episode.get()
+        api = None if episode is None else _api(request)
+        if episode is None or api is None:
+            return original(self, request, **kwargs)
+        exchange = _exchange.get() or _Exchange()
+        call = _open(episode, api, request, exchange)
+        if call is None:
+            return original(self, request, **kwargs)
+        if not isinstance(call, LiveCall):
+            return call
+        if _answers(call, api):
+            try:
+                found = answer_blocking(call)
+                if found is not None:
+                    return _answered(request, call, found)
+            except Exception as error:  # noqa: BLE001
+                return _refused(request, call, error)
+        try:
+            response = original(self, request, **kwargs)
+        except BaseException as error:
+            _attempt_failed(exchange, error)
+            raise
+        return _observed(response, call, api, exchange)
+
+    return send
+
+
+def _async_send(original: Any) -> Any:
+    @functools.wraps(original)
+    async def send(self: Any, request: Any, **kwargs: Any) -> Any:
+        episode = current_episode.get()
+        api = None if episode is None else _api(request)
+        if episode is None or api is None:
+            return await original(self, request, **kwargs)
+        exchange = _exchange.get() or _Exchange()
+        call = _open(episode, api, request, exchange)
+        if call is None:
+            return await original(self, request, **kwargs)
+        if not isinstance(call, LiveCall):
+            return call
+        if _answers(call, api):
+            try:
+                found = await answer(call)
+                if found is not None:
+                    return _answered(request, call, found)
+            except Exception as error:  # noqa: BLE001
+                return _refused(request, call, error)
+        try:
+            response = await original(self, request, **kwargs)
+        except BaseException as error:
+            _attempt_failed(exchange, error)
+            raise
+        return _observed(response, call, api, exchange)
+
+    return send
+
+
+def _api(request: Any) -> _Api | None:
+    if request.method != "POST":
+        return None
+    path = request.url.path
+    return next((api for suffix, api in _APIS if path.endswith(suffix)), None)
+
+
+def _open(episode: LiveEpisode, api: _Api, request: Any, exchange: _Exchange) -> LiveCall | Any | None:
+    """The call of this request: a new one, the one that a model class has opened, or the one that is being retried.
+
+    None lets the request pass unrecorded (counted); anything else is a response that refuses it.
+    """
+    if exchange.call is not None:
+        exchange.call.attempts.append(exchange.failure or "unknown")
+        return exchange.call
+    try:
+        body = api.chat(msgspec.json.decode(request.content))
+        opened = opened_call.get()
+        if opened is not None and not opened.on_wire and not opened.ended:
+            opened.read(body)
+            call = opened
+        else:
+            call = episode.start(_identity(episode), body)
+    except RecordError as error:
+        if episode.responder is not None:
+            return _error_response(request, 409, str(error))
+        episode.warn("late_call", f"A call was made after its episode had ended and is not recorded. {error}")
+        return None
+    except (ValueError, TypeError, AttributeError) as error:
+        if episode.responder is not None:
+            return _error_response(request, 400, f"the request cannot be read: {error!r}")
+        episode.warn("unread_call", f"A request could not be read and is not recorded: {error!r}")
+        return None
+    call.on_wire = True
+    exchange.call = call
+    return call
+
+
+def _identity(episode: LiveEpisode) -> Mark:
+    try:
+        return identify()
+    except Exception as error:  # noqa: BLE001
+        episode.warn("unidentified_call", f"The role of a call could not be found, it is recorded as app: {error!r}")
+        return Mark("app", "openai")
+
+
+def _answers(call: LiveCall, api: _Api) -> bool:
+    """Whether the responder is asked: for chat completions only."""
+    if call.episode.responder is None or api is _CHAT:
+        return call.episode.responder is not None
+    call.episode.warn(
+        "unsupported_api",
+        f"Role {call.role!r} uses the {api.name} interface, which only its own provider answers: such calls are "
+        "recorded but not trained. Use chat completions (ChatOpenAI: use_responses_api=False).",
+    )
+    return False
+
+
+def _answered(request: Any, call: LiveCall, found: Answer) -> Any:
+    completion = completion_of(call, found)
+    if call.streamed:
+        usage = bool((call.params.get("stream_options") or {}).get("include_usage"))
+        response = _response(request, 200, "text/event-stream", to_stream(completion, usage=usage), call.id)
+    else:
+        response = _response(request, 200, "application/json", msgspec.json.encode(completion), call.id)
+    call.finish(found)
+    return response
+
+
+def _refused(request: Any, call: LiveCall, error: Exception) -> Any:
+    return _error_response(request, failed(call, error), f"{type(error).__name__}: {error}")
+
+
+def _error_response(request: Any, status: int, message: str) -> Any:
+    body = {"error": {"message": message, "type": "cotune", "code": status, "param": None}}
+    return _response(request, status, "application/json", msgspec.json.encode(body), "cotune")
+
+
+def _response(request: Any, status: int, kind: str, content: bytes, name: str) -> Any:
+    """A response of the class that belongs to the request (httpx or httpx2), which the SDK must not retry."""
+    package = sys.modules[type(request).__module__.partition(".")[0]]
+    headers = {"content-type": kind, "x-request-id": name, "x-should-retry": "false"}
+    return package.Response(status, headers=headers, content=content, request=request)
+
+
+def _attempt_failed(exchange: _Exchange, error: BaseException) -> None:
+    exchange.failure = _reason(error)[1]
+    if _exchange.get() is None:
+        exchange.fail(error)
+
+
+def _observed(response: Any, call: LiveCall, api: _Api, exchange: _Exchange) -> Any:
+    """Record what the provider sent: now, or when the application has read the stream."""
+    if response.status_code >= 400:
+        exchange.failure = f"HTTP {response.status_code}"
+        if _exchange.get() is None:
+            call.fail("error", exchange.failure)
+    elif response.is_stream_consumed:
+        _settle(call, api, response.headers, response.content, None)
+    else:
+        tee(response, functools.partial(_settle, call, api, response.headers))
+    return response
+
+
+def _settle(call: LiveCall, api: _Api, headers: Any, raw: bytes, error: BaseException | None) -> None:
+    """End the call with the decoded body; `error` is what interrupted its stream."""
+    if error is not None:
+        call.fail(*_reason(error))
+        return
+    try:
+        streamed = "text/event-stream" in headers.get("content-type", "")
+        body = api.stream(raw) if streamed else msgspec.json.decode(raw)
+        found = None if body is None else api.answer(body)
+    except (ValueError, TypeError, AttributeError, KeyError) as broken:
+        call.fail("malformed", f"{type(broken).__name__}: {broken}"[:_DETAIL])
+        return
+    if found is None:
+        call.fail("cancelled", f"the application stopped reading the stream after {len(raw)} bytes")
+    else:
+        call.finish(found)
+
+
+def _reason(error: BaseException) -> tuple[CallStatus, str]:
+    text = f"{type(error).__name__}: {error}"[:_DETAIL]
+    if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | GeneratorExit):
+        return "cancelled", text
+    return ("timeout" if "Timeout" in type(error).__name__ else "error"), text

@@ -1,0 +1,73 @@
+"""Reads along with a streamed response: the application gets every chunk when it comes, the recorder all at the end."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+Settle = Callable[[bytes, BaseException | None], None]
+
+
+def tee(response: Any, settle: Settle) -> None:
+    """Replace the stream of an httpx or httpx2 response; `settle(body, error)` is called once, when it is closed."""
+    package = sys.modules[type(response).__module__.partition(".")[0]]
+    response.stream = _stream_class(package)(package, response, settle)
+
+
+class _Tee:
+    def __init__(self, package: Any, response: Any, settle: Settle) -> None:
+        self._inner = response.stream
+        self._encoding = response.headers.get("content-encoding")
+        self._package = package
+        self._settle = settle
+        self._chunks: list[bytes] = []
+        self._settled = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            for chunk in self._inner:
+                self._chunks.append(chunk)
+                yield chunk
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in self._inner:
+                self._chunks.append(chunk)
+                yield chunk
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def close(self) -> None:
+        self._end(None)
+        self._inner.close()
+
+    async def aclose(self) -> None:
+        self._end(None)
+        await self._inner.aclose()
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._settled:
+            return
+        self._settled = True
+        raw = b"".join(self._chunks)
+        if self._encoding and error is None:
+            try:
+                raw = self._package.Response(200, headers={"content-encoding": self._encoding}, content=raw).content
+            except self._package.DecodingError as broken:
+                error = broken
+        self._settle(raw, error)
+
+
+@functools.cache
+def _stream_class(package: Any) -> type[_Tee]:
+    return type("Tee", (_Tee, package.SyncByteStream, package.AsyncByteStream), {})
