@@ -5,8 +5,9 @@ plan -> filters -> reward attribution -> group key -> baseline -> scale -> weigh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -291,5 +292,7 @@ def _convert(struct: S, changes: Mapping[str, Any]) -> S:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         message, _, where = str(error).partition(" - at `$.")
-        field = where.rstrip("`") or "recipe"
-        raise ConfigError(f"recipe.{field}", fields.get(field.split("[")[0]), message, "See docs/recipes.md.") from None
+        field = re.split(r"\W", where)[0]
+        options = get_args(get_type_hints(type(struct)).get(field))
+        allowed = f"one of {', '.join(options)}" if options and isinstance(options[0], str) else message
+        raise ConfigError(f"recipe.{field}", fields.get(field), allowed) from None

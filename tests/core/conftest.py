@@ -1,0 +1,131 @@
+"""A store in memory, and a short way to write episodes into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from cotune.ids import segment_id
+from cotune.records import Call, Candidate, Episode, Message, PolicyRef, Record, Reward, Segment, Task, candidate_id
+
+
+class MemoryStore:
+    """The store protocol over dicts; counts reads."""
+
+    lost = 0
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self._episodes: dict[str, Episode] = {}
+        self._calls: dict[str, list[Call]] = {}
+        self._segments: dict[str, Segment] = {}
+        self._messages: dict[str, Any] = {}
+        self._rewards: dict[str, dict[str, float]] = {}
+        self._consumed: dict[str, int] = {}
+        self.reads = 0
+
+    def write(self, records: Sequence[Record]) -> None:
+        for record in records:
+            if isinstance(record, Reward):
+                self._rewards.setdefault(record.target, {})[record.name] = record.value
+            elif isinstance(record, Call):
+                self._calls.setdefault(record.episode, []).append(record)
+            elif isinstance(record, Episode):
+                self._episodes[record.id] = record
+            elif isinstance(record, Segment):
+                self._segments[record.id] = record
+            else:
+                self._messages[record.id] = record.body
+
+    def flush(self) -> None: ...
+
+    def episodes(
+        self, *, phase: str | None = None, training_step: int | None = None, task: str | None = None
+    ) -> Iterator[Episode]:
+        for episode in sorted(self._episodes.values(), key=lambda e: e.id):
+            wanted = (phase, episode.phase), (training_step, episode.training_step), (task, episode.task.id)
+            if all(asked is None or asked == value for asked, value in wanted):
+                yield episode
+
+    def episode(self, episode_id: str) -> Episode:
+        return self._episodes[episode_id]
+
+    def calls(self, episode_id: str) -> list[Call]:
+        self.reads += 1
+        return sorted(self._calls.get(episode_id, []), key=lambda c: c.step)
+
+    def message(self, message_id: str) -> Any:
+        return self._messages[message_id]
+
+    def token_ids(self, segment_id: str) -> tuple[int, ...]:
+        self.reads += 1
+        segment = self._segments[segment_id]
+        return (*(self.token_ids(segment.parent) if segment.parent else ()), *segment.token_ids)
+
+    def rewards(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, float]]:
+        self.reads += 1
+        return {target: self._rewards[target] for target in targets if target in self._rewards}
+
+    def unfinished(self) -> Iterator[str]:
+        return iter(self._calls.keys() - self._episodes.keys())
+
+    def consume(self, groups: Iterable[str], training_step: int) -> None:
+        self._consumed.update(dict.fromkeys(groups, training_step))
+
+    def consumed(self) -> Mapping[str, int]:
+        return self._consumed
+
+    def close(self) -> None: ...
+
+
+class Book:
+    """Writes episodes into a MemoryStore, one short line per call."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+
+    def episode(self, id: str, task: str = "q", outcome: Mapping[str, float] | None = None, **fields: Any) -> Episode:
+        record = Episode(id=id, task=Task(id=task, input=task), workflow="w", training_step=7, **fields)
+        self.store.write([Reward(id, name, value) for name, value in (outcome or {}).items()])
+        self.store.write([record])
+        return record
+
+    def call(
+        self,
+        id: str,
+        episode: str,
+        role: str = "a",
+        turn: int = 0,
+        prompt: tuple[int, ...] = (1, 2),
+        unknown_prompt: bool = False,
+        rewards: Sequence[Any] = (),
+        candidates: Sequence[Candidate] | None = None,
+        chosen: int = 0,
+        **fields: Any,
+    ) -> Call:
+        """`rewards` has one entry per candidate: a number (`local`), a dict of components, or None."""
+        path = segment_id(prompt)
+        if candidates is None:
+            candidates = [self.candidate(i) for i in range(max(1, len(rewards)))]
+        known = None if unknown_prompt else path
+        fields = {"policy": PolicyRef(role, 3), "prompt": known, "step": turn, **fields}
+        record = Call(
+            id=id, episode=episode, role=role, turn=turn, candidates=tuple(candidates), chosen=chosen, **fields
+        )
+        self.store.write([Segment(path, None, prompt), Message("m", {}), record])
+        for index, value in enumerate(rewards):
+            components = value if isinstance(value, Mapping) else {} if value is None else {"local": value}
+            self.store.write([Reward(candidate_id(id, index), name, v) for name, v in components.items()])
+        return record
+
+    @staticmethod
+    def candidate(index: int, **fields: Any) -> Candidate:
+        fields = {"token_ids": (10 + index, 11), "logprobs": (-0.5, -0.25), "text": "x", **fields}
+        return Candidate(index=index, message={"role": "assistant", "content": "x"}, **fields)
+
+
+@pytest.fixture
+def book() -> Book:
+    return Book()

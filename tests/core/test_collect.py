@@ -1,0 +1,145 @@
+"""Collecting: which candidates become samples, and the count and reason of every other one."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from cotune.collect import collect, temperature
+from cotune.filters import REASONS
+from cotune.ids import segment_id
+from cotune.records import PolicyRef, Reward
+
+
+def left_out(book, **options):
+    collected = collect(book.store, list(book.store.episodes()), **options)
+    assert set(collected.left_out) <= set(REASONS)
+    return len(collected.samples), dict(collected.left_out)
+
+
+def test_a_tree_gives_every_candidate_with_its_own_reward(book):
+    book.episode("e", outcome={"team": 1.0})
+    book.call("c", "e", role="b", turn=2, step=5, rewards=[{"team": 0.5, "local": -1.0}, 1.0], chosen=1)
+    samples = collect(book.store, book.store.episodes(), plan="tree").samples
+    assert [s.id for s in samples] == ["c.0", "c.1"]
+    first, second = samples
+    assert first.rewards == {"team": 0.5, "local": -1.0}
+    assert first.outcome == {"team": 1.0}
+    assert (first.chosen, second.chosen) == (False, True)
+    assert (first.task, first.rollout, first.branch, first.role, first.turn, first.step) == ("q", "e", "e", "b", 2, 5)
+    assert (first.prompt, first.policy, first.tokens) == (segment_id((1, 2)), PolicyRef("b", 3), 2)
+    assert (first.call, first.training_step) == ("c", 7)
+
+
+def test_independent_rollouts_give_the_chosen_candidate_and_branch_by_prompt(book):
+    book.episode("e", outcome={"team": 1.0})
+    book.call("c", "e", rewards=[None, None], chosen=1)
+    collected = collect(book.store, book.store.episodes(), plan="independent")
+    assert [(s.id, s.branch) for s in collected.samples] == [("c.1", segment_id((1, 2)))]
+    assert collected.left_out == {"not_chosen": 1}
+
+
+@pytest.mark.parametrize(
+    ("reason", "fields"),
+    [
+        ("failed_call", {"status": "timeout"}),
+        ("failed_call", {"candidates": []}),
+        ("no_policy", {"policy": None}),
+        ("no_token_ids", {"unknown_prompt": True}),
+        ("stale_version", {"policy": PolicyRef("a", 2)}),
+        ("stale_version", {"policy": PolicyRef("a", 4)}),
+        ("greedy", {"sampling": {"temperature": 0.0}}),
+        ("untrained_role", {"role": "judge"}),
+    ],
+)
+def test_calls_left_out(book, reason, fields):
+    book.episode("e")
+    book.call("c", "e", rewards=[1.0], **fields)
+    assert left_out(book, versions={"a": 3}, roles={"a"}) == (0, {reason: 1})
+
+
+@pytest.mark.parametrize(
+    ("reason", "fields"),
+    [
+        ("empty_response", {"token_ids": (), "logprobs": (), "text": ""}),
+        ("no_token_ids", {"token_ids": (), "logprobs": ()}),
+        ("no_logprobs", {"logprobs": ()}),
+        ("broken_logprobs", {"logprobs": (-1.0,)}),
+        ("broken_logprobs", {"logprobs": (-1.0, math.nan)}),
+        ("broken_logprobs", {"logprobs": (-1.0, -math.inf)}),
+        ("interrupted", {"finish_reason": "content_filter"}),
+        ("truncated", {"finish_reason": "length"}),
+    ],
+)
+def test_candidates_left_out(book, reason, fields):
+    book.episode("e")
+    book.call("c", "e", rewards=[1.0, 0.0], candidates=[book.candidate(0, **fields), book.candidate(1)])
+    assert left_out(book, drop_truncated=True) == (1, {reason: 1})
+
+
+def test_truncated_answers_are_trained_on_unless_told(book):
+    book.episode("e")
+    book.call("c", "e", rewards=[1.0], candidates=[book.candidate(0, finish_reason="length")])
+    assert left_out(book) == (1, {})
+
+
+def test_rewards_left_out(book):
+    book.episode("e", outcome={"team": 1.0})
+    book.call("c", "e", rewards=[1.0, None, math.nan, {"team": math.inf}])
+    book.call("d", "e", turn=1, rewards=[None, None], error="scorer raised")
+    assert left_out(book) == (1, {"missing_reward": 1, "non_finite_reward": 2, "scorer_failed": 2})
+
+
+def test_the_outcome_will_do_for_independent_rollouts_but_not_for_a_tree(book):
+    book.episode("e", outcome={"team": 1.0})
+    book.call("c", "e")
+    assert left_out(book, plan="independent") == (1, {})
+    assert left_out(book, plan="tree") == (0, {"missing_reward": 1})
+
+
+def test_candidates_of_a_failed_episode_are_counted_one_by_one(book):
+    book.episode("e", status="error", error="boom")
+    book.call("c", "e", rewards=[1.0, 0.0, 0.5])
+    book.call("d", "e", turn=1, candidates=[], status="error")
+    assert left_out(book) == (0, {"failed_episode": 4})
+
+
+def test_lag_allows_older_versions(book):
+    book.episode("e")
+    book.call("c", "e", rewards=[1.0], policy=PolicyRef("a", 2))
+    assert left_out(book, versions={"a": 3}, max_lag=1) == (1, {})
+    assert left_out(book, versions={"other": 9}) == (1, {})
+
+
+def test_a_late_reward_is_read_and_the_last_write_wins(book):
+    book.episode("e")
+    book.call("c", "e", rewards=[None])
+    assert left_out(book) == (0, {"missing_reward": 1})
+    book.store.write([Reward("c.0", "local", 1.0), Reward("c.0", "local", 2.0)])
+    assert collect(book.store, book.store.episodes()).samples[0].rewards == {"local": 2.0}
+
+
+def test_temperature_is_what_was_used_before_what_was_asked(book):
+    book.episode("e")
+    assert temperature(book.call("c", "e")) == 1.0
+    assert temperature(book.call("c", "e", params={"temperature": 0.0}, sampling={"temperature": 0.7})) == 0.7
+    assert temperature(book.call("c", "e", params={"temperature": 0.3}, sampling={"top_p": 1.0})) == 0.3
+
+
+def test_five_hundred_calls_of_eight_take_little(book):
+    for i in range(500):
+        book.episode(f"e{i}")
+        candidates = [book.candidate(k, token_ids=(1,) * 32, logprobs=(-1.0,) * 32) for k in range(8)]
+        book.call(f"c{i}", f"e{i}", candidates=candidates, rewards=[float(k) for k in range(8)])
+    episodes = list(book.store.episodes())
+    best = min(_seconds(lambda: collect(book.store, episodes)) for _ in range(5))
+    assert len(collect(book.store, episodes).samples) == 4000
+    assert best < 0.1
+
+
+def _seconds(work) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
