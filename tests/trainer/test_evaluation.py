@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cotune.context import Mark, current_episode
+from cotune.errors import ConfigError
+from cotune.records import Call, Episode, PolicyRef, Record, Task
+from cotune.sampler import Completion, SamplingParams
+from cotune.trainer.evaluate import evaluate_modes, lineups, swap
+from cotune.trainer.evaluation import evaluate_policies
+from cotune.trainer.evaluation_report import render
+from cotune.trainer.statistics import Interval
+from cotune.workflow import Workflow
+
+ASKER, SOLVER = PolicyRef("asker", 3), PolicyRef("solver", 3)
+TRAINED = {"ask": ASKER, "solve": SOLVER}
+
+
+class Letters:
+    """Token ids are code points."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: object) -> list[int]:
+        return [ord(letter) for letter in messages[-1]["content"]]
+
+    def parse(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, dict[str, Any], str]:
+        text = "".join(map(chr, token_ids))
+        return text, {"role": "assistant", "content": text}, "stop"
+
+
+class Scripted:
+    """Each policy name knows one answer from version 1 on; version 0 always says "?"."""
+
+    answers: Mapping[str, str] = {"asker": "sum", "solver": "four"}
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[PolicyRef, SamplingParams, int]] = []
+
+    async def sample(
+        self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
+    ) -> list[Completion]:
+        self.asked.append((policy, params, n))
+        text = self.answers[policy.name] if policy.version else "?"
+        return [Completion(tuple(map(ord, text)), (0.0,) * len(text), "length" if text == "?" else "stop")] * n
+
+
+class Listed:
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write(self, records: Sequence[Record]) -> None:
+        self.records.extend(records)
+
+
+async def ask(role: str, text: str) -> str:
+    live = current_episode.get()
+    assert live is not None and live.responder is not None
+    call = live.start(Mark(role, "test"), {"messages": [{"role": "user", "content": text}]})
+    answer = await live.responder.respond(call)
+    assert answer is not None
+    call.finish(answer)
+    return answer.candidates[answer.chosen].text
+
+
+async def solve(task: Mapping[str, Any]) -> dict[str, float]:
+    if task["broken"]:
+        raise ValueError("boom")
+    asked = await ask("ask", "2+2")
+    solved = await ask("solve", asked)
+    return {"team": (asked == "sum") + 2.0 * (solved == "four"), "success": asked == "sum" and solved == "four"}
+
+
+async def only_reward(task: Mapping[str, Any]) -> float:
+    return 1.0 if await ask("solve", "2+2") == "four" else 0.0
+
+
+def tasks(count: int, broken: int = 0) -> list[Task]:
+    return [Task(id=str(i), input={"broken": i < broken}) for i in range(count)]
+
+
+def modes(
+    workflow: Workflow, its_tasks: list[Task], roles: Mapping[str, PolicyRef], **options: Any
+) -> EvaluationReport:
+    names = {ref.name for ref in roles.values()}
+    sampler = options.pop("sampler", None) or Scripted()
+    coroutine = evaluate_modes(
+        workflow, its_tasks, sampler=sampler, chat=Letters(), roles=roles, trained=names, **options
+    )
+    return asyncio.run(coroutine)
+
+
+def test_success_reward_and_roles_of_one_evaluation() -> None:
+    workflow = Workflow("solve", solve, {"solve": lambda candidate, call, task: {"team": 1.0, "short": 0.25}})
+    sink = Listed()
+    found = asyncio.run(
+        evaluate_policies(
+            workflow, tasks(4, broken=1), sampler=Scripted(), chat=Letters(), policies=TRAINED, label="x", sink=sink
+        )
+    )
+    assert found.episodes == 4
+    assert found.success is not None and (found.success.mean, found.success.n) == (0.75, 4)
+    assert found.reward == Interval(mean=3.0, low=3.0, high=3.0, n=3)
+    assert list(found.failed.values()) == [1] and "boom" in next(iter(found.failed))
+    assert sorted(found.roles) == ["ask", "solve"]
+    ask_role, solve_role = found.roles["ask"], found.roles["solve"]
+    assert (ask_role.calls, ask_role.failed, ask_role.turns) == (3, 0, 1.0)
+    assert (ask_role.prompt_tokens, ask_role.completion_tokens, ask_role.truncated) == (3.0, 3.0, 0.0)
+    assert ask_role.rewards == {} and ask_role.policies == ("asker@3",)
+    assert solve_role.completion_tokens == 4.0 and solve_role.rewards == {"short": 0.25, "team": 1.0}
+    assert sum(isinstance(r, Call) for r in sink.records) == 6
+    assert [r.phase for r in sink.records if isinstance(r, Episode)] == ["eval"] * 4
+
+
+def test_a_call_without_a_policy_fails_its_episode() -> None:
+    found = asyncio.run(
+        evaluate_policies(
+            Workflow("solve", solve), tasks(2), sampler=Scripted(), chat=Letters(), policies={"ask": ASKER}, label="x"
+        )
+    )
+    assert sum(found.failed.values()) == 2
+
+
+def test_each_mode_asks_the_right_policies_at_the_right_temperature() -> None:
+    sampler = Scripted()
+    report = modes(Workflow("solve", solve), tasks(1), TRAINED, sampler=sampler)
+    untrained = [PolicyRef("asker", 0), PolicyRef("solver", 0)]
+    trained, swapped = [ASKER, SOLVER], [SOLVER, ASKER]
+    assert [policy for policy, _, _ in sampler.asked] == untrained + trained + untrained + trained + swapped
+    assert [params.temperature for _, params, _ in sampler.asked] == [1, 1, 1, 1, 0, 0, 0, 0, 1, 1]
+    assert {n for _, _, n in sampler.asked} == {1}
+    means = {mode: e.success.mean for mode, e in report.evaluations.items() if e.success}
+    assert means == {"base": 0.0, "trained": 1.0, "base_greedy": 0.0, "greedy": 1.0, "swapped": 0.0}
+
+
+def test_comparisons_are_paired_and_name_their_base() -> None:
+    report = modes(Workflow("solve", solve), tasks(50), TRAINED)
+    pairs = {c.label: c.against for c in report.comparisons}
+    assert pairs == {"trained": "base", "greedy": "base_greedy", "swapped": "trained"}
+    trained = report.comparisons[0]
+    assert trained.success is not None and trained.reward is not None
+    assert (trained.success.mean, trained.success.low, trained.success.n) == (1.0, pytest.approx(0.8991, abs=1e-4), 50)
+    assert (trained.reward.mean, trained.reward.n) == (3.0, 50)
+
+
+def test_swap_rotates_policies_and_leaves_the_others() -> None:
+    a, b, c, frozen = PolicyRef("a", 1), PolicyRef("b", 2), PolicyRef("c", 3), PolicyRef("f", 0)
+    roles = {"r1": a, "r2": a, "r3": frozen, "r4": b, "r5": c}
+    assert swap(roles, {"a", "b", "c"}) == {"r1": b, "r2": b, "r3": frozen, "r4": c, "r5": a}
+    assert swap({"r1": a, "r2": a}, {"a"}) is None
+
+
+def test_a_mode_that_cannot_be_played_is_said() -> None:
+    played, notes = lineups({"r1": ASKER, "r2": ASKER}, {"asker"}, ["trained", "swapped"])
+    assert list(played) == ["trained"]
+    assert notes == ["swapped was not run: fewer than two trained policies play a role."]
+
+
+def test_without_success_only_the_reward_is_reported_and_said() -> None:
+    report = modes(Workflow("only_reward", only_reward), tasks(3), TRAINED, modes=["base", "trained"])
+    assert [e.success for e in report.evaluations.values()] == [None, None]
+    assert report.comparisons[0].reward == Interval(mean=1.0, low=1.0, high=1.0, n=3)
+    assert report.notes == (
+        "No success rate: the workflow returns no `success`, so only its reward is reported.",
+        "Role 'ask' made no call.",
+    )
+
+
+def test_the_report_as_json_and_as_tables() -> None:
+    report = modes(Workflow("solve", solve), tasks(4, broken=1), TRAINED, modes=["base", "trained"])
+    plain = json.loads(report.to_json())
+    assert plain["evaluations"]["trained"]["success"]["mean"] == 0.75
+    assert "endings" not in plain["evaluations"]["base"]
+    assert plain["comparisons"][0]["against"] == "base"
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render(report))
+    text = console.export_text()
+    assert "75.0% [30.1, 95.4]" in text and "+75.0%" in text and "asker@3" in text
+    assert "trained: 1 x error" in text
+
+
+@pytest.mark.parametrize("wrong", [["bsae"], []])
+def test_modes_are_checked(wrong: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"modes = .*base, trained, base_greedy, greedy, swapped"):
+        modes(Workflow("solve", solve), tasks(1), TRAINED, modes=wrong)

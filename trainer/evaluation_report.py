@@ -1,0 +1,124 @@
+"""What `cotune eval` shows and writes: evaluations side by side, compared on the same tasks."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from cotune.trainer.evaluation import Evaluation
+from cotune.trainer.statistics import Interval, paired_difference, paired_shares
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation minus another, over the tasks that both ran."""
+
+    label: str
+    against: str
+    success: Interval | None
+    """Newcombe's interval for paired shares."""
+    reward: Interval | None
+    """Paired Student's t interval."""
+
+
+class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Evaluations by mode, their comparisons, and what was left out and why."""
+
+    evaluations: dict[str, Evaluation]
+    comparisons: tuple[Comparison, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_builtins(self) -> dict[str, Any]:
+        """Plain JSON values, without the endings of single tasks."""
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        for evaluation in plain["evaluations"].values():
+            del evaluation["endings"]
+        return plain
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_builtins(), indent=2)
+
+
+def compare(after: Evaluation, before: Evaluation) -> Comparison:
+    """Paired differences of success and reward over the shared tasks."""
+    return Comparison(
+        label=after.label,
+        against=before.label,
+        success=paired_shares(after.successes, before.successes),
+        reward=paired_difference(after.rewards, before.rewards),
+    )
+
+
+def render(report: EvaluationReport) -> Group:
+    """Tables for a terminal: results, differences, roles; then failures and notes."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[Any] = [_results(report), _roles(report)]
+    if report.comparisons:
+        parts.insert(1, _differences(report))
+    for label, evaluation in report.evaluations.items():
+        counts = {**evaluation.failed, **{f"scorer: {why}": n for why, n in evaluation.scorer_errors.items()}}
+        parts.extend(Text(f"{label}: {n} x {why}", style="red") for why, n in counts.items())
+    parts.extend(Text(note) for note in report.notes)
+    return Group(*parts)
+
+
+def _results(report: EvaluationReport) -> Any:
+    table = _table("Results, 95% intervals", "", "success", "reward", "episodes", "failed", "seconds")
+    for label, e in report.evaluations.items():
+        cells = (_percent(e.success), _number(e.reward), str(e.episodes), str(sum(e.failed.values())))
+        table.add_row(label, *cells, f"{e.seconds:.1f}")
+    return table
+
+
+def _differences(report: EvaluationReport) -> Any:
+    table = _table("Differences on the same tasks, 95% intervals", "", "success", "reward", "tasks")
+    for c in report.comparisons:
+        shared = c.success or c.reward
+        cells = (_percent(c.success, "+"), _number(c.reward, "+"), str(shared.n if shared else 0))
+        table.add_row(f"{c.label} - {c.against}", *cells)
+    return table
+
+
+def _roles(report: EvaluationReport) -> Any:
+    columns = ("", "role", "answered by", "calls", "failed", "turns", "prompt", "response", "cut off", "local reward")
+    table = _table("Roles, means per call", *columns)
+    for label, e in report.evaluations.items():
+        for role, r in e.roles.items():
+            rewards = ", ".join(f"{name} {value:.3f}" for name, value in r.rewards.items())
+            counts = (str(r.calls), str(r.failed), f"{r.turns:.1f}")
+            tokens = (f"{r.prompt_tokens:.0f}", f"{r.completion_tokens:.1f}", f"{100 * r.truncated:.1f}%")
+            table.add_row(label, role, ", ".join(r.policies), *counts, *tokens, rewards or "-")
+    return table
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("", "role", "answered by", "local reward") else "right")
+    return table
+
+
+def _percent(interval: Interval | None, sign: str = "") -> str:
+    if interval is None:
+        return "-"
+    text = f"{100 * interval.mean:{sign}.1f}%"
+    if interval.low is None or interval.high is None:
+        return text
+    return f"{text} [{100 * interval.low:{sign}.1f}, {100 * interval.high:{sign}.1f}]"
+
+
+def _number(interval: Interval | None, sign: str = "") -> str:
+    if interval is None:
+        return "-"
+    text = f"{interval.mean:{sign}.3f}"
+    if interval.low is None or interval.high is None:
+        return text
+    return f"{text} [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]"

@@ -1,0 +1,81 @@
+"""95% intervals: Wilson for shares, Student's t for means and for differences over the same tasks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+from scipy import stats
+
+LEVEL = 0.95
+
+
+class Interval(msgspec.Struct, frozen=True, kw_only=True):
+    """An estimate with its 95% interval. `low` and `high` are None where `n` is too small to tell."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    n: int
+
+
+def share(successes: int, n: int) -> Interval | None:
+    """Share of successes with its Wilson score interval; None without observations."""
+    if n == 0:
+        return None
+    bounds = stats.binomtest(successes, n).proportion_ci(LEVEL, method="wilson")
+    return Interval(mean=successes / n, low=float(bounds.low), high=float(bounds.high), n=n)
+
+
+def mean(values: Sequence[float]) -> Interval | None:
+    """Mean with its Student's t interval, unknown for a single value; None without values."""
+    n = len(values)
+    if n == 0:
+        return None
+    array = np.asarray(values, dtype=np.float64)
+    centre = float(array.mean())
+    if n == 1:
+        return Interval(mean=centre, low=None, high=None, n=1)
+    half = float(stats.t.ppf(0.5 + LEVEL / 2, n - 1) * array.std(ddof=1) / np.sqrt(n))
+    return Interval(mean=centre, low=centre - half, high=centre + half, n=n)
+
+
+def paired_difference(after: Mapping[str, float], before: Mapping[str, float]) -> Interval | None:
+    """Mean over shared tasks of after - before, with the paired t interval; None without shared tasks."""
+    return mean([after[task] - before[task] for task in after if task in before])
+
+
+def paired_shares(after: Mapping[str, bool], before: Mapping[str, bool]) -> Interval | None:
+    """Difference of two success shares over shared tasks, with Newcombe's hybrid interval for paired data.
+
+    Wilson bounds of both shares, joined by their correlation (Newcombe 1998, Statistics in Medicine 17, 2635-2650,
+    method 10); unlike the t interval it keeps a width when every task agrees. None without shared tasks.
+    """
+    tasks = [task for task in after if task in before]
+    n = len(tasks)
+    if n == 0:
+        return None
+    both = sum(after[t] and before[t] for t in tasks)
+    gained = sum(after[t] and not before[t] for t in tasks)
+    lost = sum(before[t] and not after[t] for t in tasks)
+    difference, low, high = _newcombe(both, gained, lost, n - both - gained - lost)
+    return Interval(mean=difference, low=low, high=high, n=n)
+
+
+def _newcombe(both: int, gained: int, lost: int, neither: int) -> tuple[float, float, float]:
+    n = both + gained + lost + neither
+    p1, p2 = (both + gained) / n, (both + lost) / n
+    low1, high1 = stats.binomtest(both + gained, n).proportion_ci(LEVEL, method="wilson")
+    low2, high2 = stats.binomtest(both + lost, n).proportion_ci(LEVEL, method="wilson")
+    product = (both + gained) * (lost + neither) * (both + lost) * (gained + neither)
+    cross = both * neither - gained * lost
+    if cross > 0:
+        cross = max(cross - n / 2, 0)
+    phi = cross / math.sqrt(product) if product else 0.0
+
+    def spread(a: float, b: float) -> float:
+        return math.sqrt(max(a * a - 2 * phi * a * b + b * b, 0.0))
+
+    return p1 - p2, p1 - p2 - spread(p1 - low1, high2 - p2), p1 - p2 + spread(high1 - p1, p2 - low2)
