@@ -1,0 +1,223 @@
+"""Preparing a step: what is kept, what is left out and why, statistics, warnings, rows."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from cotune.collect import collect
+from cotune.errors import GroupError
+from cotune.filters import REASONS
+from cotune.prepare import RoleStats, prepare, train_rows
+from cotune.recipes import Filters, recipe
+from cotune.records import PolicyRef
+from cotune.samples import Sample, TrainRow
+
+AT_GRPO = recipe("at_grpo")
+
+
+def sample(id: str, reward: float | None = None, team: float | None = None, **fields) -> Sample:
+    call = id.rpartition(".")[0]
+    return Sample(
+        **{
+            "id": id,
+            "task": "q",
+            "rollout": "e",
+            "role": "a",
+            "turn": 0,
+            "step": 0,
+            "branch": call,
+            "prompt": call,
+            "policy": PolicyRef("a", 2),
+            "tokens": 3,
+            "rewards": {} if reward is None else {"local": reward},
+            "outcome": {} if team is None else {"team": team},
+            **fields,
+        }
+    )
+
+
+def group(call: str, *rewards: float | None, **fields) -> list[Sample]:
+    return [sample(f"{call}.{i}", reward, chosen=i == 0, **fields) for i, reward in enumerate(rewards)]
+
+
+def test_a_step_of_two_roles():
+    samples = [*group("c", 1.0, 0.0), *group("d", 2.0, 2.0), *group("x", 3.0, 1.0, None, role="b"), *group("y", 9.0)]
+    prepared = prepare(samples, AT_GRPO)
+    assert [s.id for s in prepared.samples] == ["c.0", "c.1", "x.0", "x.1"]
+    np.testing.assert_allclose(prepared.advantages, [0.7071, -0.7071, 0.7071, -0.7071], atol=1e-4)
+    assert [g.id for g in prepared.groups] == ["c", "x"]
+    assert prepared.left_out == {"zero_variance": 2, "missing_reward": 1, "group_of_one": 1}
+    assert set(prepared.left_out) <= set(REASONS)
+    assert prepared.roles == {
+        "a": RoleStats(samples=5, kept=2, reward=2.8, groups=2, group_spread=0.25, zero_variance=0.5),
+        "b": RoleStats(samples=3, kept=2, reward=2.0, groups=1, group_spread=1.0, zero_variance=0.0),
+    }
+    assert prepared.warnings == (
+        "1 of 7 candidates (14%) stood alone in their group. Their siblings were left out, for the reasons counted "
+        "beside.",
+    )
+
+
+def test_kept_and_left_out_add_up():
+    samples = [*group("c", 1.0, 0.0, None), *group("d", 2.0, 2.0), *group("f", 1.0)]
+    prepared = prepare(samples, AT_GRPO)
+    assert len(prepared.samples) + sum(prepared.left_out.values()) == len(samples)
+
+
+def test_samples_of_a_group_stay_aligned_with_their_advantages():
+    one, two = group("c", 1.0, 0.0), group("d", 0.0, 4.0)
+    prepared = prepare([one[0], two[0], one[1], two[1]], recipe("at_grpo", scale="none"))
+    assert {s.id: a for s, a in zip(prepared.samples, prepared.advantages.tolist(), strict=True)} == {
+        "c.0": 0.5,
+        "c.1": -0.5,
+        "d.0": -2.0,
+        "d.1": 2.0,
+    }
+
+
+def test_groups_trained_on_before_are_left_out():
+    samples = [*group("c", 1.0, 0.0), *group("d", 1.0, 0.0)]
+    prepared = prepare(samples, AT_GRPO, consumed={"c": 4})
+    assert [g.id for g in prepared.groups] == ["d"]
+    assert prepared.left_out == {"consumed": 2}
+
+
+def test_groups_too_easy_or_too_hard_are_left_out():
+    samples = [*group("c", 1.0, 0.0), *group("d", 1.0, 1.0, 1.0, 1.0, 0.0), *group("f", 0.0, 0.0)]
+    prepared = prepare(samples, recipe("at_grpo", mean_range=(0.2, 0.75)))
+    assert [g.id for g in prepared.groups] == ["c"]
+    assert prepared.left_out == {"mean_out_of_range": 5, "zero_variance": 2}
+
+
+def test_samples_of_zero_advantage_are_left_out_when_asked():
+    keeps = prepare(group("c", 1.0, 0.0, 0.5), AT_GRPO)
+    assert len(keeps.samples) == 3
+    drops = prepare(group("c", 1.0, 0.0, 0.5), recipe("at_grpo", zero_advantage=True))
+    assert [s.id for s in drops.samples] == ["c.0", "c.1"]
+    assert [[s.id for s in g.samples] for g in drops.groups] == [["c.0", "c.1"]]
+    assert drops.advantages.shape == (2,)
+    assert drops.left_out == {"zero_advantage": 1}
+
+
+def test_zero_variance_is_kept_with_advantage_zero_where_the_recipe_keeps_it():
+    samples = [sample(f"{r}.0", team=1.0, rollout=r) for r in "ef"]
+    prepared = prepare(samples, recipe("grpo"))
+    assert prepared.advantages.tolist() == [0.0, 0.0]
+    assert prepared.left_out == {}
+    assert prepare(samples, recipe("dapo")).left_out == {"zero_variance": 2}
+    assert recipe("dapo").filters == Filters(zero_variance=True)
+
+
+def test_returns_see_turns_whose_group_is_dropped():
+    # turn 1 has zero variance and is dropped; its chosen reward still counts for turn 0: 1 + 5 and 0 + 5
+    samples = [*group("c", 1.0, 0.0), *group("d", 5.0, 5.0, turn=1)]
+    forward = recipe("at_grpo", horizon="reward_to_go", scale="none")
+    prepared = prepare(samples, forward)
+    assert prepared.advantages.tolist() == [0.5, -0.5]
+    assert prepared.roles["a"].reward == (6.0 + 5.0 + 5.0 + 5.0) / 4
+
+
+def test_a_role_without_any_usable_reward_is_named_with_what_it_has():
+    samples = [*group("c", 1.0, 0.0), *group("x", 1.0, 0.0, role="b")]
+    prepared = prepare(samples, recipe("grpo", weights={"team": 1.0}))
+    assert prepared.samples == ()
+    assert prepared.left_out == {"missing_reward": 4}
+    assert prepared.warnings[0] == (
+        "Role 'a' has no reward that the recipe uses. Its candidates carry ['local'], its episodes none. "
+        "Add a scorer for it, or name its components in `weights`."
+    )
+    assert np.isnan(prepared.roles["a"].reward)
+
+
+def test_one_episode_of_a_task_warns():
+    prepared = prepare([sample("e.0", team=1.0)], recipe("dr_mas"))
+    assert prepared.left_out == {"group_of_one": 1}
+    assert "Run at least two of each (plan.k)." in prepared.warnings[0]
+
+
+def test_nothing_in_nothing_out():
+    prepared = prepare([], AT_GRPO)
+    assert (prepared.samples, prepared.groups, prepared.left_out, prepared.roles) == ((), (), {}, {})
+    assert prepared.advantages.shape == (0,)
+
+
+def test_different_prompts_in_a_group_stop_the_step():
+    samples = [sample("c.0", 1.0, branch="e"), sample("d.0", 0.0, branch="e")]
+    with pytest.raises(GroupError, match="2 different prompts"):
+        prepare(samples, AT_GRPO)
+
+
+def test_ema_state_goes_on_from_step_to_step():
+    spiral = recipe("grpo", key=["role"], baseline="ema", scale="none", unit="sample", decay=0.5)
+    first = prepare([sample("e.0", team=4.0)], spiral)
+    second = prepare([sample("f.0", team=4.0)], spiral, first.state)
+    assert (first.advantages.tolist(), second.advantages.tolist()) == ([2.0], [1.0])
+
+
+def test_rows_carry_tokens_and_logprobs_as_recorded(book):
+    book.episode("e")
+    candidates = [
+        book.candidate(0, token_ids=(7, 8), logprobs=(-0.1, -0.2)),
+        book.candidate(1, token_ids=(9,), logprobs=(-0.3,)),
+    ]
+    book.call("c", "e", rewards=[1.0, 0.0], prompt=(1, 2, 3), candidates=candidates, sampling={"temperature": 0.8})
+    book.call("x", "e", role="b", rewards=[0.0, 1.0], prompt=(4,))
+    collected = collect(book.store, book.store.episodes())
+    rows = train_rows(prepare(collected.samples, recipe("at_grpo", scale="none")), collected, book.store)
+    assert rows["a"] == [
+        TrainRow(
+            id="c.0",
+            role="a",
+            prompt_ids=(1, 2, 3),
+            response_ids=(7, 8),
+            logprobs=(-0.1, -0.2),
+            advantage=0.5,
+            temperature=0.8,
+            version=3,
+        ),
+        TrainRow(
+            id="c.1",
+            role="a",
+            prompt_ids=(1, 2, 3),
+            response_ids=(9,),
+            logprobs=(-0.3,),
+            advantage=-0.5,
+            temperature=0.8,
+            version=3,
+        ),
+    ]
+    assert [(r.id, r.prompt_ids, r.advantage, r.temperature) for r in rows["b"]] == [
+        ("x.0", (4,), -0.5, 1.0),
+        ("x.1", (4,), 0.5, 1.0),
+    ]
+
+
+def test_rows_read_each_prompt_once_and_no_call_again(book):
+    book.episode("e")
+    for turn in range(3):
+        book.call(f"c{turn}", "e", turn=turn, rewards=[float(k) for k in range(8)], prompt=(turn,))
+    collected = collect(book.store, book.store.episodes())
+    prepared = prepare(collected.samples, AT_GRPO)
+    book.store.reads = 0
+    assert len(train_rows(prepared, collected, book.store)["a"]) == 24
+    assert book.store.reads == 3
+
+
+@pytest.mark.parametrize("name", ["at_grpo", "dr_mas", "grpo"])
+def test_five_thousand_samples_take_little(name):
+    chosen = recipe(name)
+    samples = [
+        sample(f"c{i}.{k}", float(k), team=float(k), task=f"q{i % 64}", role="ab"[i % 2], rollout=f"e{i}")
+        for i in range(625)
+        for k in range(8)
+    ]
+    assert min(_seconds(lambda: prepare(samples, chosen)) for _ in range(5)) < 0.1
+
+
+def _seconds(work) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
