@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cotune.context import role
 from cotune.episodes import activators
 from cotune.errors import CotuneError
 from cotune.workflow import runners, workflow
-
-if TYPE_CHECKING:
-    from cotune.adapters.deployed import deployed
-    from cotune.trainer.evaluate import evaluate
-    from cotune.trainer.train import train
 
 __all__ = ["CotuneError", "deployed", "evaluate", "role", "train", "workflow"]
 

@@ -31,7 +31,7 @@ def carry_context() -> None:
             _bind(self, contextvars.copy_context())
         start(self)
 
-    @functools.wraps(submit)
+    @functools.wraps(submit)  # type: ignore[arg-type]
     def submit_in_context(
         self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
