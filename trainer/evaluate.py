@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -82,6 +83,7 @@ def evaluate(
     tasks: str | Path | Iterable[Any],
     *,
     modes: Sequence[str] = MODES,
+    limit: int | None = None,
     model: str | None = None,
     max_tokens: int | None = None,
     concurrency: int = 64,
@@ -92,14 +94,15 @@ def evaluate(
 ) -> EvaluationReport:
     """Evaluate a run's newest checkpoint, or an export, on held-out tasks, one episode per task and mode.
 
-    `workflow` is a workflow or its name (`app:solve`); `tasks` a file of JSON lines or a sequence. `max_tokens`
-    limits answers where the application does not (default: as in training, or 256 for an export). `out` is a folder
-    for the records and `evaluation.json`; without it nothing is stored. Raises CotuneError subclasses for bad
-    input, before any model is loaded.
+    `workflow` is a workflow or its name (`app:solve`); `tasks` a file of JSON lines or a sequence, of which the
+    first `limit` are taken. `max_tokens` limits answers where the application does not (default: as in training, or
+    256 for an export). `out` is a folder for the records and `evaluation.json`; without it nothing is stored. Raises
+    CotuneError subclasses for bad input, before any model is loaded.
     """
     chosen = check_modes(modes)
     app = load_workflow(workflow) if isinstance(workflow, str) else workflow_of(workflow)
     held_out = load_tasks(tasks) if isinstance(tasks, str | Path) else as_tasks(tasks)
+    held_out = held_out[:limit]
     contestants = open_contestants(source, model)
     params = SamplingParams(max_tokens=max_tokens or _trained_limit(Path(source)))
 
@@ -129,7 +132,7 @@ def evaluate(
 
     report = asyncio.run(run())
     if out is not None:
-        write_atomically(Path(out) / "evaluation.json", report.to_json().encode())
+        write_atomically(Path(out) / "evaluation.json", json.dumps(report.to_json(), indent=2).encode())
     return report
 
 
@@ -182,7 +185,7 @@ def _open_store(out: str | Path | None, stack: contextlib.AsyncExitStack) -> Sto
     if out is None:
         return None
     Path(out).mkdir(parents=True, exist_ok=True)
-    store = SqliteStore.open(Path(out))
+    store = SqliteStore.open(Path(out) / "records.db")
     stack.callback(store.close)
     return store
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,6 +11,10 @@ from cotune.trainer.statistics import Interval, paired_difference, paired_shares
 
 if TYPE_CHECKING:
     from rich.console import Group
+
+
+SHOWN = 3
+"""Reasons of failure shown for each evaluation."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,15 +35,12 @@ class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
     comparisons: tuple[Comparison, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def to_builtins(self) -> dict[str, Any]:
-        """Plain JSON values, without the endings of single tasks."""
+    def to_json(self) -> dict[str, Any]:
+        """JSON values, without the endings of single tasks."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
         for evaluation in plain["evaluations"].values():
             del evaluation["endings"]
         return plain
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_builtins(), indent=2)
 
 
 def compare(after: Evaluation, before: Evaluation) -> Comparison:
@@ -63,9 +63,18 @@ def render(report: EvaluationReport) -> Group:
         parts.insert(1, _differences(report))
     for label, evaluation in report.evaluations.items():
         counts = {**evaluation.failed, **{f"scorer: {why}": n for why, n in evaluation.scorer_errors.items()}}
-        parts.extend(Text(f"{label}: {n} x {why}", style="red") for why, n in counts.items())
+        parts.extend(Text(line, style="red") for line in _failures(label, counts))
     parts.extend(Text(note) for note in report.notes)
     return Group(*parts)
+
+
+def _failures(label: str, counts: dict[str, int]) -> list[str]:
+    """The most frequent reasons, and how many episodes or scores the others cost."""
+    ranked = sorted(counts.items(), key=lambda item: -item[1])
+    lines = [f"{label}: {n} x {why}" for why, n in ranked[:SHOWN]]
+    if rest := ranked[SHOWN:]:
+        lines.append(f"{label}: {sum(n for _, n in rest)} more, for {len(rest)} other reasons")
+    return lines
 
 
 def _results(report: EvaluationReport) -> Any:
