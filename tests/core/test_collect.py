@@ -140,6 +140,6 @@ def test_five_hundred_calls_of_eight_take_little(book):
 
 
 def _seconds(work) -> float:
-    start = time.perf_counter()
+    start = time.thread_time()
     work()
-    return time.perf_counter() - start
+    return time.thread_time() - start

@@ -218,6 +218,6 @@ def test_five_thousand_samples_take_little(name):
 
 
 def _seconds(work) -> float:
-    start = time.perf_counter()
+    start = time.thread_time()
     work()
-    return time.perf_counter() - start
+    return time.thread_time() - start
