@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from cotune.adapters.local import Local, Served
-from cotune.adapters.openai_http import ChatRequest, Reply, RequestError, chunks, completion, decode_request
+from cotune.adapters.openai_http import ChatRequest, Reply, RequestError, completion, decode_request, events
 from cotune.errors import SamplerError, SampleTimeout
 from cotune.records import Candidate, Usage
 from cotune.sampler import Completion, SamplingParams
@@ -74,7 +74,7 @@ class ChatEndpoint:
             return
         self.counts["ok"] += 1
         if request.stream:
-            await _send_events(send, [json_bytes(chunk) for chunk in chunks(reply, self._token_text)])
+            await _send_events(send, events(reply, self._token_text))
         else:
             await send_json(send, 200, completion(reply, self._token_text))
 
@@ -124,7 +124,6 @@ class ChatEndpoint:
         params = request.sampling(room)
         completions = await self._sample(prompt, request.n or 1, params, served)
         return Reply(
-            model=request.model,
             prompt_ids=prompt,
             candidates=[self._candidate(i, c, params) for i, c in enumerate(completions)],
             usage=Usage(len(prompt), sum(len(c.token_ids) for c in completions)),
@@ -191,10 +190,9 @@ async def send_json(send: Send, status: int, body: Any) -> None:
     await send({"type": "http.response.body", "body": content})
 
 
-async def _send_events(send: Send, events: list[bytes]) -> None:
+async def _send_events(send: Send, content: bytes) -> None:
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    content = b"".join(b"data: %b\n\n" % event for event in (*events, b"[DONE]"))
     await send({"type": "http.response.body", "body": content})
 
 

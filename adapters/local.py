@@ -62,17 +62,14 @@ async def open_local(source: str | Path, *, base: str | Path | None = None, name
 async def _open_export(export: Export) -> Local:
     if export.model is None:
         raise AdapterError(f"{export.folder} leaves every role to a provider.", "There is nothing to serve.")
-    sampler, chat = _engine(export.model)
     served = {}
-    await export.publish(sampler)
-    for role in export.roles:
+    for role, ref in export.roles.items():
         policy = export.manifest.policy(role)
-        if policy.base is None:
-            continue
-        digest = policy.base.sha256.weights
-        served[role] = Served(role, policy.ref, policy.kind, policy.base.model, digest, policy.fingerprint or digest)
+        if policy.base is not None:
+            digest = policy.base.sha256.weights
+            served[role] = Served(role, ref, policy.kind, policy.base.model, digest, policy.fingerprint or digest)
     left = [entry.role for entry in export.manifest.roles if entry.role not in served]
-    return Local(sampler, chat, served, left, (await sampler.info()).max_model_len, _token_text(chat))
+    return await _open(export.model, served, left, export)
 
 
 async def _open_model(source: str | Path, base: str | Path | None, names: Sequence[str]) -> Local:
@@ -80,20 +77,24 @@ async def _open_model(source: str | Path, base: str | Path | None, names: Sequen
         raise ConfigError("model", str(base), "no --model with a plain model: it is the base itself", "Leave it out.")
     folder = locate_model(source)
     digest = base_fingerprint(folder).weights
-    sampler, chat = _engine(folder)
     policy = PolicyRef("base", 0)
     served = {
         name: Served(name, policy, "frozen", str(source), digest, digest)
         for name in dict.fromkeys([Path(source).name, *names])
     }
-    return Local(sampler, chat, served, [], (await sampler.info()).max_model_len, _token_text(chat))
+    return await _open(folder, served, [])
 
 
-def _token_text(chat: ChatTemplate) -> Callable[[int], str]:
-    return lambda token: chat.tokenizer.decode([token])
-
-
-def _engine(model: Path) -> tuple[Sampler, ChatTemplate]:
+async def _open(model: Path, served: Mapping[str, Served], left: Sequence[str], export: Export | None = None) -> Local:
     from cotune.integrations.transformers_sampler import TransformersSampler
 
-    return TransformersSampler.load(model), ChatTemplate.load(model)
+    chat = ChatTemplate.load(model)
+    sampler = await TransformersSampler.open(model)
+    try:
+        if export is not None:
+            await export.publish(sampler)
+        info = await sampler.info()
+    except BaseException:
+        await sampler.aclose()
+        raise
+    return Local(sampler, chat, served, left, info.max_model_len, lambda token: chat.tokenizer.decode([token]))

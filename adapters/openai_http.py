@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
 from cotune.ids import new_id
+from cotune.integrations.sse import to_stream
 from cotune.records import Candidate, Usage
 from cotune.sampler import SamplingParams
 
@@ -115,7 +116,6 @@ def decode_request(body: bytes) -> ChatRequest:
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """An answer to be sent: all candidates, and what the request asked to see of them."""
 
-    model: str
     prompt_ids: Sequence[int]
     candidates: Sequence[Candidate]
     usage: Usage
@@ -123,62 +123,39 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def completion(reply: Reply, token_text: TokenText) -> dict[str, Any]:
-    """A `chat.completion` object."""
-    body = _head(reply, "chat.completion")
-    body["choices"] = [
-        {"index": c.index, "message": _message(c), **_tail(c, reply.request, token_text)} for c in reply.candidates
-    ]
-    body["usage"] = _usage(reply.usage)
+    """A `chat.completion` object with every candidate as a choice."""
+    body = {
+        "id": f"chatcmpl-{new_id()}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": reply.request.model,
+        "choices": [_choice(candidate, reply.request, token_text) for candidate in reply.candidates],
+        "usage": _usage(reply.usage),
+    }
     if reply.request.return_token_ids:
-        body["prompt_token_ids"] = list(reply.prompt_ids)
+        body["prompt_token_ids"] = reply.prompt_ids
     return body
 
 
-def chunks(reply: Reply, token_text: TokenText) -> Iterator[dict[str, Any]]:
-    """The same answer as `chat.completion.chunk` objects: role, content and tool calls, finish, usage."""
-    head = _head(reply, "chat.completion.chunk")
-    first = {"prompt_token_ids": list(reply.prompt_ids)} if reply.request.return_token_ids else {}
-    for candidate in reply.candidates:
-        for position, (delta, rest) in enumerate(_deltas(candidate, reply.request, token_text)):
-            extra = first if position == 0 and candidate.index == 0 else {}
-            choice = {"index": candidate.index, "delta": delta, "finish_reason": None, "logprobs": None} | rest
-            yield {**head, **extra, "choices": [choice]}
-    if reply.request.stream_options and reply.request.stream_options.include_usage:
-        yield {**head, "choices": [], "usage": _usage(reply.usage)}
+def events(reply: Reply, token_text: TokenText) -> bytes:
+    """The same answer as server-sent events."""
+    options = reply.request.stream_options
+    return to_stream(completion(reply, token_text), usage=bool(options and options.include_usage))
 
 
-def _deltas(
-    candidate: Candidate, request: ChatRequest, token_text: TokenText
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    message = _message(candidate)
-    calls = message.pop("tool_calls", None)
-    tail = _tail(candidate, request, token_text)
-    finish = {"finish_reason": tail.pop("finish_reason")}
-    yield {"role": "assistant", "content": ""}, {}
-    content = {k: v for k, v in message.items() if k != "role" and v}
-    if calls:
-        content["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    if content or tail.get("token_ids"):
-        yield content, tail
-    yield {}, finish
-
-
-def _head(reply: Reply, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{new_id()}", "object": kind, "created": int(time.time()), "model": reply.model}
-
-
-def _message(candidate: Candidate) -> dict[str, Any]:
-    return {"role": "assistant", "content": None, **candidate.message}
-
-
-def _tail(candidate: Candidate, request: ChatRequest, token_text: TokenText) -> dict[str, Any]:
-    tail: dict[str, Any] = {"finish_reason": candidate.finish_reason, "logprobs": None}
+def _choice(candidate: Candidate, request: ChatRequest, token_text: TokenText) -> dict[str, Any]:
+    choice = {
+        "index": candidate.index,
+        "message": {"role": "assistant", "content": None, **candidate.message},
+        "finish_reason": candidate.finish_reason,
+        "logprobs": None,
+    }
     if request.logprobs:
         pairs = zip(candidate.token_ids, candidate.logprobs, strict=True)
-        tail["logprobs"] = {"content": [_token(token_text(i), p) for i, p in pairs], "refusal": None}
+        choice["logprobs"] = {"content": [_token(token_text(i), p) for i, p in pairs], "refusal": None}
     if request.return_token_ids:
-        tail["token_ids"] = list(candidate.token_ids)
-    return tail
+        choice["token_ids"] = candidate.token_ids
+    return choice
 
 
 def _token(text: str, logprob: float) -> Mapping[str, Any]:

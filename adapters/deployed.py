@@ -1,0 +1,182 @@
+"""Runs an unchanged application on its trained role policies, in process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextvars import Token
+from pathlib import Path
+from typing import Any
+
+from cotune.adapters.local import Local, Served, open_local
+from cotune.context import Mark, current_episode
+from cotune.episodes import activators
+from cotune.errors import CotuneError
+from cotune.recorder import LiveCall, LiveEpisode
+from cotune.records import Call, Record, Task
+from cotune.respond import PolicyResponder
+from cotune.sampler import SamplingParams
+from cotune.threads import carry_context
+
+log = logging.getLogger("cotune.deployed")
+
+
+def deployed(
+    source: str | Path,
+    *,
+    base: str | Path | None = None,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+) -> Deployment:
+    """Answer every LLM call that the application makes inside by the policy of its role, from an export.
+
+    Use it as `with` or `async with`. `base` names the base model where the recorded path does not hold;
+    `temperature` and `max_tokens` replace what the application asks for. Calls of roles that the export does not
+    have go to the application's own provider: each role is logged once and counted in `passed_through`.
+
+    A `with` covers the code inside it, and threads and tasks started there. Elsewhere in the process (a web
+    server's request handlers) use `with deployment.here():`. Raises AdapterError, ConfigError, SyncError.
+    """
+    override = {"temperature": temperature, "max_tokens": max_tokens}
+    return Deployment(source, base, {name: value for name, value in override.items() if value is not None})
+
+
+class Deployment:
+    """Trained policies in this process. `served` tells by role what answers."""
+
+    def __init__(self, source: str | Path, base: str | Path | None, override: Mapping[str, Any]) -> None:
+        self.source = source
+        self.calls: Counter[tuple[str, str]] = Counter()
+        """Ended calls by (role, status)."""
+        self.served: Mapping[str, Served] = {}
+        self._base = base
+        self._override = override
+        self._loop: _Loop | None = None
+        self._local: Local | None = None
+        self._responder: PolicyResponder | None = None
+        self._lock = threading.Lock()
+        self._entered: Token[LiveEpisode | None] | None = None
+
+    @property
+    def passed_through(self) -> Counter[str]:
+        """Calls by role that the application's own provider answered."""
+        return self._responder.passed_through if self._responder else Counter()
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """Answer the calls made inside, in the current thread or task; the deployment must be open."""
+        token = current_episode.set(self._episode())
+        try:
+            yield
+        finally:
+            current_episode.reset(token)
+
+    def __enter__(self) -> Deployment:
+        with self._opening() as loop:
+            self._ready(loop.run(open_local(self.source, base=self._base)).result())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with self._closing() as (loop, local):
+            loop.run(local.aclose()).result()
+
+    async def __aenter__(self) -> Deployment:
+        with self._opening() as loop:
+            self._ready(await asyncio.wrap_future(loop.run(open_local(self.source, base=self._base))))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        with self._closing() as (loop, local):
+            await asyncio.wrap_future(loop.run(local.aclose()))
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Count calls by how they ended, and keep nothing of them."""
+        with self._lock:
+            self.calls.update((record.role, record.status) for record in records if isinstance(record, Call))
+
+    @contextlib.contextmanager
+    def _opening(self) -> Iterator[_Loop]:
+        if self._loop is not None:
+            raise CotuneError(f"{self.source} is already deployed by this object.", "Use deployment.here() inside it.")
+        self._loop = _Loop()
+        try:
+            yield self._loop
+        except BaseException:
+            self._loop.close()
+            self._loop = None
+            raise
+
+    @contextlib.contextmanager
+    def _closing(self) -> Iterator[tuple[_Loop, Local]]:
+        assert self._loop is not None and self._local is not None and self._entered is not None
+        current_episode.reset(self._entered)
+        loop, local = self._loop, self._local
+        self._loop = self._local = self._entered = None
+        try:
+            yield loop, local
+        finally:
+            loop.close()
+
+    def _ready(self, local: Local) -> None:
+        self._local = local
+        self.served = local.served
+        self._responder = _Logged(
+            local.sampler,
+            local.chat,
+            {role: served.policy for role, served in local.served.items()},
+            defaults=SamplingParams(max_tokens=local.max_model_len),
+            override=self._override,
+        )
+        for activate in activators:
+            activate()
+        carry_context()
+        self._entered = current_episode.set(self._episode())
+
+    def _episode(self) -> LiveEpisode:
+        if self._responder is None or self._local is None or self._loop is None:
+            raise CotuneError(f"{self.source} is not open.", "Enter it first: with cotune.deployed(...) as deployment.")
+        task = Task(id="deployed", input=None)
+        return _Unrecorded(self, task, workflow="deployed", responder=self._responder, loop=self._loop.loop)
+
+
+class _Unrecorded(LiveEpisode):
+    """An episode without an end: each call is its own, so that nothing of earlier calls is kept."""
+
+    def start(self, mark: Mark, body: Mapping[str, Any]) -> LiveCall:
+        alone = LiveEpisode(
+            self.sink, self.task, workflow=self.workflow, responder=self.responder, loop=self.loop, phase=self.phase
+        )
+        return alone.start(mark, body)
+
+
+class _Logged(PolicyResponder):
+    """Says once of each role that its provider answers."""
+
+    async def respond(self, call: LiveCall) -> Any:
+        answer = await super().respond(call)
+        if answer is None and self.passed_through[call.role] == 1:
+            known = ", ".join(self.policies)
+            log.warning("The export has no role %r (it has: %s): its own provider answers.", call.role, known)
+        return answer
+
+
+class _Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="cotune-deployed", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Local | None]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()

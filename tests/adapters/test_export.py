@@ -1,0 +1,190 @@
+"""What an export holds, and that PEFT and transformers load it as the weights that were trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel, set_peft_model_state_dict
+from safetensors.numpy import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cotune.adapters.export import export_run, write_export
+from cotune.adapters.load import load_export
+from cotune.adapters.manifest import read_manifest
+from cotune.adapters.trained import TrainedPolicy
+from cotune.errors import ConfigError, RunError
+from cotune.policies import LoraSpec
+from cotune.sampler import Weights, fingerprint
+
+PROMPT = torch.tensor([[5, 6, 7, 8]])
+
+
+def logits(model: torch.nn.Module) -> np.ndarray:
+    with torch.no_grad():
+        return model(PROMPT).logits.numpy()
+
+
+def reference(base: Path, lora: LoraSpec, weights: Weights) -> np.ndarray:
+    """Logits of the base with W + (alpha / rank) B A written into its matrices."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    modules = dict(model.named_modules())
+    for name, down in weights.items():
+        if name.endswith("lora_A.weight"):
+            up = weights[name.replace("lora_A", "lora_B")]
+            module = modules[name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")]
+            module.weight.data += torch.from_numpy(lora.scale * (up @ down))
+    return logits(model)
+
+
+def test_peft_loads_each_role_with_the_trained_logits(
+    base: Path, lora: LoraSpec, export: Path, policies: list[TrainedPolicy]
+) -> None:
+    plain = logits(AutoModelForCausalLM.from_pretrained(base))
+    for policy in policies:
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), export / policy.name)
+        trained = logits(model)
+        np.testing.assert_allclose(trained, reference(base, lora, policy.weights), atol=1e-4)
+        assert np.abs(trained - plain).max() > 0.1
+
+
+def test_peft_finds_every_tensor_of_the_export(base: Path, export: Path, policies: list[TrainedPolicy]) -> None:
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), export / "planner")
+    tensors = {name: torch.from_numpy(array) for name, array in policies[0].weights.items()}
+    result = set_peft_model_state_dict(model, tensors)
+    assert result.unexpected_keys == []
+    assert [name for name in result.missing_keys if "lora" in name] == []
+
+
+def test_manifest_names_roles_base_version_hash_metrics_and_commands(
+    base: Path, export: Path, policies: list[TrainedPolicy]
+) -> None:
+    manifest = json.loads((export / "roles.json").read_text())
+    assert manifest["format"] == 1
+    assert manifest["run"] == "r1"
+    assert manifest["roles"] == [
+        {"role": "planner", "policy": "planner", "metrics": {"reward": 0.5}},
+        {"role": "writer", "policy": "writer", "metrics": {"reward": 0.5}},
+    ]
+    planner = manifest["policies"][0]
+    assert (planner["version"], planner["kind"], planner["folder"]) == (3, "lora", "planner")
+    assert planner["base"]["model"] == str(base)
+    assert planner["fingerprint"] == fingerprint(policies[0].weights)
+    assert list(planner["files"]) == ["adapter_model.safetensors"]
+    assert manifest["serve"]["vllm"] == [
+        f"vllm serve {base} --enable-lora --max-loras 2 --max-lora-rank 8 "
+        "--lora-modules planner=./planner writer=./writer"
+    ]
+    assert "| planner | planner | 3 | lora | planner |" in (export / "README.md").read_text()
+
+
+def test_roles_of_a_shared_policy_point_to_one_folder(
+    tmp_path: Path, base: Path, lora: LoraSpec, adapter: Callable[[int], Weights]
+) -> None:
+    shared = TrainedPolicy(
+        name="shared", kind="lora", version=1, roles=("a", "b"), model=str(base), weights=adapter(0), lora=lora
+    )
+    manifest = write_export(tmp_path / "out", [shared])
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "roles.json", "shared"]
+    assert manifest.serve["vllm"][0].endswith("--lora-modules a=./shared b=./shared")
+
+
+def test_full_policy_becomes_a_model_folder(tmp_path: Path, base: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    weights = {name: tensor.detach().numpy() + np.float32(0.01) for name, tensor in model.named_parameters()}
+    full = TrainedPolicy(name="solo", kind="full", version=2, roles=("solo",), model=str(base), weights=weights)
+    write_export(tmp_path / "out", [full])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "solo")
+    assert fingerprint({n: t.detach().numpy() for n, t in loaded.named_parameters()}) == fingerprint(weights)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out" / "solo").chat_template
+    export = load_export(tmp_path / "out")
+    assert export.model == tmp_path / "out" / "solo"
+    assert fingerprint(export.weights(export.manifest.policies[0])) == fingerprint(weights)
+
+
+def test_full_weights_of_another_model_are_refused(tmp_path: Path, base: Path) -> None:
+    odd = TrainedPolicy(
+        name="solo", kind="full", version=2, roles=("solo",), model=str(base), weights={"x": np.zeros(2, np.float32)}
+    )
+    with pytest.raises(ConfigError, match="parameters of"):
+        write_export(tmp_path / "out", [odd])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_untrained_and_outside_policies_have_no_folder(
+    tmp_path: Path, base: Path, policies: list[TrainedPolicy]
+) -> None:
+    frozen = TrainedPolicy(name="fixed", kind="frozen", version=0, roles=("critic",), model=str(base))
+    outside = TrainedPolicy(name="gpt", kind="provider", version=0, roles=("judge",), model=None)
+    manifest = write_export(tmp_path / "out", [policies[0], frozen, outside])
+    assert [policy.folder for policy in manifest.policies] == ["planner", None, None]
+    assert sorted(load_export(tmp_path / "out").roles) == ["critic", "planner"]
+
+
+def test_names_that_are_no_file_names_get_folders_of_their_own(
+    tmp_path: Path, base: Path, policies: list[TrainedPolicy]
+) -> None:
+    awkward = [
+        TrainedPolicy(**{**vars(policies[i]), "name": name, "roles": (name,)})
+        for i, name in enumerate(("team/lead", "team:lead"))
+    ]
+    manifest = write_export(tmp_path / "out", awkward)
+    assert [policy.folder for policy in manifest.policies] == ["team_lead", "team_lead-2"]
+    assert sorted(load_export(tmp_path / "out").roles) == ["team/lead", "team:lead"]
+
+
+def test_an_export_replaces_an_export_and_nothing_else(tmp_path: Path, policies: list[TrainedPolicy]) -> None:
+    target = tmp_path / "out"
+    write_export(target, policies)
+    write_export(target, policies[:1])
+    assert [entry.role for entry in read_manifest(target).roles] == ["planner"]
+    assert not (target / "writer").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises(ConfigError, match="mine"):
+        write_export(tmp_path / "mine", policies)
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
+
+
+def write_run(run: Path, base: Path, lora: LoraSpec, weights: Weights) -> None:
+    step = run / "checkpoints" / "step-000002"
+    step.mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"model": str(base)}))
+    (run / "checkpoints" / "latest").write_text("step-000002\n")
+    save_file(dict(weights), step / "planner.safetensors")
+    saved = {
+        "name": "planner",
+        "kind": "lora",
+        "version": 2,
+        "roles": ["planner"],
+        "lora": msgspec.to_builtins(lora),
+        "metrics": {"planner": {"reward": 0.25}},
+        "weights_file": "planner.safetensors",
+    }
+    (step / "policies.json").write_text(json.dumps([saved]))
+
+
+def test_a_run_is_exported_from_its_newest_checkpoint(
+    tmp_path: Path, base: Path, lora: LoraSpec, adapter: Callable[[int], Weights]
+) -> None:
+    write_run(tmp_path / "run", base, lora, adapter(5))
+    manifest = export_run(tmp_path / "run", tmp_path / "out")
+    assert manifest.run == "run"
+    assert manifest.policies[0].version == 2
+    assert manifest.policies[0].fingerprint == fingerprint(adapter(5))
+    assert manifest.roles[0].metrics == {"reward": 0.25}
+
+
+def test_a_folder_without_a_run_or_a_checkpoint_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="run.json"):
+        export_run(tmp_path / "none", tmp_path / "out")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(RunError, match="no checkpoint yet"):
+        export_run(tmp_path / "run", tmp_path / "out")
