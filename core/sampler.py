@@ -97,8 +97,17 @@ class Sampler(Protocol):
 class ChatFormat(Protocol):
     """Renders chat requests to token ids and parses sampled ids back; one for all samplers."""
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
-        """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        earlier: Sequence[Sequence[int]] = (),
+    ) -> list[int]:
+        """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered.
+
+        `earlier` are token paths of the same role; the longest one that the prompt extends is kept id for id.
+        """
         ...
 
     def parse(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, dict[str, Any], str]:

@@ -1,0 +1,268 @@
+"""Chat requests to token ids and sampled ids back to assistant messages, by the tokenizer of a model folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+import string
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.errors import ConfigError, SamplerError
+
+REASONING = ("<think>", "</think>")
+TOOL_CALL = ("<tool_call>", "</tool_call>")
+
+_TOOL_CALL = re.compile(r"\s*<tool_call>(.*?)</tool_call>\s*", re.DOTALL)
+_ID_ALPHABET = string.ascii_letters + string.digits
+
+
+class ChatTemplate:
+    """The chat template, tokenizer and reply parser of one model: a `ChatFormat` for every sampler.
+
+    Replies are parsed by the tokenizer's own `response_template` where it has one, else as Hermes/Qwen:
+    `<think>` becomes `reasoning_content`, `<tool_call>{json}</tool_call>` becomes `tool_calls`.
+    Safe to use from several threads.
+    """
+
+    def __init__(self, tokenizer: Any, end_token_ids: Sequence[int], *, cache_size: int = 2048) -> None:
+        self.tokenizer = tokenizer
+        self.end_token_ids = tuple(end_token_ids)
+        self.counts: Counter[str] = Counter()
+        """Prompts by how their ids came about: "rendered", "extended" (earlier ids reused), "diverged"
+        (earlier ids were given, and the template rewrites what they say), "cached"."""
+        self._rendered: OrderedDict[bytes, tuple[str, list[int]]] = OrderedDict()
+        self._cache_size = cache_size
+        self._lock = threading.Lock()
+        self._encoder = msgspec.json.Encoder()
+        kept = {tokenizer.convert_tokens_to_ids(mark) for mark in (*REASONING, *TOOL_CALL)}
+        self._dropped = (set(tokenizer.all_special_ids) | set(self.end_token_ids)) - kept
+
+    @classmethod
+    def load(cls, model: str | Path) -> ChatTemplate:
+        """Load from a model folder or hub id. Raises ConfigError when there is none, or no chat template."""
+        from transformers import AutoTokenizer
+
+        path = Path(model)
+        if path.exists() and not (path / "config.json").exists():
+            raise ConfigError("model", str(model), "a folder with config.json, tokenizer and weights", _REMEDY)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(model))
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(
+                "model", str(model), f"a model folder or hub id ({_first_line(error)})", _REMEDY
+            ) from error
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "model",
+                str(model),
+                "a model whose tokenizer has a chat template",
+                "Use an instruct model, or put a chat_template.jinja into the folder.",
+            )
+        return cls(tokenizer, end_token_ids(str(model), tokenizer))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        earlier: Sequence[Sequence[int]] = (),
+    ) -> list[int]:
+        """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered.
+
+        `earlier` are token paths (prompt, or prompt and reply) of the same role. The longest one whose text
+        begins the new prompt is kept id for id, and only the rest is tokenized.
+        """
+        text, ids = self._render(messages, tools)
+        if not earlier:
+            return list(ids)
+        for path in sorted(earlier, key=len, reverse=True):
+            known = self.tokenizer.decode(list(path), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            if known and text.startswith(known):
+                self.counts["extended"] += 1
+                return [*path, *self._encode(text[len(known) :])]
+        self.counts["diverged"] += 1
+        return list(ids)
+
+    def parse(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, dict[str, Any], str]:
+        """Return (text, assistant message in OpenAI form, finish reason: "stop" or "tool_calls").
+
+        End tokens and everything from the first stop string on are not part of the text.
+        A malformed tool call stays in the text.
+        """
+        text = self._decode([t for t in token_ids if t not in self._dropped])
+        cut = min((at for mark in stop if mark and (at := text.find(mark)) >= 0), default=len(text))
+        text = text[:cut]
+        message = self._parse_by_template(text, token_ids) if self._response_template else parse_hermes(text)
+        return text, message, "tool_calls" if message.get("tool_calls") else "stop"
+
+    @property
+    def _response_template(self) -> Any:
+        return getattr(self.tokenizer, "response_template", None)
+
+    def _parse_by_template(self, text: str, token_ids: Sequence[int]) -> dict[str, Any]:
+        try:
+            found = self.tokenizer.parse_response(self._decode(list(token_ids)), prefix="")
+        except (ValueError, KeyError, TypeError):
+            return {"role": "assistant", "content": text}
+        message: dict[str, Any] = {"role": "assistant", "content": found.get("content") or ""}
+        reasoning = found.get("reasoning_content") or found.get("thinking")
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        calls = [c.get("function", c) for c in found.get("tool_calls") or []]
+        if calls and all(_is_call(c) for c in calls):
+            message["tool_calls"] = [_tool_call(c) for c in calls]
+        return message
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[str, list[int]]:
+        try:
+            key = self._encoder.encode((messages, tools))
+        except (TypeError, ValueError) as error:
+            raise SamplerError(f"The messages are not JSON: {error}.", "Pass plain OpenAI messages.") from error
+        with self._lock:
+            if (known := self._rendered.get(key)) is not None:
+                self._rendered.move_to_end(key)
+                self.counts["cached"] += 1
+                return known
+        text = self._template(messages, tools)
+        entry = text, self._encode(text)
+        with self._lock:
+            self.counts["rendered"] += 1
+            self._rendered[key] = entry
+            if len(self._rendered) > self._cache_size:
+                self._rendered.popitem(last=False)
+        return entry
+
+    def _template(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        from jinja2 import TemplateError
+
+        chat = [_for_template(m) for m in messages]
+        try:
+            return self.tokenizer.apply_chat_template(
+                chat, tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=False
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise SamplerError(
+                f"The chat template cannot render these messages: {_first_line(error)}.",
+                "Check roles and their order against the model's chat template.",
+            ) from error
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False) if text else []
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+_REMEDY = "Check the path or id given as --model."
+
+
+def end_token_ids(model: str, tokenizer: Any) -> list[int]:
+    """Ids that end a reply: of the generation config, the model config and the tokenizer, without repeats."""
+    from transformers import AutoConfig, GenerationConfig
+
+    sources = [AutoConfig.from_pretrained(model).get_text_config().eos_token_id, tokenizer.eos_token_id]
+    with contextlib.suppress(OSError):  # a folder without generation_config.json
+        sources.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
+    ids = [i for s in sources if s is not None for i in (s if isinstance(s, list) else [s])]
+    return list(dict.fromkeys(ids))
+
+
+def parse_hermes(text: str) -> dict[str, Any]:
+    """Assistant message of a reply in the Hermes/Qwen convention."""
+    message: dict[str, Any] = {"role": "assistant"}
+    reasoning, text = _split_reasoning(text)
+    calls: list[dict[str, Any]] = []
+
+    def take(match: re.Match[str]) -> str:
+        call = _read_call(match.group(1))
+        if call is None:
+            return match.group(0)
+        calls.append(_tool_call(call))
+        return ""
+
+    rest = _TOOL_CALL.sub(take, text)
+    message["content"] = (rest.strip() or None) if calls else text
+    if calls:
+        message["tool_calls"] = calls
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return message
+
+
+def _split_reasoning(text: str) -> tuple[str, str]:
+    """(reasoning, rest). The template may have opened the reasoning in the prompt, or the reply never closed it."""
+    opening, closing = REASONING
+    before, closed, after = text.partition(closing)
+    if closed:
+        return before.partition(opening)[2].strip() if opening in before else before.strip(), after.lstrip("\n")
+    if text.lstrip().startswith(opening):
+        return text.partition(opening)[2].strip(), ""
+    return "", text
+
+
+def _read_call(body: str) -> dict[str, Any] | None:
+    try:
+        call = json.loads(body)
+    except ValueError:
+        return None
+    return call if _is_call(call) else None
+
+
+def _is_call(call: Any) -> bool:
+    return (
+        isinstance(call, dict)
+        and isinstance(call.get("name"), str)
+        and isinstance(call.get("arguments", {}), (dict, str))
+    )
+
+
+def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    name = "".join(secrets.choice(_ID_ALPHABET) for _ in range(9))
+    return {"id": name, "type": "function", "function": {"name": call["name"], "arguments": arguments}}
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """An OpenAI message as chat templates expect it: text content, arguments as objects."""
+    out = dict(message)
+    content = out.get("content")
+    if content is None:
+        out["content"] = ""
+    elif isinstance(content, list):
+        out["content"] = "".join(_text_part(part) for part in content)
+    if out.get("tool_calls"):
+        out["tool_calls"] = [_call_for_template(c) for c in out["tool_calls"]]
+    return out
+
+
+def _text_part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
+        return str(part.get("text", ""))
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise SamplerError(f"A message has a content part of type {kind!r}.", "Only text can be sampled from.")
+
+
+def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    if isinstance(function.get("arguments"), str):
+        with contextlib.suppress(ValueError):  # what the model wrote is not JSON: the template shows it as it is
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+    return {**call, "function": function}
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,169 @@
+"""Key/value memory of a running batch: one row per sequence, all rows ending in the same column.
+
+Rows are aligned at their ends, so one decode step writes one column of a preallocated buffer in place and a
+model sees plain left padding. Columns [first, end) are in use; row i starts at column `starts[i]`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+HEADROOM = 64
+"""Free columns made at least when a buffer is (re)placed, so that moving it is rare."""
+
+
+class RowLayer(CacheLayerMixin):
+    """Keys and values of one layer, shape [rows, heads, columns, head_dim]."""
+
+    is_sliding = False
+
+    def __init__(self, window: Window) -> None:
+        super().__init__()
+        self.window = window
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for the shapes of these states, [any, heads, any, head_dim]."""
+        size = (self.window.row_capacity, key_states.shape[1], self.window.columns)
+        self.keys = key_states.new_zeros((*size, key_states.shape[3]))
+        self.values = value_states.new_zeros((*size, value_states.shape[3]))
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write one column for every live row; return views of all columns in use."""
+        w = self.window
+        keys = self.keys[: w.rows, :, w.first : w.end + 1]
+        values = self.values[: w.rows, :, w.first : w.end + 1]
+        keys[:, :, -1:] = key_states
+        values[:, :, -1:] = value_states
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.window.end - self.window.first + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.window.end - self.window.first
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class Window:
+    """Which part of the buffers is in use, shared by all layers."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.row_capacity = 0
+        self.columns = 0
+        self.first = 0
+        self.end = 0
+
+
+class RowCache(Cache):
+    """A `Cache` for decoding whose rows come, go and move between steps.
+
+    `starts` [capacity] is the first column of each row, `bias` [capacity, 1, 1, columns] the additive mask.
+    """
+
+    def __init__(self, layers: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.window = Window()
+        super().__init__(layers=[RowLayer(self.window) for _ in range(layers)])
+        self.dtype = dtype
+        self.starts = torch.zeros(0, dtype=torch.long, device=device)
+        self.bias = torch.zeros((0, 1, 1, 0), dtype=dtype, device=device)
+
+    @property
+    def width(self) -> int:
+        """Columns in use by the longest row."""
+        return self.window.end - self.window.first
+
+    def mask(self) -> Tensor:
+        """Additive mask of the next step, [rows, 1, 1, width + 1]: 0 where a row has content, else the lowest value."""
+        w = self.window
+        return self.bias[: w.rows, :, :, w.first : w.end + 1]
+
+    def positions(self) -> Tensor:
+        """Position of the next token of each row, [rows, 1]."""
+        w = self.window
+        return (w.end - self.starts[: w.rows]).unsqueeze(1)
+
+    def advance(self) -> None:
+        """Call after each step, when every layer has written its column."""
+        self.window.end += 1
+
+    def make_room(self, rows: int, width: int) -> None:
+        """Let `rows` rows in all fit, each with up to `width` tokens before `end`, and a column to write."""
+        w = self.window
+        if w.rows == 0:
+            w.first = w.end = 0
+        used = w.end - w.first
+        need = max(used, width)
+        row_capacity = w.row_capacity if rows <= w.row_capacity else max(rows, 2 * w.row_capacity)
+        fits = w.end >= width and w.end < w.columns
+        if fits and row_capacity == w.row_capacity:
+            return
+        columns = w.columns if need + HEADROOM // 2 <= w.columns else need + max(HEADROOM, need // 2)
+        self._place(row_capacity, columns, need)
+
+    def _place(self, row_capacity: int, columns: int, end: int) -> None:
+        w = self.window
+        old, new = slice(w.first, w.end), slice(end - (w.end - w.first), end)
+        live = slice(0, w.rows)
+        for layer in self.layers:
+            if layer.is_initialized:
+                keys, values = layer.keys, layer.values
+                shape = (row_capacity, keys.shape[1], columns)
+                layer.keys = keys.new_zeros((*shape, keys.shape[3]))
+                layer.values = values.new_zeros((*shape, values.shape[3]))
+                layer.keys[live, :, new] = keys[live, :, old]
+                layer.values[live, :, new] = values[live, :, old]
+        starts = self.starts.new_zeros(row_capacity)
+        starts[live] = self.starts[live] + (end - w.end)
+        self.starts = starts
+        self.bias = self.bias.new_zeros((row_capacity, 1, 1, columns))
+        w.row_capacity, w.columns, w.first, w.end = row_capacity, columns, new.start, end
+        self._write_bias(torch.arange(w.rows, device=starts.device))
+
+    def fill(self, rows: Tensor, source: Cache, source_rows: Tensor, lengths: Tensor) -> None:
+        """Copy prompts into `rows`: row `source_rows[i]` of a left-padded prefill, `lengths[i]` tokens of it."""
+        w = self.window
+        for layer, prefilled in zip(self.layers, source.layers, strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(prefilled.keys, prefilled.values)
+            columns = slice(w.end - prefilled.keys.shape[2], w.end)
+            layer.keys[rows, :, columns] = prefilled.keys[source_rows]
+            layer.values[rows, :, columns] = prefilled.values[source_rows]
+        self.starts[rows] = w.end - lengths
+        self._write_bias(rows)
+
+    def move(self, to: Tensor, source: Tensor, rows: int) -> None:
+        """Copy rows `source` to rows `to` (any overlap), after which the first `rows` rows are in use."""
+        w = self.window
+        if len(to):
+            used = slice(w.first, w.end)
+            for layer in self.layers:
+                layer.keys[to, :, used] = layer.keys[source, :, used]
+                layer.values[to, :, used] = layer.values[source, :, used]
+            self.starts[to] = self.starts[source]
+            self.bias[to] = self.bias[source]
+        w.rows = rows
+
+    def trim(self) -> None:
+        """Leave out the leading columns that no row uses any more."""
+        w = self.window
+        w.first = int(self.starts[: w.rows].min()) if w.rows else w.end
+
+    def _write_bias(self, rows: Tensor) -> None:
+        columns = torch.arange(self.window.columns, device=rows.device)
+        hidden = columns[None] < self.starts[rows][:, None]
+        bias = torch.zeros(hidden.shape, dtype=self.dtype, device=rows.device)
+        bias.masked_fill_(hidden, torch.finfo(self.dtype).min)
+        self.bias[rows] = bias[:, None, None]
+
+
+def attention_only(config: object) -> bool:
+    """Whether every layer of such a model keeps keys and values of all tokens, and nothing else."""
+    return all(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=config).layers)

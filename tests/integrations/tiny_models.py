@@ -1,0 +1,91 @@
+"""Tiny models from scratch for the tests: no weights to download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+TEMPLATE = """
+{%- if tools %}<|im_start|>system
+{{ tools | tojson }}<|im_end|>
+{% endif -%}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif -%}
+"""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character (Latin-1), and the chat marks."""
+    characters = [chr(i) for i in range(10, 256)]
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *MARKS, *characters])}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    inner.add_special_tokens(SPECIAL)
+    inner.add_tokens(MARKS)
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def config(architecture: str, vocabulary: int) -> object:
+    shape = {
+        "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.15,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+    if architecture == "qwen3":
+        return Qwen3Config(**shape, tie_word_embeddings=True)
+    if architecture == "llama":
+        return LlamaConfig(**shape, tie_word_embeddings=False)
+    if architecture == "qwen3-sliding":
+        kinds = ["sliding_attention", "full_attention"]
+        return Qwen3Config(**shape, use_sliding_window=True, sliding_window=8, layer_types=kinds)
+    return GPT2Config(
+        vocab_size=vocabulary,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=512,
+        initializer_range=0.15,
+        eos_token_id=2,
+        bos_token_id=2,
+    )
+
+
+def build(architecture: str, folder: Path, seed: int = 0) -> PreTrainedModel:
+    """Build a model, save it with its tokenizer into `folder`, and return it."""
+    torch.manual_seed(seed)
+    tok = tokenizer()
+    kind = {"gpt2": GPT2LMHeadModel, "llama": LlamaForCausalLM}.get(architecture, Qwen3ForCausalLM)
+    model = kind(config(architecture, len(tok))).eval()
+    model.save_pretrained(folder)
+    tok.save_pretrained(folder)
+    return model
