@@ -6,6 +6,8 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cotune.collect import collect
 from cotune.errors import GroupError
@@ -67,10 +69,29 @@ def test_kept_and_left_out_add_up():
     assert len(prepared.samples) + sum(prepared.left_out.values()) == len(samples)
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.sampled_from([None, 0.0, 0.5, 1.0])), max_size=24),
+    st.randoms(use_true_random=False),
+)
+def test_every_sample_is_kept_or_counted_whatever_the_order(rows, random):
+    samples = [sample(f"c{call}.{i}", reward, turn=call) for i, (call, reward) in enumerate(rows)]
+    prepared = prepare(samples, AT_GRPO)
+    assert len(prepared.samples) + sum(prepared.left_out.values()) == len(samples)
+    assert [s for g in prepared.groups for s in g.samples] == list(prepared.samples)
+    random.shuffle(samples)
+    again = prepare(samples, AT_GRPO)
+    assert again.left_out == prepared.left_out
+    assert by_id(again) == pytest.approx(by_id(prepared))
+
+
+def by_id(prepared) -> dict[str, float]:
+    return {s.id: a for s, a in zip(prepared.samples, prepared.advantages.tolist(), strict=True)}
+
+
 def test_samples_of_a_group_stay_aligned_with_their_advantages():
     one, two = group("c", 1.0, 0.0), group("d", 0.0, 4.0)
     prepared = prepare([one[0], two[0], one[1], two[1]], recipe("at_grpo", scale="none"))
-    assert {s.id: a for s, a in zip(prepared.samples, prepared.advantages.tolist(), strict=True)} == {
+    assert by_id(prepared) == {
         "c.0": 0.5,
         "c.1": -0.5,
         "d.0": -2.0,

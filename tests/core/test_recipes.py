@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from cotune.advantages import advantages
 from cotune.errors import ConfigError
+from cotune.filters import REASONS
 from cotune.recipes import RECIPES, Attribution, Filters, LossSpec, Recipe, Term, recipe
 from cotune.records import PolicyRef
 from cotune.samples import Sample
@@ -205,3 +208,10 @@ def test_wrong_settings_are_named_with_what_is_allowed(name, overrides, message)
 def test_key_of_a_tree_must_hold_the_call():
     with pytest.raises(ConfigError, match="compares whole rollouts"):
         recipe("at_grpo", key=["task", "role"])
+
+
+def test_documentation_names_every_recipe_setting_and_reason():
+    text = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    settings = {name for part in (Attribution, Filters, LossSpec, Term) for name in part.__struct_fields__}
+    for name in {*RECIPES, *REASONS, *settings} - {"attribution", "weight"}:
+        assert f"`{name}`" in text, name
