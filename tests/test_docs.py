@@ -1,0 +1,116 @@
+"""Documentation says only what exists: commands parse, files are there, the configuration is complete."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cotune.cli import parser
+from cotune.recipes import RECIPES
+from cotune.trainer.config import TrainConfig, convert
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MAKE_TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[Any]:
+    """Every command line of every sh block, by page."""
+    return [
+        pytest.param(words, id=f"{page.name}: {' '.join(words)}")
+        for page in PAGES
+        for block in blocks(page, "sh")
+        for line in block.replace("\\\n", " ").splitlines()
+        if (words := shlex.split(line, comments=True))
+    ]
+
+
+@pytest.mark.parametrize("words", commands())
+def test_every_command_exists(words: list[str]) -> None:
+    match [word for word in words if not re.fullmatch(r"[A-Z_]+=.*", word)]:
+        case ["cotune", *arguments]:
+            assert parser().parse_args(arguments).command == arguments[0]
+        case ["make", *targets]:
+            assert targets and set(targets) <= MAKE_TARGETS
+        case ["python", script, *_]:
+            assert (ROOT / script).is_file()
+        case ["pip", "install", "-e", extras]:
+            known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            assert set(extras.removeprefix(".[").removesuffix("]").split(",")) <= set(known)
+        case other:
+            pytest.fail(f"unknown command: {other}")
+
+
+def test_readme_names_every_subcommand() -> None:
+    (choices,) = (action.choices for action in parser()._subparsers._group_actions)  # type: ignore[union-attr]
+    assert set(re.findall(r"^\| `cotune (\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)) == set(choices)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", page.read_text())
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_index_lists_every_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert [page.name for page in PAGES[1:] if page.name != "index.md" and f"({page.name})" not in index] == []
+
+
+def test_every_page_that_the_code_names_exists() -> None:
+    folders = ("core", "integrations", "adapters", "trainer")
+    text = "\n".join(file.read_text() for folder in folders for file in sorted((ROOT / folder).rglob("*.py")))
+    named = set(re.findall(r"\bdocs/\w+\.md\b", text))
+    assert named and {name for name in named if not (ROOT / name).is_file()} == set()
+
+
+def test_recipes_page_names_every_recipe() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| (any|tree|independent) \|", (ROOT / "docs" / "recipes.md").read_text(), re.MULTILINE
+    )
+    assert {name for name, _ in rows} == set(RECIPES)
+    assert all(plan in ("any", RECIPES[name].plan) for name, plan in rows)
+
+
+def documented(defaults: bool) -> dict[str, Any]:
+    """The first block of docs/config.md as a table: as it stands, or with the fields that have no default."""
+    text = blocks(ROOT / "docs" / "config.md", "toml")[0]
+    return tomllib.loads(text if defaults else re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE))
+
+
+def test_config_page_holds_every_field() -> None:
+    def fields(kind: Any, prefix: str = "") -> set[str]:
+        found = set()
+        for field in msgspec.structs.fields(kind):
+            nested = isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
+            found |= fields(field.type, f"{field.encode_name}.") if nested else {prefix + field.encode_name}
+        return found
+
+    def keys(table: dict[str, Any], prefix: str = "") -> set[str]:
+        found = set()
+        for name, value in table.items():
+            nested = isinstance(value, dict) and name != "overrides"
+            found |= keys(value, f"{name}.") if nested else {prefix + name}
+        return found
+
+    assert keys(documented(defaults=False)) == fields(TrainConfig) - {"policy"}
+
+
+def test_config_page_states_the_defaults() -> None:
+    assert convert({**documented(defaults=True), "model": "m"}) == TrainConfig(model="m")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_config_page_is_valid(index: int) -> None:
+    text = blocks(ROOT / "docs" / "config.md", "toml")[index]
+    assert convert({"model": "m", **tomllib.loads(text)}).model
