@@ -120,7 +120,6 @@ class TrainConfig(_Table):
         _positive("sampling.temperature", self.sampling.temperature)
         _positive("sampling.max_tokens", self.sampling.max_tokens)
         _positive("lora.rank", self.lora.rank)
-        self.learner.validate()
         for name, count in Counter(p.name for p in self.policy).items():
             if count > 1:
                 raise ConfigError("policy.name", name, "one policy of each name", "Rename one of the two policies.")

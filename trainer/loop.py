@@ -139,7 +139,9 @@ async def publish(run: Run, rows: Mapping[str, Sequence[TrainRow]]) -> None:
         old = PolicyRef(name, run.versions.get(name, 0))
         new = PolicyRef(name, old.version + 1)
         probe = list({row.prompt_ids: None for row in its_rows[:64]})[:4]
-        run.proofs[name] = await published(run, run.policies.specs[name], new, probe, run.proofs.get(name), (old,))
+        previous = run.proofs.get(name)
+        outdated = (old,) if previous else ()
+        run.proofs[name] = await published(run, run.policies.specs[name], new, probe, previous, outdated)
         run.versions[name] = new.version
 
 
