@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
+import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _PAIRS = [a + b for a in _ALPHABET for b in _ALPHABET]
+_SHIFTS = range(120, -1, -10)
 _lock = threading.Lock()
 _last = 0
+_random = random.Random()
+os.register_at_fork(after_in_child=_random.seed)
 
 
 def new_id() -> str:
-    """Return a 26-character ULID, strictly increasing within this process."""
+    """Return a 26-character ULID, strictly increasing within this process.
+
+    Ids of one millisecond count up from a random number, as the ULID specification has it.
+    """
     global _last
-    value = (time.time_ns() // 1_000_000 << 80) | int.from_bytes(os.urandom(10))
+    now = time.time_ns() // 1_000_000
     with _lock:
-        value = _last = value if value > _last else _last + 1
-    return "".join(_PAIRS[value >> shift & 1023] for shift in range(120, -1, -10))
+        if now > _last >> 80:
+            _last = now << 80 | _random.getrandbits(80)
+        else:
+            _last += 1
+        value = _last
+    return "".join([_PAIRS[value >> shift & 1023] for shift in _SHIFTS])
 
 
 def message_id(message: Mapping[str, Any]) -> str:
@@ -34,4 +45,19 @@ def message_id(message: Mapping[str, Any]) -> str:
 
 def segment_id(token_ids: Sequence[int]) -> str:
     """Content address of a token path from its root: equal ids mean identical token ids, however it was split."""
-    return hashlib.blake2b(np.asarray(token_ids, dtype=np.int32).tobytes(), digest_size=16).hexdigest()
+    return path_digest(pack_ids(token_ids)).hexdigest()
+
+
+def path_digest(path: bytes) -> hashlib.blake2b:
+    """Digest whose `hexdigest` is the `segment_id` of a packed path; a copy of it can be updated with what follows."""
+    return hashlib.blake2b(path, digest_size=16)
+
+
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32: a prefix of the bytes is a prefix of the ids. Raises struct.error."""
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)
+
+
+def unpack_ids(path: bytes) -> tuple[int, ...]:
+    """Inverse of `pack_ids`."""
+    return struct.unpack(f"<{len(path) // 4}i", path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
 
 from cotune.ids import pack_ids, path_digest
 from cotune.records import Segment
@@ -11,10 +10,26 @@ from cotune.records import Segment
 _WIDTH = len(pack_ids((0,)))
 
 
-class _Path(NamedTuple):
-    packed: bytes
-    id: str
-    digest: hashlib.blake2b
+class _Path:
+    """A known path. That of a reply becomes a segment only when a later prompt goes on from it."""
+
+    __slots__ = ("base", "digest", "id", "packed", "reply")
+
+    def __init__(self, packed: bytes, base: _Path | None, reply: tuple[int, ...] = ()) -> None:
+        self.packed = packed
+        self.base = base
+        self.reply = reply
+        self.id = ""
+        self.digest: hashlib.blake2b | None = None
+
+    def address(self) -> None:
+        """Take `id`, hashing only what this path adds to its base."""
+        if self.base is None or self.base.digest is None:
+            self.digest = path_digest(self.packed)
+        else:
+            self.digest = self.base.digest.copy()
+            self.digest.update(self.packed[len(self.base.packed) :])
+        self.id = self.digest.hexdigest()
 
 
 class PromptTree:
@@ -24,39 +39,49 @@ class PromptTree:
         self._paths: dict[str, list[_Path]] = {}
 
     def add(self, role: str, prompt_ids: tuple[int, ...], reply_ids: tuple[int, ...]) -> tuple[str, list[Segment]]:
-        """Extend the longest known path of `role` that `prompt_ids` starts with, then add the reply that follows.
+        """Extend the longest known path of `role` that `prompt_ids` starts with; remember the reply that follows.
 
-        Returns the segment id of the whole prompt and the segments that are new.
+        Returns the segment id of the whole prompt and the segments that are new. A reply is among them when the
+        first prompt extends it: until then its candidate is all that is needed of it.
         """
         known = self._paths.setdefault(role, [])
         packed = pack_ids(prompt_ids)
-        prompt = next((path for path in known if packed.startswith(path.packed)), None)
         segments: list[Segment] = []
+        prompt = base = _longest(known, packed)
+        if base is not None and not base.id:
+            _store(base, base.reply, segments)
         if prompt is None or len(prompt.packed) < len(packed):
-            base = prompt
-            prompt = _extend(base, packed)
-            added = prompt_ids[len(base.packed) // _WIDTH :] if base else prompt_ids
-            segments.append(Segment(prompt.id, base.id if base else None, added))
+            prompt = _Path(packed, base)
+            _store(prompt, prompt_ids[len(base.packed) // _WIDTH :] if base else prompt_ids, segments)
             _insert(known, prompt)
         if reply_ids:
             whole = packed + pack_ids(reply_ids)
-            if not any(path.packed == whole for path in known):
-                tip = _extend(prompt, whole)
-                segments.append(Segment(tip.id, prompt.id, reply_ids))
-                _insert(known, tip)
+            if not _holds(known, whole):
+                _insert(known, _Path(whole, prompt, reply_ids))
         return prompt.id, segments
 
 
-def _extend(base: _Path | None, packed: bytes) -> _Path:
-    """The path `packed`, hashing only what it adds to `base`."""
-    if base is None:
-        digest = path_digest(packed)
-    else:
-        digest = base.digest.copy()
-        digest.update(packed[len(base.packed) :])
-    return _Path(packed, digest.hexdigest(), digest)
+def _store(path: _Path, added: tuple[int, ...], segments: list[Segment]) -> None:
+    path.address()
+    segments.append(Segment(path.id, path.base.id if path.base else None, added))
+
+
+def _longest(known: list[_Path], packed: bytes) -> _Path | None:
+    for path in known:
+        if packed.startswith(path.packed):
+            return path
+    return None
+
+
+def _holds(known: list[_Path], packed: bytes) -> bool:
+    for path in known:  # noqa: SIM110 - a generator costs more than the comparison
+        if path.packed == packed:
+            return True
+    return False
 
 
 def _insert(known: list[_Path], path: _Path) -> None:
-    at = next((i for i, other in enumerate(known) if len(other.packed) <= len(path.packed)), len(known))
+    at, size = 0, len(path.packed)
+    while at < len(known) and len(known[at].packed) > size:
+        at += 1
     known.insert(at, path)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from cotune.errors import RecordError
+from cotune.ids import pack_ids, unpack_ids
 from cotune.records import Call, Candidate, Episode, Message, Record, Reward
 
 Row = tuple[Any, ...]
@@ -83,16 +84,6 @@ _json = msgspec.json.Encoder(enc_hook=repr)
 _sketches = msgspec.json.Decoder(list[Sketch])
 _calls = msgspec.json.Decoder(Call)
 _episodes = msgspec.json.Decoder(Episode)
-
-
-def pack_ids(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32."""
-    return struct.pack(f"<{len(token_ids)}i", *token_ids)
-
-
-def unpack_ids(blob: bytes) -> tuple[int, ...]:
-    """Inverse of `pack_ids`."""
-    return struct.unpack(f"<{len(blob) // 4}i", blob)
 
 
 def encode(records: Sequence[Record], known: Container[str]) -> Entry:

@@ -15,7 +15,7 @@ from cotune.sqlite_rows import TABLES, WIDTHS, Entry, Row, encode
 
 log = logging.getLogger("cotune.store")
 
-BATCH_RECORDS = 4000
+BATCH_RECORDS = 16000
 """Records that are committed at once without waiting for more."""
 LINGER = 0.02
 """Seconds that a record waits for others to share its transaction."""
@@ -31,7 +31,7 @@ RETRY = (0.05, 2.0)
 VERBS = dict.fromkeys(("messages", "segments", "calls", "episodes"), "INSERT OR IGNORE") | {
     "rewards": "INSERT OR REPLACE"
 }
-CHUNKS = (128, 16, 1)
+CHUNKS = (512, 64, 8, 1)
 """Rows per statement. The interpreter lock is handed over once per statement, and a busy application gives it back
 only after its switch interval, so that one statement per row would starve the writer."""
 
