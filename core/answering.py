@@ -8,9 +8,13 @@ import functools
 import threading
 
 from cotune.context import current_episode
-from cotune.errors import CotuneError, SamplerError, SampleTimeout, WorkflowError
+from cotune.errors import CotuneError, SamplerError, WorkflowError
 from cotune.recorder import Answer, LiveCall
 from cotune.records import CallStatus
+
+_CANCELLED = (asyncio.CancelledError, concurrent.futures.CancelledError, KeyboardInterrupt, GeneratorExit)
+_DETAIL = 500
+"""Most characters of an error message that are recorded."""
 
 
 async def answer(call: LiveCall) -> Answer | None:
@@ -56,25 +60,24 @@ def failed(call: LiveCall, error: BaseException) -> int:
 
     What is neither the sampler's doing nor a cancellation fails the whole episode, even if the application swallows it.
     """
-    status, code = _classify(error)
+    status, text = reason_of(error)
+    code = {"timeout": 504, "cancelled": 409}.get(status, 400 if isinstance(error, SamplerError) else 500)
     if code == 500:
         fatal = error if isinstance(error, CotuneError) else None
         call.episode.fatal = fatal or WorkflowError(
             f"Answering a call of role {call.role!r} failed with {type(error).__name__}: {error}."
         )
         call.episode.fatal.__cause__ = error if fatal is None else error.__cause__
-    call.fail(status, f"{type(error).__name__}: {error}")
+    call.fail(status, text)
     return code
 
 
-def _classify(error: BaseException) -> tuple[CallStatus, int]:
-    if isinstance(error, SampleTimeout):
-        return "timeout", 504
-    if isinstance(error, SamplerError):
-        return "error", 400
-    if isinstance(error, asyncio.CancelledError | concurrent.futures.CancelledError | KeyboardInterrupt):
-        return "cancelled", 409
-    return "error", 500
+def reason_of(error: BaseException) -> tuple[CallStatus, str]:
+    """Status and recorded text of a call that ended in `error`, by the class of the error: clients have their own."""
+    text = f"{type(error).__name__}: {error}"[:_DETAIL]
+    if isinstance(error, _CANCELLED):
+        return "cancelled", text
+    return ("timeout" if "Timeout" in type(error).__name__ else "error"), text
 
 
 async def _respond(call: LiveCall) -> Answer | None:

@@ -28,6 +28,8 @@ class Mark:
     output: str | None = None
     """Id under which the framework will know this call's output."""
     done: bool = False
+    calls: int = 0
+    """Calls that were made under this mark."""
     details: dict[str, Any] = field(default_factory=dict)
 
 

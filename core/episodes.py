@@ -15,7 +15,7 @@ from typing import Any
 
 from cotune.errors import CotuneError, WorkflowError
 from cotune.recorder import LiveEpisode, Responder, Sink
-from cotune.records import Episode, EpisodeStatus, Task
+from cotune.records import Episode, Task
 from cotune.scoring import components
 from cotune.threads import carry_context
 from cotune.workflow import Workflow
@@ -76,7 +76,10 @@ async def run_episode(
         if live.fatal is not None:
             raise live.fatal
         rewards, metrics = outcome_of(value, f"The workflow {workflow.name!r}")
-    except asyncio.CancelledError:
+    except asyncio.CancelledError as error:
+        task_here = asyncio.current_task()
+        if task_here is None or not task_here.cancelling():
+            return _failed(live, _raised(workflow, error))
         live.end("cancelled", error="cancelled")
         raise
     except TimeoutError as error:
@@ -141,11 +144,11 @@ def _threads() -> ThreadPoolExecutor:
     return pool
 
 
-def _failed(live: LiveEpisode, error: CotuneError, status: EpisodeStatus = "error") -> Outcome:
-    return Outcome(live.end(status, error=str(error)), {}, error, live)
+def _failed(live: LiveEpisode, error: CotuneError) -> Outcome:
+    return Outcome(live.end("error", error=str(error)), {}, error, live)
 
 
-def _raised(workflow: Workflow, error: Exception) -> WorkflowError:
+def _raised(workflow: Workflow, error: BaseException) -> WorkflowError:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     what = traceback.format_exception_only(error)[-1].strip()

@@ -164,6 +164,7 @@ class LiveEpisode:
             self._turns[mark.role] = turn + 1
             call = LiveCall(self, mark, step, turn, body)
             self._open[call.id] = call
+            mark.calls += 1
         return call
 
     def warn(self, kind: str, message: str) -> None:

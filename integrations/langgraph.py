@@ -134,12 +134,24 @@ class _Handler(BaseCallbackHandler):
 
     @_counted
     def on_llm_end(self, episode: LiveEpisode, response: Any, *, run_id: UUID, **_: Any) -> None:
+        mark = self._done(episode, run_id)
+        if mark is not None and not mark.calls:
+            episode.warn(
+                "unseen_call",
+                f"A chat model answered role {mark.role!r} without a call that can be recorded: from LangChain's cache "
+                "or by a client of its own. Switch the cache off while recording.",
+            )
+
+    @_counted
+    def on_llm_error(self, episode: LiveEpisode, error: BaseException, *, run_id: UUID, **_: Any) -> None:
+        self._done(episode, run_id)
+
+    def _done(self, episode: LiveEpisode, run_id: UUID) -> Mark | None:
         # In async code this runs in a copied context, where resetting the ContextVar would be lost.
         mark = _notes(episode).marks.pop(run_id, None)
         if mark is not None:
             mark.done = True
-
-    on_llm_error = on_llm_end
+        return mark
 
     @_counted
     def on_chain_end(self, episode: LiveEpisode, outputs: Any, *, run_id: UUID, **_: Any) -> None:

@@ -5,7 +5,6 @@ Works with openai 2.45 and later and with 3.x. Outside an episode each hook cost
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.answering import answer, answer_blocking, failed
+from cotune.answering import answer, answer_blocking, failed, reason_of
 from cotune.context import Mark, current_episode, identify, opened_call
 from cotune.errors import CotuneError, RecordError
 from cotune.integrations import openai_forms as forms
@@ -23,10 +22,6 @@ from cotune.integrations.chat_completions import answer_of, completion_of
 from cotune.integrations.openai_tee import tee
 from cotune.integrations.sse import from_stream, to_stream
 from cotune.recorder import Answer, LiveCall, LiveEpisode
-from cotune.records import CallStatus
-
-_DETAIL = 500
-"""Most characters of an error message that are recorded."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class _Exchange:
 
     def fail(self, error: BaseException) -> None:
         if self.call is not None and not self.call.ended:
-            self.call.fail(*_reason(error))
+            self.call.fail(*reason_of(error))
 
 
 _exchange: ContextVar[_Exchange | None] = ContextVar("cotune_openai_exchange", default=None)
@@ -258,7 +253,7 @@ def _response(request: Any, status: int, kind: str, content: bytes, name: str) -
 
 
 def _attempt_failed(exchange: _Exchange, error: BaseException) -> None:
-    exchange.failure = _reason(error)[1]
+    exchange.failure = reason_of(error)[1]
     if _exchange.get() is None:
         exchange.fail(error)
 
@@ -279,23 +274,16 @@ def _observed(response: Any, call: LiveCall, api: _Api, exchange: _Exchange) -> 
 def _settle(call: LiveCall, api: _Api, headers: Any, raw: bytes, error: BaseException | None) -> None:
     """End the call with the decoded body; `error` is what interrupted its stream."""
     if error is not None:
-        call.fail(*_reason(error))
+        call.fail(*reason_of(error))
         return
     try:
         streamed = "text/event-stream" in headers.get("content-type", "")
         body = api.stream(raw) if streamed else msgspec.json.decode(raw)
         found = None if body is None else api.answer(body)
     except (ValueError, TypeError, AttributeError, KeyError) as broken:
-        call.fail("malformed", f"{type(broken).__name__}: {broken}"[:_DETAIL])
+        call.fail("malformed", reason_of(broken)[1])
         return
     if found is None:
         call.fail("cancelled", f"the application stopped reading the stream after {len(raw)} bytes")
     else:
         call.finish(found)
-
-
-def _reason(error: BaseException) -> tuple[CallStatus, str]:
-    text = f"{type(error).__name__}: {error}"[:_DETAIL]
-    if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | GeneratorExit):
-        return "cancelled", text
-    return ("timeout" if "Timeout" in type(error).__name__ else "error"), text
