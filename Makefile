@@ -13,8 +13,8 @@ install: $(STAMP)
 
 $(STAMP):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt setuptools
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt --no-build-isolation \
+	$(BIN)/python -m pip install -q -c constraints.txt setuptools
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation \
 		--config-settings editable_mode=strict -e '.[dev]'
 	rm -f .venv/.installed-*
 	touch $@
