@@ -18,7 +18,7 @@ from cotune.records import Call, Episode, Record
 from cotune.sqlite_rows import APPLICATION, SCHEMA, VERSION, Row, call_from, episode_from, join_path
 from cotune.sqlite_writer import Writer, in_parts
 
-FILE_NAME = "records.sqlite"
+FILE_NAME = "records.db"
 """Name of the records file in a run folder."""
 
 PAGE = 200
@@ -46,7 +46,7 @@ class SqliteStore:
 
     @classmethod
     def open(cls, path: Path | str, read_only: bool = False) -> Self:
-        """Open the records file `path`, or `records.sqlite` in the folder `path`; a writer creates it.
+        """Open the records file `path`, or `records.db` in the folder `path`; a writer creates it.
 
         Raises RunError when another process writes it, when it is missing (read_only), or is not a records file of
         this version.

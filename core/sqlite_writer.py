@@ -28,8 +28,9 @@ RECENT_IDS = 32768
 RETRY = (0.05, 2.0)
 """First and longest pause in seconds before a failed transaction is tried again."""
 
-VERBS = dict.fromkeys(("messages", "segments", "calls", "episodes"), "INSERT OR IGNORE") | {
-    "rewards": "INSERT OR REPLACE"
+CONFLICTS = {
+    **dict.fromkeys(("messages", "segments", "calls", "episodes"), "ON CONFLICT (id) DO NOTHING"),
+    "rewards": "ON CONFLICT (target, name) DO UPDATE SET value = excluded.value, at = excluded.at",
 }
 CHUNKS = (512, 64, 8, 1)
 """Rows per statement. The interpreter lock is handed over once per statement, and a busy application gives it back
@@ -255,7 +256,7 @@ class Writer:
     def _insert(self, table: str, rows: list[Row]) -> None:
         start, marks = 0, f"({','.join('?' * WIDTHS[table])})"
         for size in CHUNKS:
-            statement = f"{VERBS[table]} INTO {table} VALUES {','.join([marks] * size)}"
+            statement = f"INSERT INTO {table} VALUES {','.join([marks] * size)} {CONFLICTS[table]}"
             while len(rows) - start >= size:
                 self._db.execute(statement, [*itertools.chain.from_iterable(rows[start : start + size])])
                 start += size

@@ -1,0 +1,411 @@
+"""What every store must do, and random interleavings of several threads against a model of dicts."""
+
+import math
+import random
+import threading
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cotune.errors import RecordError
+from cotune.ids import new_id, segment_id
+from cotune.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Segment, Task, Usage, candidate_id
+from cotune.sqlite_store import SqliteStore
+
+
+def sqlite(folder):
+    return SqliteStore.open(folder)
+
+
+def sqlite_read_only(folder):
+    """Reads come from a second store that has the file open for reading only, like another process."""
+    return ReadOnly(folder)
+
+
+class ReadOnly:
+    def __init__(self, folder):
+        self.writer = SqliteStore.open(folder)
+        self.reader = SqliteStore.open(folder, read_only=True)
+
+    def __getattr__(self, name):
+        writes = name in ("write", "flush", "consume", "lost", "refused")
+        return getattr(self.writer if writes else self.reader, name)
+
+    def close(self):
+        self.writer.close()
+        self.reader.close()
+
+
+FACTORIES = [sqlite, sqlite_read_only]
+
+
+@pytest.fixture(params=FACTORIES, ids=lambda factory: factory.__name__)
+def store(request, tmp_path):
+    opened = request.param(tmp_path)
+    yield opened
+    opened.close()
+
+
+def call(episode="E1", id="C1", step=0, role="navigator", turn=0, **fields):
+    return Call(id=id, episode=episode, role=role, step=step, turn=turn, **fields)
+
+
+def episode(id="E1", task="t1", **fields):
+    return Episode(id=id, task=Task(id=task, input={"q": task}), workflow="w", **fields)
+
+
+FULL_CALL = Call(
+    id="C1",
+    episode="E1",
+    role="driver",
+    step=3,
+    turn=1,
+    parents=("C0",),
+    messages=("m1", "m2"),
+    tools="m3",
+    model="driver",
+    params={"temperature": 0.5, "stop": ["\n"], "extra": {"deep": [1, None, True]}},
+    sampling={"temperature": 0.5, "seed": 7},
+    prompt="s1",
+    prompt_tokens=4,
+    policy=PolicyRef("driver", 12),
+    status="ok",
+    attempts=("timeout after 3 s",),
+    streamed=True,
+    started=1700000000.125,
+    latency=0.25,
+    usage=Usage(4, 5),
+    candidates=(
+        Candidate(
+            index=0,
+            text="up\u2603",
+            message={"role": "assistant", "content": "up\u2603"},
+            token_ids=(1, 150000, 2147483647),
+            logprobs=(-0.5, -0.0, -1.5),
+        ),
+        Candidate(index=1, text="", message={"role": "assistant", "content": None}, finish_reason="length"),
+        Candidate(
+            index=2,
+            text="",
+            message={"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]},
+            token_ids=(7, 8),
+            finish_reason="tool_calls",
+        ),
+    ),
+    chosen=2,
+    integration="langgraph",
+)
+
+
+def test_call_comes_back_as_written(store):
+    store.write([FULL_CALL])
+    store.flush()
+    assert store.calls("E1") == [FULL_CALL]
+
+
+def test_logprobs_are_exact_float32(store):
+    exact = (-0.1234567910432815551758, -1e-38, -math.inf, -3.4028234663852886e38)
+    candidate = Candidate(index=0, text="x", message={}, token_ids=(1, 2, 3, 4), logprobs=exact)
+    store.write([call(candidates=(candidate,), chosen=0)])
+    store.flush()
+    assert store.calls("E1")[0].candidates[0].logprobs == (
+        -0.12345679104328156,
+        -9.999999350456404e-39,
+        -math.inf,
+        -3.4028234663852886e38,
+    )
+
+
+def test_failed_call_without_candidates(store):
+    failed = call(status="timeout", error="no answer in 3 s")
+    store.write([failed])
+    store.flush()
+    assert store.calls("E1") == [failed]
+
+
+def test_calls_are_in_step_order(store):
+    store.write([call(id="B", step=2), call(id="A", step=0), call(id="C", step=1)])
+    store.flush()
+    assert [c.id for c in store.calls("E1")] == ["A", "C", "B"]
+
+
+def test_episode_comes_back_with_its_metrics(store):
+    written = episode(
+        phase="train",
+        training_step=4,
+        rollout=2,
+        status="error",
+        error="boom",
+        calls=5,
+        metrics={"a": 1.5, "b": math.inf},
+    )
+    store.write([written])
+    store.flush()
+    assert store.episode("E1") == written
+
+
+def test_metrics_may_be_nan(store):
+    store.write([episode(metrics={"a": math.nan})])
+    store.flush()
+    assert math.isnan(store.episode("E1").metrics["a"])
+
+
+def test_episodes_filter_and_order(store):
+    store.write([episode("E3", "t1", phase="eval"), episode("E1", "t1", phase="train", training_step=0)])
+    store.write([episode("E2", "t2", phase="train", training_step=1)])
+    store.flush()
+    assert [e.id for e in store.episodes()] == ["E1", "E2", "E3"]
+    assert [e.id for e in store.episodes(phase="train")] == ["E1", "E2"]
+    assert [e.id for e in store.episodes(training_step=0)] == ["E1"]
+    assert [e.id for e in store.episodes(task="t1")] == ["E1", "E3"]
+    assert [e.id for e in store.episodes(phase="train", task="t2")] == ["E2"]
+    assert list(store.episodes(phase="trace")) == []
+
+
+def test_many_episodes_are_paged_through(store):
+    ids = [f"E{i:04d}" for i in range(500)]
+    store.write([episode(i) for i in ids])
+    store.flush()
+    assert [e.id for e in store.episodes()] == ids
+
+
+def test_messages_and_tools_lists(store):
+    tools = [{"type": "function", "function": {"name": "move"}}]
+    store.write([Message("m1", {"role": "user", "content": "go"}), Message("m2", tools)])
+    store.flush()
+    assert store.message("m1") == {"role": "user", "content": "go"}
+    assert store.message("m2") == tools
+
+
+def test_token_path_is_walked_to_the_root(store):
+    store.write([Segment("a", None, (1, 2)), Segment("b", "a", (3,)), Segment("c", "b", ()), Segment("d", "a", (9,))])
+    store.flush()
+    assert store.token_ids("a") == (1, 2)
+    assert store.token_ids("c") == (1, 2, 3)
+    assert store.token_ids("d") == (1, 2, 9)
+
+
+def test_last_reward_of_a_name_wins(store):
+    store.write([Reward("C1.0", "format", 0.0), Reward("C1.0", "team", 0.5)])
+    store.write([Reward("C1.0", "format", 1.0), Reward("E1", "team", -1.0)])
+    store.flush()
+    assert store.rewards(["C1.0", "E1", "C9.0"]) == {
+        "C1.0": {"format": 1.0, "team": 0.5},
+        "E1": {"team": -1.0},
+        "C9.0": {},
+    }
+
+
+def test_reward_may_be_nan(store):
+    store.write([Reward("C1.0", "format", math.nan)])
+    store.flush()
+    assert math.isnan(store.rewards(["C1.0"])["C1.0"]["format"])
+
+
+def test_rewards_of_more_targets_than_one_query_takes(store):
+    store.write([Reward(f"C.{i}", "r", float(i)) for i in range(1300)])
+    store.flush()
+    found = store.rewards([f"C.{i}" for i in range(1300)])
+    assert [found[f"C.{i}"]["r"] for i in range(1300)] == [float(i) for i in range(1300)]
+
+
+def test_unknown_ids_are_errors(store):
+    for read in (store.episode, store.message, store.token_ids):
+        with pytest.raises(RecordError):
+            read("nowhere")
+    assert store.calls("nowhere") == []
+
+
+def test_a_path_without_its_root_is_an_error(store):
+    store.write([Segment("b", "gone", (3,))])
+    store.flush()
+    with pytest.raises(RecordError, match="not complete"):
+        store.token_ids("b")
+
+
+def test_unfinished_episodes(store):
+    store.write([call("E1"), call("E2", "C2"), call("E3", "C3"), episode("E2")])
+    store.flush()
+    assert list(store.unfinished()) == ["E1", "E3"]
+
+
+def test_ledger_keeps_the_first_step(store):
+    store.consume(["g1", "g2"], 3)
+    store.consume(["g2", "g3"], 4)
+    assert store.consumed() == {"g1": 3, "g2": 3, "g3": 4}
+
+
+def test_rewards_of_a_consumed_call_are_refused(store):
+    store.write([call("E1", "C1"), call("E1", "C2"), Reward("C1.0", "r", 1.0)])
+    store.consume(["C1"], 0)
+    store.write(
+        [Reward("C1.0", "r", 2.0), Reward("C1.1", "r", 2.0), Reward("E1", "team", 2.0), Reward("C2.0", "r", 2.0)]
+    )
+    store.flush()
+    assert store.rewards(["C1.0", "C1.1", "E1", "C2.0"]) == {
+        "C1.0": {"r": 1.0},
+        "C1.1": {},
+        "E1": {},
+        "C2.0": {"r": 2.0},
+    }
+    assert store.refused == 3
+
+
+def test_rewards_of_named_members_are_refused(store):
+    store.write([call("E1", "C1"), call("E2", "C2")])
+    store.consume({"group": ["C1.0", "C2.1"]}, 0)
+    rewards = [Reward(target, "r", 1.0) for target in ("C1.0", "C1.1", "C2.0", "C2.1", "E1", "E2", "E3")]
+    store.write(rewards)
+    store.flush()
+    kept = {target for target, found in store.rewards([r.target for r in rewards]).items() if found}
+    assert kept == {"C1.1", "C2.0", "E3"}
+    assert store.refused == 4
+
+
+def test_records_are_immutable(store):
+    store.write([call(model="first"), call(model="second"), episode(status="ok"), episode(status="error")])
+    store.flush()
+    assert [c.model for c in store.calls("E1")] == ["first"]
+    assert store.episode("E1").status == "ok"
+
+
+def test_what_cannot_be_encoded_is_lost_and_counted(store):
+    store.write([call(), Segment("s", None, (2**40,))])
+    store.write([call("E2", "C2")])
+    store.flush()
+    assert store.lost == 2
+    assert store.calls("E1") == []
+    assert [c.id for c in store.calls("E2")] == ["C2"]
+
+
+def test_a_strange_parameter_costs_nothing(store):
+    store.write([call(params={"http_client": object})])
+    store.flush()
+    assert store.calls("E1")[0].params == {"http_client": "<class 'object'>"}
+    assert store.lost == 0
+
+
+def test_later_changes_of_a_message_do_not_reach_the_store(store):
+    body = {"role": "user", "content": "before"}
+    store.write([Message("m", body)])
+    body["content"] = "after"
+    store.flush()
+    assert store.message("m") == {"role": "user", "content": "before"}
+
+
+class Model:
+    """What a store should answer, from dicts."""
+
+    def __init__(self):
+        self.calls, self.episodes, self.messages, self.paths, self.rewards = {}, {}, {}, {}, {}
+
+    def take(self, records):
+        for record in records:
+            match record:
+                case Call():
+                    self.calls.setdefault(record.id, record)
+                case Episode():
+                    self.episodes.setdefault(record.id, record)
+                case Message():
+                    self.messages[record.id] = record.body
+                case Segment():
+                    self.paths[record.id] = self.paths.get(record.parent, ()) + record.token_ids
+                case Reward():
+                    self.rewards.setdefault(record.target, {})[record.name] = record.value
+
+
+ids = st.sampled_from(["a", "b", "c"])
+tokens = st.lists(st.integers(0, 200_000), max_size=4).map(tuple)
+f32 = st.floats(width=32, allow_nan=False)
+
+
+@st.composite
+def batches(draw, thread):
+    """What one thread writes: its own episodes and calls, rewards, and messages and paths shared with the others."""
+    made = []
+    for number in range(draw(st.integers(1, 6))):
+        shared = draw(tokens)
+        candidates = tuple(
+            Candidate(index=i, text=draw(ids), message={}, token_ids=t, logprobs=tuple(draw(f32) for _ in t))
+            for i, t in enumerate(draw(st.lists(tokens, max_size=3)))
+        )
+        owner = f"{thread}{draw(ids)}"
+        kind = draw(st.sampled_from(["call", "call", "end", "reward"]))
+        batch = [Segment(segment_id(shared), None, shared), Message(f"m{shared}", list(shared))]
+        if kind == "call":
+            batch.append(call(owner, f"{thread}{number}", number, prompt=segment_id(shared), candidates=candidates))
+        elif kind == "end":
+            batch.append(episode(owner, metrics={"x": draw(f32)}))
+        batch.extend(Reward(candidate_id(owner, 0), name, draw(f32)) for name in draw(st.lists(ids, max_size=2)))
+        made.append(batch)
+    return made
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.tuples(batches("x"), batches("y"), batches("z")), st.randoms(use_true_random=False))
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_interleaved_threads_read_like_a_model(factory, tmp_path, written, order):
+    store = factory(tmp_path / new_id())
+    threads = [threading.Thread(target=lambda b=b: [store.write(batch) for batch in b]) for b in written]
+    order.shuffle(threads)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store.flush()
+    model = Model()
+    for thread in written:
+        for batch in thread:
+            model.take(batch)
+    assert store.lost == 0
+    assert {e.id: e for e in store.episodes()} == model.episodes
+    owners = {c.episode for c in model.calls.values()}
+    assert {c.id: c for owner in owners for c in store.calls(owner)} == model.calls
+    assert {i: store.message(i) for i in model.messages} == model.messages
+    assert {i: store.token_ids(i) for i in model.paths} == model.paths
+    assert {t: dict(r) for t, r in store.rewards(model.rewards).items()} == model.rewards
+    assert set(store.unfinished()) == owners - model.episodes.keys()
+    store.close()
+
+
+def test_ids_sort_by_start_across_threads(store):
+    def write(part):
+        for _ in range(50):
+            store.write([episode(new_id(), part)])
+
+    threads = [threading.Thread(target=write, args=(f"t{i}",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store.flush()
+    found = list(store.episodes())
+    assert [e.id for e in found] == sorted(e.id for e in found)
+    assert Counter(e.task.id for e in found) == {"t0": 50, "t1": 50, "t2": 50, "t3": 50}
+
+
+def test_readers_in_threads_see_whole_batches(store):
+    """A write of one call with its reward is seen whole or not at all, while writing goes on."""
+    torn = []
+    stop = threading.Event()
+
+    def read():
+        while not stop.is_set():
+            known = {c.id for c in store.calls("E1")}
+            rewarded = store.rewards([candidate_id(i, 0) for i in known])
+            torn.extend(target for target, found in rewarded.items() if not found)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    rng = random.Random(3)
+    for step in range(300):
+        store.write([call("E1", f"C{step}", step), Reward(f"C{step}.0", "r", rng.random())])
+    store.flush()
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert torn == []
+    assert len(store.calls("E1")) == 300
