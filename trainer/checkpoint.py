@@ -75,6 +75,7 @@ def _policies(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     roles: dict[str, list[str]] = {}
     for role, name in checkpoint.policies.roles.items():
         roles.setdefault(name, []).append(role)
+    trained = [name for name, spec in checkpoint.policies.specs.items() if spec.trained]
     return [
         {
             "name": spec.name,
@@ -83,7 +84,7 @@ def _policies(checkpoint: Checkpoint) -> list[dict[str, Any]]:
             "roles": roles.get(spec.name, []),
             "lora": msgspec.to_builtins(spec.lora) if spec.kind == "lora" else None,
             "metrics": _metrics(checkpoint.metrics, roles.get(spec.name, [])),
-            "weights_file": f"{spec.name}.safetensors" if spec.trained else None,
+            "weights_file": f"{trained.index(spec.name)}.safetensors" if spec.trained else None,
         }
         for spec in checkpoint.policies.specs.values()
     ]

@@ -29,7 +29,10 @@ class Learner(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer and RNG state of all policies into an existing folder."""
+        """Write weights, optimizer and RNG state of all policies into an existing folder.
+
+        `weights` of the i-th trained policy (from 0, in the order of `Policies.specs`) go to `i.safetensors`.
+        """
         ...
 
     def load(self, folder: Path) -> None:
