@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -189,12 +188,8 @@ def _eval(commands: Any) -> None:
         from cotune.trainer.evaluate import evaluate
         from cotune.trainer.evaluation_report import render
 
-        modes = tuple(a.modes.split(","))
-        report = evaluate(a.run_folder, a.workflow, a.tasks, modes=modes, limit=a.limit, concurrency=a.concurrency)
-        Console().print(render(report))
-        if a.json:
-            with open(a.json, "w") as file:  # noqa: PTH123 - a path from the command line
-                json.dump(report.to_json(), file, indent=2)
+        modes, settings = tuple(a.modes.split(",")), {"limit": a.limit, "concurrency": a.concurrency, "out": a.out}
+        Console().print(render(evaluate(a.run_folder, a.workflow, a.tasks, modes=modes, **settings)))
         return 0
 
     text = "evaluate trained policies against the base, with confidence intervals"
@@ -209,7 +204,7 @@ def _eval(commands: Any) -> None:
     )
     command.add_argument("--limit", type=int, help="take only the first N tasks")
     command.add_argument("--concurrency", type=int, default=64, help="episodes in flight (default: %(default)s)")
-    command.add_argument("--json", metavar="FILE", help="also write the report as JSON")
+    command.add_argument("--out", metavar="DIR", help="also write the records and evaluation.json there")
 
 
 def _export(commands: Any) -> None:
@@ -231,14 +226,8 @@ def _serve(commands: Any) -> None:
     def run(a: argparse.Namespace) -> int:
         from cotune.adapters.serve import serve
 
-        serve(
-            a.folder,
-            host=a.host,
-            port=a.port,
-            token=a.token or os.environ.get("COTUNE_TOKEN"),
-            base=a.model,
-            roles=a.role,
-        )
+        token = a.token or os.environ.get("COTUNE_TOKEN")
+        serve(a.folder, print, host=a.host, port=a.port, token=token, base=a.model, names=a.role)
         return 0
 
     text = "serve an export (or a plain model) over an OpenAI-compatible API, one model name per role"
