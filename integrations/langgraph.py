@@ -76,7 +76,6 @@ def _counted(method: Any) -> Any:
 
 class _Handler(BaseCallbackHandler):
     run_inline = True
-    ignore_agent = True
     ignore_retriever = True
     ignore_custom_event = True
     ignore_retry = True

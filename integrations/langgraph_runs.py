@@ -29,23 +29,26 @@ class Run:
     @classmethod
     def chain(cls, parent: Run | None, name: str | None, metadata: Mapping[str, Any], inputs: Any) -> Run:
         """A node when it is the first run in its namespace, else a graph or any other runnable."""
-        space, agent = _space(metadata), metadata.get("lc_agent_name")
+        space, agent, node = _space(metadata), metadata.get("lc_agent_name"), metadata.get("langgraph_node")
+        if space and parent is None:
+            parent = _from_namespace(space, agent, whole=name != node)
         if space and (parent is None or parent.space != space):
-            return cls(parent, "node", str(metadata.get("langgraph_node") or name), space, agent, own_state=inputs)
+            return cls(parent, "node", str(node or name), space, agent, own_state=inputs)
         return cls(parent, "chain", name or "", space, agent)
 
     @classmethod
     def tool(cls, parent: Run | None, name: str | None, metadata: Mapping[str, Any]) -> Run:
-        return cls(parent, "tool", name or "tool", _space(metadata), metadata.get("lc_agent_name"))
+        space, agent = _space(metadata), metadata.get("lc_agent_name")
+        return cls(parent or _from_namespace(space, agent), "tool", name or "tool", space, agent)
 
     @classmethod
     def model(cls, parent: Run | None, metadata: Mapping[str, Any]) -> Run:
-        """A model call; where a node is the model itself, or its parent is unknown, the metadata name the node."""
-        space, source = _space(metadata), metadata.get("lc_source")
-        if space and (parent is None or parent.space != space):
-            node = str(metadata.get("langgraph_node") or "")
-            parent = cls(parent or _from_namespace(space), "node", node, space, metadata.get("lc_agent_name"))
-        return cls(parent, "model", "", space, None, source)
+        """A model call; where the node is the model itself, or the runs around it are unknown, metadata name them."""
+        space, agent = _space(metadata), metadata.get("lc_agent_name")
+        parent = parent or _from_namespace(space, agent)
+        if space and parent is not None and parent.space != space:
+            parent = cls(parent, "node", str(metadata.get("langgraph_node") or ""), space, agent)
+        return cls(parent, "model", "", space, None, metadata.get("lc_source"))
 
     @property
     def state(self) -> Any:
@@ -99,10 +102,12 @@ def _space(metadata: Mapping[str, Any]) -> str:
     return str(metadata.get("langgraph_checkpoint_ns") or "")
 
 
-def _from_namespace(space: str) -> Run | None:
-    """The nodes around a node whose enclosing runs are unknown: a namespace is `node:id|node:id`, numbers aside."""
-    parent: Run | None = None
-    for part in space.split("|")[:-1]:
-        if not part.isdigit():
-            parent = Run(parent, "node", part.partition(":")[0], "", None)
-    return parent
+def _from_namespace(space: str, agent: str | None, whole: bool = True) -> Run | None:
+    """Nodes whose runs are unknown, because the application replaced its callbacks on the way; with the innermost node,
+    or (not `whole`) without it. A namespace is `node:id|node:id`, with numbers for parallel graphs of one node."""
+    parts = space.split("|") if space else []
+    run: Run | None = None
+    for end in range(1, len(parts) + whole):
+        if not parts[end - 1].isdigit():
+            run = Run(run, "node", parts[end - 1].partition(":")[0], "|".join(parts[:end]), agent)
+    return run
