@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,13 +89,14 @@ async def _open_model(source: str | Path, base: str | Path | None, names: Sequen
 async def _open(model: Path, served: Mapping[str, Served], left: Sequence[str], export: Export | None = None) -> Local:
     from cotune.integrations.transformers_sampler import TransformersSampler
 
-    chat = ChatTemplate.load(model)
-    sampler = await TransformersSampler.open(model)
+    starting = asyncio.create_task(TransformersSampler.open(model))
     try:
+        chat = await asyncio.to_thread(ChatTemplate.load, model)
+        sampler = await starting
         if export is not None:
             await export.publish(sampler)
         info = await sampler.info()
     except BaseException:
-        await sampler.aclose()
+        await (await starting).aclose()
         raise
     return Local(sampler, chat, served, left, info.max_model_len, lambda token: chat.tokenizer.decode([token]))

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,9 +67,8 @@ class Endpoint:
 
     url: str
     port: int
-    models: dict[str, Served]
+    models: Mapping[str, Served]
     left_to_provider: Sequence[str]
-    app: Starlette
     _thread: threading.Thread
 
     def wait(self) -> None:
@@ -77,7 +76,6 @@ class Endpoint:
         self._thread.join()
 
 
-@contextlib.contextmanager
 def serving(
     source: str | Path,
     *,
@@ -86,30 +84,37 @@ def serving(
     token: str | None = None,
     base: str | Path | None = None,
     names: Sequence[str] = (),
-    max_body: int = MAX_BODY,
-) -> Iterator[Endpoint]:
+) -> contextlib.AbstractContextManager[Endpoint]:
     """Serve an export, a model folder or a Hugging Face id from a background thread; port 0 takes a free one.
 
-    Returns once requests are answered. Raises ConfigError, AdapterError, SyncError when it cannot start.
+    A context manager that is entered once requests are answered. `base` names the base model of an export where
+    its recorded path does not hold; `names` are further names of a plain model. Raises ConfigError,
+    AdapterError, SyncError when it cannot start.
     """
+    return serving_local(lambda: open_local(source, base=base, names=names), host=host, port=port, token=token)
+
+
+@contextlib.contextmanager
+def serving_local(
+    opened: Callable[[], Coroutine[Any, Any, Local]],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    max_body: int = MAX_BODY,
+) -> Iterator[Endpoint]:
+    """Serve what `opened` opens in the server's loop; it is closed with the server."""
     check_access(host, token)
     listener = _bind(host, port)
     ready: Future[_Running] = Future()
-    opened = _Opening(source, base, tuple(names), token, max_body)
-    thread = threading.Thread(target=_run, args=(opened, listener, ready), name="cotune-serve", daemon=True)
+    work = _serve(opened, listener, ready, lambda local: build_app(local, token=token, max_body=max_body))
+    thread = threading.Thread(target=_run, args=(work, ready), name="cotune-serve", daemon=True)
     thread.start()
     try:
-        running = ready.result()
+        local = ready.result().local
         bound = listener.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
-        yield Endpoint(
-            f"http://{shown}:{bound}/v1",
-            bound,
-            dict(running.local.served),
-            running.local.left_to_provider,
-            running.app,
-            thread,
-        )
+        yield Endpoint(f"http://{shown}:{bound}/v1", bound, local.served, local.left_to_provider, thread)
     finally:
         ready.add_done_callback(_stop)
         thread.join()
@@ -141,19 +146,9 @@ def check_access(host: str, token: str | None) -> None:
 
 
 @dataclass(frozen=True)
-class _Opening:
-    source: str | Path
-    base: str | Path | None
-    names: tuple[str, ...]
-    token: str | None
-    max_body: int
-
-
-@dataclass(frozen=True)
 class _Running:
     server: uvicorn.Server
     local: Local
-    app: Starlette
 
 
 class _Server(uvicorn.Server):
@@ -168,9 +163,9 @@ class _Server(uvicorn.Server):
         self._said()
 
 
-def _run(opening: _Opening, listener: socket.socket, ready: Future[_Running]) -> None:
+def _run(work: Coroutine[Any, Any, None], ready: Future[_Running]) -> None:
     try:
-        asyncio.run(_serve(opening, listener, ready))
+        asyncio.run(work)
     except BaseException as error:
         if ready.done():
             logger.exception("The server stopped.")
@@ -178,29 +173,33 @@ def _run(opening: _Opening, listener: socket.socket, ready: Future[_Running]) ->
         ready.set_exception(error)
 
 
-def _stop(ready: Future[_Running]) -> None:
-    if ready.exception() is None:
-        ready.result().server.should_exit = True
-
-
-async def _serve(opening: _Opening, listener: socket.socket, ready: Future[_Running]) -> None:
-    local = await open_local(opening.source, base=opening.base, names=opening.names)
+async def _serve(
+    opened: Callable[[], Coroutine[Any, Any, Local]],
+    listener: socket.socket,
+    ready: Future[_Running],
+    app: Callable[[Local], Starlette],
+) -> None:
+    local = await opened()
     try:
-        app = build_app(local, token=opening.token, max_body=opening.max_body)
         config = uvicorn.Config(
-            app,
+            app(local),
             log_config=None,
             access_log=False,
             lifespan="off",
             server_header=False,
             backlog=2048,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=5,
+            timeout_graceful_shutdown=3,
         )
-        server = _Server(config, lambda: ready.set_result(_Running(server, local, app)))
+        server = _Server(config, lambda: ready.set_result(_Running(server, local)))
         await server.serve(sockets=[listener])
     finally:
         await local.aclose()
+
+
+def _stop(ready: Future[_Running]) -> None:
+    if ready.exception() is None:
+        ready.result().server.should_exit = True
 
 
 def _bind(host: str, port: int) -> socket.socket:

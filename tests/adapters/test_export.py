@@ -182,7 +182,7 @@ def test_a_run_is_exported_from_its_newest_checkpoint(
 
 
 def test_a_folder_without_a_run_or_a_checkpoint_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="run.json"):
+    with pytest.raises(RunError, match=r"run\.json"):
         export_run(tmp_path / "none", tmp_path / "out")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")

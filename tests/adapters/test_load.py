@@ -55,7 +55,7 @@ def test_weights_of_another_fingerprint(copy: Path) -> None:
 
 def test_missing_weights(copy: Path) -> None:
     (copy / "planner" / "adapter_model.safetensors").unlink()
-    with pytest.raises(AdapterError, match="adapter_model.safetensors is missing"):
+    with pytest.raises(AdapterError, match=r"adapter_model\.safetensors is missing"):
         load_export(copy)
 
 
