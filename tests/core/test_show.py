@@ -1,0 +1,182 @@
+"""What `cotune show` prints, at a width of 100 columns."""
+
+import io
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from cotune.context import Mark
+from cotune.errors import RecordError, RunError
+from cotune.recorder import Answer, LiveEpisode
+from cotune.records import Candidate, PolicyRef, Reward, Task, Usage
+from cotune.show import show_run
+from cotune.sqlite_store import SqliteStore
+
+
+def shown(path, **options):
+    """Lines on the terminal, with ids, times and runs of spaces made plain."""
+    out = io.StringIO()
+    Console(file=out, width=100, color_system=None).print(show_run(path, **options))
+    assert all(len(line) <= 100 for line in out.getvalue().splitlines())
+    plain = re.sub(r"\d+\.\d+ s\b", "0 s", out.getvalue())
+    return [re.sub(r"\s+", " ", line).strip() for line in plain.splitlines()]
+
+
+def ask(live, role, *messages):
+    return live.start(
+        Mark(role, "test"), {"model": "m", "messages": [{"role": "user", "content": m} for m in messages]}
+    )
+
+
+def candidate(index, said, *token_ids, **fields):
+    message = {"role": "assistant", "content": said}
+    return Candidate(
+        index=index, text=said, message=message, token_ids=token_ids, logprobs=(-0.5,) * len(token_ids), **fields
+    )
+
+
+def tree_answer(rewards, said, chosen=0, role="navigator"):
+    candidates = tuple(candidate(i, f"{said}{i}", 10 + i, 11) for i in range(len(rewards)))
+    components = tuple({"local": value} for value in rewards)
+    return Answer(
+        candidates=candidates, chosen=chosen, prompt_ids=(1, 2, 3), policy=PolicyRef(role, 2), rewards=components
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Two training episodes, one that failed, and one interrupted."""
+    store = SqliteStore.open(tmp_path)
+    ids = []
+    for number, rewards in enumerate([(0.0, 1.0), (1.0, 1.0)]):
+        live = LiveEpisode(
+            store, Task(id=f"t{number}", input={"goal": 4}), workflow="w", phase="train", training_step=0
+        )
+        ask(live, "navigator", "where?").finish(tree_answer(rewards, "go ", chosen=1))
+        later = live.start(
+            Mark("driver", "test"),
+            {"messages": [{"role": "assistant", "content": "go 1"}, {"role": "user", "content": "[b]now[/b]"}]},
+        )
+        later.finish(tree_answer((0.0, -1.0), "turn ", role="driver"))
+        live.end("ok", rewards={"team": 0.5})
+        ids.append(live.id)
+    broken = LiveEpisode(store, Task(id="t2", input=None), workflow="w", phase="train", training_step=0)
+    ask(broken, "navigator", "where?").fail("timeout", "no answer in 3 s")
+    broken.end("error", error="ValueError: no answer")
+    open_end = LiveEpisode(store, Task(id="t3", input=None), workflow="w", phase="train", training_step=0)
+    ask(open_end, "navigator", "where?").finish(tree_answer((1.0,), "go "))
+    store.flush()
+    ids += [broken.id, open_end.id]
+    first = store.calls(ids[0])[0]
+    store.consume([first.id], 0)
+    store.write([Reward(f"{first.id}.0", "late", 1.0)])
+    store.close()
+    return tmp_path, ids
+
+
+def test_overview_and_list(run):
+    path, ids = run
+    lines = shown(path)
+    assert lines[0] == f"records {path}/records.db"
+    assert "train 3 2 1 0 3 1 0.00 team 0.5" in lines
+    assert "navigator 4 1 1 5 9 10 0.000 local 0.8" in lines
+    assert "driver 2 0 1 4 6 8 0.000 local -0.5" in lines
+    assert "1 unfinished episode · 0 records lost · 1 late reward refused" in lines
+    assert "1 call of navigator: timeout" in lines
+    at = lines.index("3 episodes")
+    assert lines[at + 4 : at + 7] == [
+        f"{ids[0]} t0 train 0 2 0.00 ok team 0.5",
+        f"{ids[1]} t1 train 0 2 0.00 ok team 0.5",
+        f"{ids[2]} t2 train 0 1 0.00 error",
+    ]
+
+
+def test_list_of_one_task_and_limit(run):
+    path, ids = run
+    assert "1 episode of task t1" in shown(path, task="t1")
+    lines = shown(path, limit=1)
+    assert "the latest 1 of 3 episodes" in lines
+    assert [line for line in lines if ids[2] in line]
+    assert not [line for line in lines if ids[0] in line]
+
+
+def test_episode_as_a_tree(run):
+    path, ids = run
+    lines = shown(path, episode=ids[0])
+    assert lines[0] == f"episode {ids[0]} task t0 · train step 0 · 2 calls · 0 s · ok team 0.5"
+    assert lines[1].endswith("input {'goal': 4}")
+    assert lines[2:] == [
+        "├── 0 navigator turn 0 · 3+4 tokens · 0 s · navigator@2",
+        "│ ├── < where?",
+        "│ ├── local 0 go 0",
+        "│ └── > local 1 go 1",
+        "└── 1 driver turn 0 reads 0 · 3+4 tokens · 0 s · driver@2",
+        "├── < [b]now[/b]",
+        "├── > local 0 turn 0",
+        "└── local -1 turn 1",
+    ]
+
+
+def test_failures_are_shown(run):
+    path, ids = run
+    lines = shown(path, episode=ids[2])
+    assert "ValueError: no answer" in lines
+    assert "└── 0 navigator turn 0 · 0+0 tokens · 0 s · m · timeout" in lines
+    assert lines[-1] == "└── no answer in 3 s"
+    assert shown(path, episode=ids[3])[0] == f"episode {ids[3]} unfinished: it has calls but no end"
+
+
+def test_parallel_calls_stand_below_what_they_read(tmp_path):
+    store = SqliteStore.open(tmp_path)
+    live = LiveEpisode(store, Task(id="t", input=1), workflow="w")
+    plan = ask(live, "planner", "plan")
+    plan.finish(Answer(candidates=(candidate(0, "do a, b"),), usage=Usage(5, 4)))
+    body = {"messages": [{"role": "assistant", "content": "do a, b"}, {"role": "user", "content": "write " * 50}]}
+    for writer in [live.start(Mark("writer", "test"), body) for _ in range(2)]:
+        call = [{"id": "1", "function": {"name": "search", "arguments": '{"q":1}'}}]
+        said = Candidate(index=0, text="", message={"role": "assistant", "tool_calls": call}, finish_reason="length")
+        writer.finish(Answer(candidates=(said,)))
+    live.end("ok")
+    store.close()
+    lines = shown(tmp_path, episode=live.id)
+    assert lines[2] == "└── 0 planner turn 0 · 5+4 tokens · 0 s · m"
+    assert lines[5] == "├── 1 writer turn 0 reads 0 · 0+0 tokens · 0 s · no model name"
+    assert lines[6].startswith("│ ├── < write write") and lines[6].endswith("…")
+    assert lines[7] == '│ └── > search({"q":1}) [cut at the length limit]'
+    assert lines[8] == "└── 2 writer turn 1 reads 0 · 0+0 tokens · 0 s · no model name"
+
+
+def test_groups_and_what_was_left_out(run):
+    path, _ = run
+    lines = shown(path, groups=True)
+    assert lines[0] == "groups of 1 training step"
+    assert lines[1] == "plan tree, recipe at_grpo, as the records suggest; key task, role, turn, branch"
+    assert "driver 0 2 4 2 -0.500 0.500 0% 0" in lines
+    assert "navigator 0 2 4 2 0.750 0.250 50% 1" in lines
+    assert "6 of 9 candidates trained on; left out:" in lines
+    assert "zero_variance 2 22.2% all rewards of the group are equal" in lines
+    assert "failed_episode 1 11.1% the workflow raised or was cancelled" in lines
+
+
+def test_groups_follow_the_configuration_of_the_run(run):
+    path, _ = run
+    config = {"plan": {"kind": "independent"}, "recipe": None, "alpha": 1.0, "overrides": {}}
+    (path / "run.json").write_text(json.dumps({"config": config}))
+    lines = shown(path, groups=True)
+    assert lines[1] == "plan independent, recipe dr_mas, as the run was configured; key task, role"
+    assert "group_of_one 4 44.4% nothing to compare it with" in lines
+
+
+def test_unknown_episode_and_missing_run(run, tmp_path):
+    with pytest.raises(RecordError, match="No finished episode 'nope'"):
+        show_run(run[0], episode="nope")
+    with pytest.raises(RunError, match="no records file"):
+        show_run(tmp_path / "nowhere")
+
+
+def test_an_empty_run_can_be_shown(tmp_path):
+    SqliteStore.open(tmp_path).close()
+    assert "0 episodes" in shown(tmp_path)
+    assert "0 of 0 candidates trained on; left out:" in shown(tmp_path, groups=True)
