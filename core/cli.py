@@ -212,7 +212,7 @@ def _export(commands: Any) -> None:
         from cotune.adapters.export import export_run
 
         manifest = export_run(a.run_folder, a.to)
-        print(f"exported {', '.join(sorted(manifest.roles))} to {a.to}")
+        print(f"exported {', '.join(sorted(entry.role for entry in manifest.roles))} to {a.to}")
         print(f"next: cotune serve {a.to}")
         return 0
 

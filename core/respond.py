@@ -75,7 +75,8 @@ class PolicyResponder:
         """
         policy = self.policies.get(call.role)
         if policy is None:
-            return self._pass_through(call.role)
+            self._pass_through(call.role)
+            return None
         params = self._params(call)
         prompt = self.chat.render(call.messages, call.tools)
         completions = await self.sampler.sample(prompt, self._count(call), params, policy)
