@@ -1,0 +1,37 @@
+"""The Plan-Path application as a cotune workflow: what its outcome is worth, and what each role's message is worth.
+
+cotune train examples/plan_path/train.py:solve --config examples/plan_path/train.toml --model BASE --tasks FILE
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import cotune
+
+sys.path.insert(0, str(Path(__file__).parent))
+from app import graph, position  # noqa: E402
+from grid import cell_of, grid_of  # noqa: E402
+from rewards import driver_reward, navigator_reward, team_reward  # noqa: E402
+
+
+@cotune.workflow
+async def solve(task: dict[str, Any]) -> dict[str, float]:
+    """Walk one task; `success` is whether the goal was reached."""
+    state = await graph.ainvoke({"task": task})
+    start, end = cell_of(task["start"]), cell_of(state["at"])
+    return {"team": team_reward(grid_of(task), start, end), "success": float(state["reached"])}
+
+
+@solve.scorer("navigator")
+def moves_said(candidate: Any, call: Any, task: dict[str, Any]) -> dict[str, float]:
+    """The moves that the navigator says, as if the driver carried them out from where the agent is."""
+    return navigator_reward(grid_of(task), position(call.state), candidate.text)
+
+
+@solve.scorer("driver")
+def controls_pressed(candidate: Any, call: Any, task: dict[str, Any]) -> dict[str, float]:
+    """The moves that the driver's controls stand for."""
+    return driver_reward(grid_of(task), position(call.state), candidate.text)
