@@ -151,7 +151,7 @@ def _failed(live: LiveEpisode, error: CotuneError) -> Outcome:
 def _raised(workflow: Workflow, error: BaseException) -> WorkflowError:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    what = traceback.format_exception_only(error)[-1].strip()
+    what = f"{type(error).__name__}: {error}"
     failed = WorkflowError(f"The workflow {workflow.name!r} raised {what}{where}.", "Fix the workflow.")
     failed.__cause__ = error
     return failed

@@ -56,13 +56,15 @@ def _wrap(cls: type) -> None:
             setattr(cls, name, wrapped)
 
 
-def _open(model: Any, messages: list[Any], stop: list[str] | None, options: dict[str, Any]) -> LiveCall | None:
+def _open(model: Any, messages: list[Any], args: tuple[Any, ...], options: dict[str, Any]) -> LiveCall | None:
     """A call to record, or None: outside an episode, and within a call that another method has already opened."""
     episode = current_episode.get()
     if episode is None or opened_call.get() is not None:
         return None
     try:
-        return episode.start(identify(), request_of(model, messages, stop, options))
+        asked = {k: v for k, v in options.items() if k not in ("stop", "run_manager")}
+        stop = args[0] if args else options.get("stop")
+        return episode.start(identify(), request_of(model, messages, stop, asked))
     except RecordError as error:
         if episode.responder is not None:
             raise
@@ -71,18 +73,16 @@ def _open(model: Any, messages: list[Any], stop: list[str] | None, options: dict
 
 
 def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
-    def generate(
-        self: Any, messages: list[Any], stop: list[str] | None = None, run_manager: Any = None, **options: Any
-    ) -> Any:
-        call = _open(self, messages, stop, options)
+    def generate(self: Any, messages: list[Any], *args: Any, **options: Any) -> Any:
+        call = _open(self, messages, args, options)
         if call is None:
-            return original(self, messages, stop, run_manager, **options)
+            return original(self, messages, *args, **options)
         found = _asked(call)
         if found is not None:
             return result_of(call, found)
         token = opened_call.set(call)
         try:
-            result = original(self, messages, stop, run_manager, **options)
+            result = original(self, messages, *args, **options)
         except BaseException as error:
             call.fail(*reason_of(error))
             raise
@@ -95,18 +95,16 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _agenerate(original: Callable[..., Any]) -> Callable[..., Any]:
-    async def agenerate(
-        self: Any, messages: list[Any], stop: list[str] | None = None, run_manager: Any = None, **options: Any
-    ) -> Any:
-        call = _open(self, messages, stop, options)
+    async def agenerate(self: Any, messages: list[Any], *args: Any, **options: Any) -> Any:
+        call = _open(self, messages, args, options)
         if call is None:
-            return await original(self, messages, stop, run_manager, **options)
+            return await original(self, messages, *args, **options)
         found = await _asked_async(call)
         if found is not None:
             return result_of(call, found)
         token = opened_call.set(call)
         try:
-            result = await original(self, messages, stop, run_manager, **options)
+            result = await original(self, messages, *args, **options)
         except BaseException as error:
             call.fail(*reason_of(error))
             raise
@@ -119,19 +117,17 @@ def _agenerate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stream(original: Callable[..., Any]) -> Callable[..., Any]:
-    def stream(
-        self: Any, messages: list[Any], stop: list[str] | None = None, run_manager: Any = None, **options: Any
-    ) -> Iterator[Any]:
-        call = _open(self, messages, stop, {**options, "stream": True})
+    def stream(self: Any, messages: list[Any], *args: Any, **options: Any) -> Iterator[Any]:
+        call = _open(self, messages, args, {**options, "stream": True})
         if call is None:
-            yield from original(self, messages, stop, run_manager, **options)
+            yield from original(self, messages, *args, **options)
             return
         found = _asked(call)
         if found is not None:
             yield chunk_of(call, found)
             return
         chunks = []
-        source = iter(original(self, messages, stop, run_manager, **options))
+        source = iter(original(self, messages, *args, **options))
         try:
             while (chunk := _step(call, source)) is not None:
                 chunks.append(chunk)
@@ -145,12 +141,10 @@ def _stream(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _astream(original: Callable[..., Any]) -> Callable[..., Any]:
-    async def astream(
-        self: Any, messages: list[Any], stop: list[str] | None = None, run_manager: Any = None, **options: Any
-    ) -> AsyncIterator[Any]:
-        call = _open(self, messages, stop, {**options, "stream": True})
+    async def astream(self: Any, messages: list[Any], *args: Any, **options: Any) -> AsyncIterator[Any]:
+        call = _open(self, messages, args, {**options, "stream": True})
         if call is None:
-            async for chunk in original(self, messages, stop, run_manager, **options):
+            async for chunk in original(self, messages, *args, **options):
                 yield chunk
             return
         found = await _asked_async(call)
@@ -158,7 +152,7 @@ def _astream(original: Callable[..., Any]) -> Callable[..., Any]:
             yield chunk_of(call, found)
             return
         chunks = []
-        source = aiter(original(self, messages, stop, run_manager, **options))
+        source = aiter(original(self, messages, *args, **options))
         try:
             while (chunk := await _step_async(call, source)) is not None:
                 chunks.append(chunk)

@@ -1,0 +1,344 @@
+"""Workflows: made of functions, loaded by name, run as episodes, with every way to go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import pickle
+import threading
+from pathlib import Path
+
+import pytest
+
+import cotune
+from cotune.context import current_episode
+from cotune.episodes import outcome_of, run_episode
+from cotune.errors import ConfigError, WorkflowError
+from cotune.records import Episode, Reward, Task
+from cotune.workflow import load_workflow, workflow_of
+
+
+class Sink(list):
+    def write(self, records):
+        self.extend(records)
+
+
+def run(fn, given=None, **options):
+    sink = Sink()
+    task = Task(id="t", input={"q": 1} if given is None else given)
+    return asyncio.run(run_episode(workflow_of(fn), task, sink=sink, **options)), sink
+
+
+@cotune.workflow
+def module_level(task):
+    return 1.0
+
+
+# The decorator
+
+
+def test_a_workflow_is_the_same_function_as_before():
+    def plain(task: dict) -> float:
+        """Docs."""
+        return 0.5
+
+    async def other(task):
+        return 1
+
+    assert cotune.workflow(plain) is plain
+    assert inspect.iscoroutinefunction(cotune.workflow(other))
+    assert not inspect.iscoroutinefunction(plain)
+    assert (plain({}), plain.__doc__, str(inspect.signature(plain))) == (0.5, "Docs.", "(task: 'dict') -> 'float'")
+    assert pickle.loads(pickle.dumps(module_level)) is module_level
+    assert (plain.cotune.name, plain.cotune.fn) == ("plain", plain)
+
+
+def test_scorers_are_kept_by_role():
+    @cotune.workflow
+    def solve(task):
+        return 1
+
+    @solve.scorer("a")
+    def local(candidate, call, task):
+        return 1.0
+
+    @solve.scorer("b/c")
+    async def named(candidate, call, task):
+        return {"style": 1.0}
+
+    assert solve.cotune.scorers == {"a": local, "b/c": named}
+    assert local(None, None, None) == 1.0
+
+
+def test_wrong_scorers():
+    @cotune.workflow
+    def solve(task):
+        return 1
+
+    solve.scorer("a")(lambda candidate, call, task: 1)
+    with pytest.raises(WorkflowError, match="two scorers"):
+        solve.scorer("a")(lambda candidate, call, task: 2)
+    with pytest.raises(WorkflowError, match="three arguments"):
+        solve.scorer("b")(lambda candidate: 1)
+
+
+@pytest.mark.parametrize(
+    ("app", "said"),
+    [
+        (42, "42 is not a workflow"),
+        (dict, "is not a workflow"),
+        (lambda: 1, "cannot be called with one argument"),
+        (lambda a, b: 1, "cannot be called with one argument"),
+        ("x".upper, "cannot be called"),
+    ],
+)
+def test_what_is_no_workflow(app, said):
+    with pytest.raises(WorkflowError, match=said):
+        cotune.workflow(app)
+
+
+def test_a_function_takes_no_inputs_or_reward():
+    with pytest.raises(WorkflowError, match="no inputs= or reward="):
+        cotune.workflow(lambda task: 1, reward=lambda state, task: 1)
+
+
+def test_workflow_of_anything_else():
+    with pytest.raises(WorkflowError, match="Decorate the function with @cotune"):
+        workflow_of(lambda task: 1)
+    assert workflow_of(module_level.cotune) is module_level.cotune
+
+
+# Loading
+
+APP = """
+import cotune
+from nearby import answer
+
+@cotune.workflow
+def solve(task):
+    return answer
+
+def undecorated(task):
+    return 1
+
+class Box:
+    inner = solve
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    import sys
+
+    (tmp_path / "an_app.py").write_text(APP)
+    (tmp_path / "nearby.py").write_text("answer = 7")
+    (tmp_path / "broken_app.py").write_text("import no_such_thing_anywhere")
+    (tmp_path / "wrong_app.py").write_text("x = (")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("an_app", "nearby", "broken_app", "wrong_app"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield tmp_path
+    for name in ("an_app", "nearby"):
+        sys.modules.pop(name, None)
+
+
+def test_loads_by_module_and_by_file(folder: Path):
+    assert load_workflow("an_app:solve").fn(None) == 7
+    assert load_workflow("an_app:Box.inner").name == "solve"
+    assert load_workflow("an_app.py:solve") is load_workflow("an_app:solve")
+
+
+def test_loads_a_file_from_another_folder(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir("/")
+    assert load_workflow(f"{folder}/an_app.py:solve").fn(None) == 7
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("an_app", "module:name or path/to/file.py:name"),
+        ("no_such_app:solve", "a module on sys.path"),
+        ("no/such/file.py:solve", "No file is at"),
+        ("an_app:missing", "workflows there: solve"),
+        ("broken_app:solve", "No module named 'no_such_thing_anywhere'"),
+        ("broken_app.py:solve", "No module named 'no_such_thing_anywhere'"),
+        ("wrong_app:solve", "SyntaxError"),
+    ],
+)
+def test_apps_that_do_not_exist(folder: Path, spec: str, said: str):
+    with pytest.raises(ConfigError, match=said) as raised:
+        load_workflow(spec)
+    assert (raised.value.field, raised.value.value) == ("app", spec)
+
+
+def test_an_app_that_is_no_workflow(folder: Path):
+    with pytest.raises(WorkflowError, match="is not a workflow"):
+        load_workflow("an_app:undecorated")
+
+
+# Outcomes
+
+
+@pytest.mark.parametrize(
+    ("value", "rewards", "metrics"),
+    [
+        (0.5, {"team": 0.5}, {}),
+        (2, {"team": 2.0}, {}),
+        (True, {"team": 1.0}, {"success": 1.0}),
+        ({"team": 1, "style": 0.5}, {"team": 1.0, "style": 0.5}, {}),
+        ({"team": 1.5, "success": True}, {"team": 1.5}, {"success": 1.0}),
+        ({"success": False}, {"team": 0.0}, {"success": 0.0}),
+        ({"team": 1, "metrics": {"turns": 3}}, {"team": 1.0}, {"turns": 3.0}),
+    ],
+)
+def test_what_a_workflow_may_return(value, rewards, metrics):
+    assert outcome_of(value, "it") == (rewards, metrics)
+
+
+@pytest.mark.parametrize(
+    "value", [None, math.nan, math.inf, "1.0", "good", [1], {}, {"team": None}, {"success": math.nan}, {"team": "x"}]
+)
+def test_what_it_may_not(value):
+    outcome, sink = run(cotune.workflow(lambda task: value))
+    assert isinstance(outcome.error, WorkflowError)
+    assert outcome.rewards == {}
+    assert [(type(r), r.status, bool(r.error)) for r in sink] == [(Episode, "error", True)]
+
+
+# Episodes
+
+
+def test_records_the_episode_and_its_rewards():
+    async def solve(task):
+        assert current_episode.get().task.input == task
+        return {"team": task["x"], "success": True}
+
+    outcome, sink = run(cotune.workflow(solve), {"x": 2}, phase="train", training_step=4, rollout=1, timeout=60)
+    reward, record = sink
+    assert (type(reward), reward.target, reward.name, reward.value) == (Reward, record.id, "team", 2.0)
+    assert record == outcome.episode
+    assert (record.task.id, record.workflow, record.phase, record.training_step, record.rollout) == (
+        "t", "solve", "train", 4, 1,
+    )  # fmt: skip
+    assert (record.status, record.metrics, outcome.error) == ("ok", {"success": 1.0}, None)
+    assert current_episode.get() is None
+
+
+def test_a_workflow_that_raises_is_a_failed_episode_that_says_where():
+    def solve(task):
+        raise KeyError("colour")
+
+    outcome, _ = run(cotune.workflow(solve))
+    assert outcome.episode.status == "error"
+    assert "raised KeyError: 'colour'" in outcome.episode.error
+    assert "test_workflow.py" in outcome.episode.error
+    assert isinstance(outcome.error.__cause__, KeyError)
+
+
+def test_sync_workflows_run_at_once_each_in_its_own_context():
+    """More of them than asyncio's own pool has threads."""
+    count = 64
+    barrier = threading.Barrier(count)
+
+    @cotune.workflow
+    def solve(task):
+        barrier.wait(30)
+        return current_episode.get().task.input == task
+
+    async def main():
+        tasks = [Task(id=str(i), input=i) for i in range(count)]
+        return await asyncio.gather(*(run_episode(solve.cotune, t, sink=Sink()) for t in tasks))
+
+    assert [o.rewards for o in asyncio.run(main())] == [{"team": 1.0}] * count
+
+
+def test_threads_of_a_workflow_stay_in_its_episode_and_pools_do_not_keep_it():
+    from concurrent.futures import ThreadPoolExecutor
+
+    pool = ThreadPoolExecutor(1)
+    found = []
+
+    @cotune.workflow
+    def solve(task):
+        here = current_episode.get()
+        thread = threading.Thread(target=lambda: found.append(current_episode.get() is here))
+        thread.start()
+        thread.join()
+        found.append(pool.submit(current_episode.get).result() is here)
+        return 1
+
+    run(solve)
+    run(solve)
+    assert found == [True] * 4
+    assert pool.submit(current_episode.get).result() is None
+    pool.shutdown()
+
+
+def test_a_callable_object_and_a_sync_function_that_returns_a_coroutine():
+    class App:
+        async def __call__(self, task):
+            return task["q"]
+
+    async def inner(task):
+        return 0.25
+
+    assert run(cotune.workflow(App()))[0].rewards == {"team": 1.0}
+    assert run(cotune.workflow(lambda task: inner(task)))[0].rewards == {"team": 0.25}
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_timeout(way):
+    release = threading.Event()
+
+    async def waits(task):
+        await asyncio.Event().wait()
+
+    def blocks(task):
+        release.wait(20)
+
+    async def main():
+        try:
+            solve = cotune.workflow(waits if way == "async" else blocks)
+            return await run_episode(solve.cotune, Task(id="t", input=0), sink=Sink(), timeout=0.05)
+        finally:
+            release.set()
+
+    outcome = asyncio.run(main())
+    assert outcome.episode.status == "error"
+    assert "did not finish within 0.05 seconds" in outcome.episode.error
+    assert outcome.live.ended
+
+
+def test_a_timeout_error_of_the_workflow_is_its_own():
+    def solve(task):
+        raise TimeoutError("mine")
+
+    assert "raised TimeoutError: mine" in str(run(cotune.workflow(solve), timeout=60)[0].error)
+
+
+def test_cancelling_records_the_episode_as_cancelled():
+    sink = Sink()
+    started = asyncio.Event()
+
+    async def solve(task):
+        started.set()
+        await asyncio.Event().wait()
+
+    async def main():
+        task = asyncio.create_task(run_episode(cotune.workflow(solve).cotune, Task(id="t", input=0), sink=sink))
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert [r.status for r in sink] == ["cancelled"]
+
+
+def test_a_workflow_that_cancels_itself_is_a_failed_episode():
+    async def solve(task):
+        raise asyncio.CancelledError
+
+    assert run(cotune.workflow(solve))[0].episode.status == "error"

@@ -1,0 +1,231 @@
+"""What LangGraph and LangChain must keep for the integration to work, and what it does to a whole graph."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+from langchain_core.callbacks.manager import CallbackManager
+from langchain_core.language_models import BaseChatModel
+from langchain_core.language_models.fake_chat_models import FakeListChatModel
+from langchain_core.messages import HumanMessage
+from langchain_openai import ChatOpenAI
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.types import Command, interrupt
+
+import cotune
+from cotune.errors import WorkflowError
+from cotune.integrations import activate
+from cotune.integrations.langgraph import _HANDLER, _notes
+from cotune.integrations.langgraph_runs import Run, role_of
+from tests.integrations.recorded import Recorded, episode
+
+HELLO = {"messages": [HumanMessage("hello")]}
+REMEDY = "{} changed: adapt cotune/integrations/{}"
+model = ChatOpenAI(model="m", base_url="http://127.0.0.1:9/v1", api_key="none", max_retries=0)
+
+
+async def says(state):
+    return {"messages": [await model.ainvoke(state["messages"])]}
+
+
+def graph_of(node=says, **options):
+    builder = StateGraph(MessagesState)
+    builder.add_node("node", node)
+    builder.add_edge(START, "node")
+    return builder.compile(**options)
+
+
+# What upstream must keep
+
+
+def test_the_handler_joins_every_callback_manager_of_an_episode_and_of_nothing_else():
+    activate()
+
+    async def run(task):
+        return float(_HANDLER in CallbackManager.configure().inheritable_handlers)
+
+    outcome = asyncio.run(episode(run))
+    assert outcome.rewards == {"team": 1.0}, REMEDY.format("langchain_core.tracers.context", "langgraph.py")
+    assert _HANDLER not in CallbackManager.configure().inheritable_handlers
+
+
+def test_callbacks_still_tell_node_namespace_and_message_ids(record: Recorded):
+    told = {}
+
+    def reply(call):
+        told.update(call.mark.details, output=call.mark.output)
+        notes = _notes(call.episode)
+        told["kinds"] = [(run.kind, run.name, bool(run.space)) for run in notes.runs.values()]
+        return "x"
+
+    async def run(task):
+        told["id"] = (await graph_of().ainvoke(HELLO))["messages"][-1].id
+        return 1
+
+    record(run, reply)
+    remedy = REMEDY.format("LangGraph's callbacks", "langgraph_runs.py")
+    assert told["kinds"] == [("chain", "LangGraph", False), ("node", "node", True)], remedy
+    assert told["id"].startswith(told["output"]), remedy
+
+
+def test_chat_models_still_have_the_four_methods():
+    remedy = REMEDY.format("BaseChatModel", "langchain_models.py")
+    assert all(callable(getattr(BaseChatModel, n, None)) for n in ("_generate", "_agenerate", "_stream", "_astream")), (
+        remedy
+    )
+    assert FakeListChatModel(responses=["x"])._get_ls_params(stop=None)["ls_model_type"] == "chat", remedy
+
+
+def test_frameworks_are_hooked_when_an_episode_imports_them_first():
+    code = """
+import asyncio, sys
+from cotune.episodes import run_episode
+from cotune.recorder import Answer
+from cotune.records import Candidate, Task
+from cotune.workflow import workflow, workflow_of
+
+assert not {"openai", "langchain_core"} & set(sys.modules)
+sys.modules["transformers"] = sys.modules["torch"] = None  # LangChain would load them, at length
+
+@workflow
+async def solve(task):
+    from langgraph.graph import START, MessagesState, StateGraph
+    from langchain_openai import ChatOpenAI
+    model = ChatOpenAI(model="m", base_url="http://127.0.0.1:9/v1", api_key="none")
+    async def node(state):
+        return {"messages": [await model.ainvoke("x")]}
+    builder = StateGraph(MessagesState)
+    builder.add_node("late", node)
+    builder.add_edge(START, "late")
+    await builder.compile().ainvoke({"messages": []})
+    return 1
+
+class Responder:
+    async def respond(self, call):
+        print(call.role)
+        message = {"role": "assistant", "content": "x"}
+        return Answer(candidates=(Candidate(index=0, text="x", message=message),))
+
+class Sink:
+    def write(self, records): ...
+
+print(asyncio.run(run_episode(workflow_of(solve), Task(id="1", input=0), sink=Sink(), responder=Responder())).rewards)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout == "late\n{'team': 1.0}\n", run.stderr
+
+
+# Whole graphs as workflows
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_a_compiled_graph_is_a_workflow(record: Recorded):
+    solve = cotune.workflow(
+        graph_of(name="greeter"),
+        inputs=lambda task: {"messages": [("user", f"q{task['q']}")]},
+        reward=lambda state, task: {"team": len(state["messages"]), "success": task["q"] == 1},
+    )
+
+    @solve.scorer("node")
+    def polite(candidate, call, task):
+        return 1.0
+
+    outcome = record(solve, lambda call: call.messages[0]["content"])
+    assert outcome.rewards == {"team": 2.0}
+    assert outcome.episode.metrics == {"success": 1.0}
+    assert outcome.episode.workflow == "greeter"
+    assert record.calls[0].candidates[0].text == "q1"
+    assert solve.cotune.scorers == {"node": polite}
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_a_graph_with_a_checkpointer_runs_each_episode_as_a_new_thread(record: Recorded):
+    solve = cotune.workflow(
+        graph_of(checkpointer=InMemorySaver()), inputs=lambda task: HELLO, reward=lambda s, t: len(s["messages"])
+    )
+    assert [record(solve, lambda call: "x").rewards for _ in range(2)] == [{"team": 2.0}] * 2
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_a_judge_in_the_reward_of_a_graph_is_not_a_call(record: Recorded):
+    from cotune.context import current_episode
+
+    async def judge(state, task):
+        return current_episode.get() is None
+
+    assert record(cotune.workflow(graph_of(), inputs=lambda t: HELLO, reward=judge), lambda call: "x").rewards == {
+        "team": 1.0
+    }
+
+
+def test_what_a_graph_needs_and_what_is_no_workflow():
+    with pytest.raises(WorkflowError, match="reward="):
+        cotune.workflow(graph_of())
+    with pytest.raises(WorkflowError, match="compiled LangGraph"):
+        cotune.workflow(StateGraph(MessagesState))
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_interrupt_and_resume_are_one_episode(record: Recorded):
+    def ask_human(state):
+        first = model.invoke("question")
+        answer = interrupt(first.content)
+        return {"messages": [model.invoke(answer)]}
+
+    graph = graph_of(ask_human, checkpointer=InMemorySaver())
+
+    async def run(task):
+        config = {"configurable": {"thread_id": "1"}}
+        await graph.ainvoke(HELLO, config)
+        await graph.ainvoke(Command(resume="yes"), config)
+        return 1
+
+    record(run, lambda call: "x")
+    assert [(c.role, c.turn) for c in record.calls] == [("node", 0), ("node", 1), ("node", 2)]
+
+
+# What stays behind
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_no_run_is_kept_after_it_ended(record: Recorded):
+    def breaks(state):
+        model.invoke("x")
+        raise ValueError("oh")
+
+    async def run(task):
+        for node in (says, breaks):
+            try:
+                await graph_of(node).ainvoke(HELLO)
+            except ValueError:
+                continue
+        return 1
+
+    notes = _notes(record(run, lambda call: "x").live)
+    assert (notes.runs, notes.marks) == ({}, {})
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_a_fault_of_the_integration_is_counted_and_the_application_goes_on(
+    record: Recorded, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Run, "chain", lambda *args: 1 / 0)
+
+    async def run(task):
+        await graph_of().ainvoke(HELLO)
+        return 1
+
+    outcome = record(run, lambda call: "x")
+    assert outcome.live.warnings["langgraph"] >= 2
+    assert record.roles == ["node"]
+
+
+def test_roles_from_metadata_alone():
+    space = "team:0b9a|1|writer:77aa"
+    orphan = Run.model(None, {"langgraph_checkpoint_ns": space, "langgraph_node": "writer"})
+    assert role_of(orphan) == "team/writer"
+    assert role_of(Run.model(None, {})) == "app"
