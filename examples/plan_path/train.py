@@ -12,9 +12,9 @@ from typing import Any
 import cotune
 
 sys.path.insert(0, str(Path(__file__).parent))
-from app import graph, position  # noqa: E402
-from grid import cell_of, grid_of  # noqa: E402
-from rewards import driver_reward, navigator_reward, team_reward  # noqa: E402
+from app import graph, position
+from grid import cell_of, grid_of
+from rewards import driver_reward, navigator_reward, team_reward
 
 
 @cotune.workflow
