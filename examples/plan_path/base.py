@@ -1,0 +1,249 @@
+"""Builds the demo's base model: a small Qwen3 with its own tokenizer, warmed up on imperfect demonstrations.
+
+Pretrained weights would do as well; this takes about a minute and needs no download. The demonstrators know the format
+and the game, but err often, so that the base succeeds at about one task in seven and nothing is out of its reach.
+
+    python examples/plan_path/base.py --out runs/demo/base --seed 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from grid import (
+    DRIVER,
+    LETTERS,
+    MOVES,
+    NAVIGATOR,
+    NEARBY,
+    SIZE,
+    Cell,
+    Grid,
+    carry_out,
+    cell_of,
+    driver_messages,
+    grid_of,
+    make_task,
+    navigator_messages,
+    step,
+)
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+STEPS = 260
+BATCH = 96
+LR = 3e-3
+DEMONSTRATIONS = 9000
+
+ERRING_MOVE = 0.42
+"""Share of the navigator's moves that are random."""
+USUAL_TABLE = 0.4
+"""Share of the driver's answers that ignore the table and press what is usual: a up, b right, c down, d left."""
+ERRING_CONTROL = 0.1
+BAD_FORMAT = 0.12
+"""Share of answers that neither role may give: too long, or in the other role's words."""
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+Demonstration = tuple[list[dict[str, str]], str]
+Demonstrator = Callable[[random.Random], Demonstration]
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A word-level tokenizer over the words of the game, with a chat template."""
+    special = ["<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>"]
+    split = pre_tokenizers.WhitespaceSplit()
+    known = [
+        *MOVES,
+        *LETTERS,
+        *NEARBY,
+        "goal",
+        "walls",
+        "controls",
+        "said",
+        "go",
+        "press",
+        "system",
+        "user",
+        "assistant",
+    ]
+    known += [f"{move}={n}" for move in MOVES for n in range(SIZE)]
+    known += [f"{move}={letter}" for move in MOVES for letter in LETTERS]
+    known += f"{NAVIGATOR} {DRIVER}".split()
+    vocabulary = {word: i for i, word in enumerate(dict.fromkeys([*special, *known]))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = split
+    tokenizer.add_special_tokens(special)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", unk_token="<|unk|>", eos_token="<|im_end|>"
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """An untrained Qwen3 of 0.3M parameters."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.08,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def scene(rng: random.Random) -> tuple[Grid, Cell]:
+    """A random task, some random moves into it."""
+    task = make_task(rng)
+    grid, at = grid_of(task), cell_of(task["start"])
+    walked = carry_out(grid, at, rng.choices(list(MOVES), k=rng.randrange(6)))
+    return grid, at if walked.reached else walked.at
+
+
+def navigator_demonstration(rng: random.Random) -> Demonstration:
+    """Shortest paths, with random moves in between."""
+    grid, at = scene(rng)
+    messages, words = navigator_messages(grid, at), []
+    for _ in range(rng.choice((1, 2))):
+        move = rng.choice(list(MOVES))
+        if rng.random() >= ERRING_MOVE:
+            move = min(rng.sample(list(MOVES), 4), key=lambda m: _distance(grid, step(at, m)))
+        words.append(move)
+        at = carry_out(grid, at, [move]).at
+        if at == grid.goal:
+            break
+    return messages, _spoil(rng, words)
+
+
+def driver_demonstration(rng: random.Random) -> Demonstration:
+    """Controls by the table, or by the table that the demonstrator is used to."""
+    letters = rng.sample(LETTERS, len(LETTERS))
+    controls = dict(zip(MOVES, letters, strict=True))
+    said = rng.choices(list(MOVES), k=rng.choice((1, 2)))
+    messages = driver_messages(Grid(SIZE, frozenset(), (0, 0), tuple(controls.items())), _spoil(rng, said))
+    if rng.random() < USUAL_TABLE:
+        controls = dict(zip(MOVES, LETTERS, strict=True))
+    words = [rng.choice(LETTERS) if rng.random() < ERRING_CONTROL else controls[move] for move in said]
+    return messages, _spoil(rng, words)
+
+
+def _distance(grid: Grid, cell: Cell) -> float:
+    return grid.distance(cell) if grid.free(cell) else math.inf
+
+
+def _spoil(rng: random.Random, words: Sequence[str]) -> str:
+    """Break the format now and then."""
+    if rng.random() >= BAD_FORMAT:
+        return " ".join(words)
+    return " ".join(rng.choices([*MOVES, *LETTERS, "go", "press"], k=rng.randrange(1, 5)))
+
+
+TEAM: tuple[Demonstrator, ...] = (navigator_demonstration, driver_demonstration, driver_demonstration)
+"""The driver has more to learn: to look a move up in a table."""
+
+
+def warm_up(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    seed: int,
+    steps: int = STEPS,
+    demonstrators: Sequence[Demonstrator] = TEAM,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
+    """Supervised training on demonstrations, on the answer's tokens only."""
+    rng = random.Random(f"demonstrations {seed}")
+    pool = _tokenized(tokenizer, [demonstrators[i % len(demonstrators)](rng) for i in range(DEMONSTRATIONS)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01)
+    model.train()
+    for number in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = LR * min(1.0, (number + 1) / 20) * (1 - number / steps)
+        ids, labels = _batch(rng.sample(pool, BATCH), tokenizer.pad_token_id)
+        loss = model(input_ids=ids, attention_mask=ids.ne(tokenizer.pad_token_id), labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        report(number + 1, loss.item())
+    model.eval()
+
+
+def _tokenized(
+    tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[Demonstration]
+) -> list[tuple[list[int], list[int]]]:
+    """Prompt and answer ids of each demonstration."""
+    texts = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m, _ in demonstrations]
+    prompts = tokenizer(texts)["input_ids"]
+    answers = tokenizer([f"{answer} {tokenizer.eos_token}" for _, answer in demonstrations])["input_ids"]
+    return list(zip(prompts, answers, strict=True))
+
+
+def _batch(rows: Sequence[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(len(prompt) + len(answer) for prompt, answer in rows)
+    ids = torch.full((len(rows), width), pad)
+    labels = torch.full((len(rows), width), -100)
+    for row, (prompt, answer) in enumerate(rows):
+        ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+        labels[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
+    return ids, labels
+
+
+def build(
+    folder: Path,
+    *,
+    seed: int = 0,
+    steps: int = STEPS,
+    demonstrators: Sequence[Demonstrator] = TEAM,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
+    """Build, warm up and save a base model as a Hugging Face folder; the same for the same seed."""
+    torch.set_num_threads(1)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, seed)
+    warm_up(model, tokenizer, seed=seed, steps=steps, demonstrators=demonstrators, report=report)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    """Build the base model."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    options = parser.parse_args()
+    started = time.monotonic()
+
+    def report(step: int, loss: float) -> None:
+        if step % 50 == 0 or step == options.steps:
+            print(f"warm-up {step}/{options.steps}: loss {loss:.3f}, {time.monotonic() - started:.0f} s", flush=True)
+
+    build(options.out, seed=options.seed, steps=options.steps, report=report)
+    print(f"base model saved in {options.out}")
+
+
+if __name__ == "__main__":
+    main()
