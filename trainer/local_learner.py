@@ -130,7 +130,7 @@ class LocalLearner:
         with self._lock:
             try:
                 identity = msgspec.json.decode((folder / "learner.json").read_bytes())
-                if identity != msgspec.to_builtins(self._identity()):
+                if identity != msgspec.json.decode(msgspec.json.encode(self._identity())):
                     raise RunError(f"{folder} holds the policies {identity}, this run trains {self._identity()}.")
                 for index, (name, policy) in enumerate(self._policies.items()):
                     policy.load(load_file(folder / f"{index}.safetensors", device=str(policy.device)))

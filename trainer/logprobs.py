@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 48 * 2**20
-"""Logits of one chunk, in bytes; about three buffers of this size live at a time."""
+CHUNK_BYTES = 4 * 2**20
+CHUNK_ROWS = {"cpu": 64, "cuda": 256}
+"""A chunk has as many tokens as fit their fp32 logits into `CHUNK_BYTES` (a cache), but at least so many, for which
+reading the output embedding pays. About three buffers of a chunk live at a time."""
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -77,9 +79,9 @@ def token_logprobs(
 
     hidden [N, H], weight [V, H], bias [V] or None, targets [N] (int64), temperature [N], all above 0. Returns two
     float32 tensors [N], both differentiable in hidden, weight and bias. Memory beyond the inputs and gradients:
-    about three chunks of `CHUNK_BYTES`.
+    about three chunks.
     """
-    rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    rows = max(CHUNK_ROWS.get(hidden.device.type, 64), CHUNK_BYTES // (4 * weight.shape[0]))
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
     return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, rows)

@@ -46,8 +46,8 @@ def token_weights(spec: LossSpec, lengths: Tensor) -> Tensor:
     """Share of every token in the loss of a mini-batch whose rows have these `lengths` [R], rows in order.
 
     token_mean: 1 / tokens of the mini-batch. sequence_mean: 1 / (rows * tokens of the row). constant: 1 / (rows *
-    constant_length), Dr. GRPO's sum without length bias. The loss of a mini-batch is then a plain sum over its tokens, in
-    whatever micro-batches they come.
+    constant_length), Dr. GRPO's sum without length bias. The loss of a mini-batch is then a plain sum over its tokens,
+    in whatever micro-batches they come.
     """
     if spec.aggregation == "token_mean":
         per_row = torch.full(lengths.shape, 1.0 / int(lengths.sum()))

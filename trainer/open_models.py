@@ -51,7 +51,9 @@ def open_policy_models(
 
 def _load(path: str, dtype: str, device: torch.device, settings: LearnerSettings) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     try:
         network = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     except (OSError, ValueError) as error:

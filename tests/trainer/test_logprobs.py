@@ -1,0 +1,80 @@
+"""Chunked log-probabilities equal the naive ones, forward and backward."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cotune.trainer import logprobs
+from cotune.trainer.logprobs import token_logprobs
+
+
+def naive(hidden, weight, bias, targets, temperature):
+    logits = torch.nn.functional.linear(hidden, weight, bias) / temperature[:, None]
+    logp = logits.log_softmax(-1)
+    return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+
+
+def inputs(tokens, vocabulary, width, seed, bias=True):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, width, generator=generator).requires_grad_()
+    weight = torch.randn(vocabulary, width, generator=generator).requires_grad_()
+    offset = torch.randn(vocabulary, generator=generator).requires_grad_() if bias else None
+    targets = torch.randint(vocabulary, (tokens,), generator=generator)
+    temperature = torch.rand(tokens, generator=generator) + 0.5
+    return hidden, weight, offset, targets, temperature
+
+
+def gradients(function, arguments, share, bonus):
+    for tensor in arguments[:3]:
+        if tensor is not None:
+            tensor.grad = None
+    logp, entropy = function(*arguments)
+    ((share * logp).sum() + bonus * entropy.sum()).backward()
+    return logp.detach(), entropy.detach(), [t.grad for t in arguments[:3] if t is not None]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tokens=st.integers(1, 17),
+    vocabulary=st.integers(2, 40),
+    rows=st.integers(1, 20),
+    bias=st.booleans(),
+    bonus=st.sampled_from([0.0, 0.3]),
+    seed=st.integers(0, 1000),
+)
+def test_fused_equals_naive_whatever_the_chunks(tokens, vocabulary, rows, bias, bonus, seed):
+    arguments = inputs(tokens, vocabulary, 5, seed, bias)
+    share = torch.linspace(-1.0, 1.0, tokens)
+    before = logprobs.CHUNK_BYTES, logprobs.CHUNK_ROWS
+    logprobs.CHUNK_BYTES, logprobs.CHUNK_ROWS = 0, {"cpu": rows}
+    try:
+        fused = gradients(token_logprobs, arguments, share, bonus)
+    finally:
+        logprobs.CHUNK_BYTES, logprobs.CHUNK_ROWS = before
+    expected = gradients(naive, arguments, share, bonus)
+    for mine, theirs in zip([*fused[:2], *fused[2]], [*expected[:2], *expected[2]], strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4)
+
+
+def test_literal_values():
+    # logits 0, log 2, log 5 at temperature 1: p = 1/8, 2/8, 5/8
+    weight = torch.tensor([[1.0], [2.0], [5.0]]).log()
+    logp, entropy = token_logprobs(torch.ones(1, 1), weight, None, torch.tensor([2]), torch.ones(1))
+    assert logp.exp().item() == pytest.approx(0.625)
+    assert entropy.item() == pytest.approx(0.900256)
+
+
+def test_temperature_divides_the_logits():
+    # logits 0, log 4 at temperature 2: p = 1/3, 2/3
+    weight = torch.tensor([[1.0], [4.0]]).log()
+    logp, _ = token_logprobs(torch.ones(1, 1), weight, None, torch.tensor([1]), torch.tensor([2.0]))
+    assert logp.exp().item() == pytest.approx(2 / 3)
+
+
+def test_a_frozen_head_gets_no_gradient():
+    hidden, weight, _, targets, temperature = inputs(6, 9, 4, 0)
+    weight = weight.detach()
+    token_logprobs(hidden, weight, None, targets, temperature)[0].sum().backward()
+    assert weight.grad is None
+    assert hidden.grad.abs().sum() > 0

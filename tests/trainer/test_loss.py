@@ -1,0 +1,186 @@
+"""The losses against numbers worked out by hand. Ratios are given; log-probabilities are their logarithms."""
+
+import math
+
+import pytest
+import torch
+
+from cotune.recipes import LossSpec, recipe
+from cotune.trainer.loss import Tokens, policy_loss, token_weights
+
+
+def tokens(ratios, advantages, *, lengths=None, behind=None, spec=None, **more):
+    """Tokens whose pi_new / pi_sampler are `ratios`; `behind` gives pi_old / pi_sampler and makes `old` the anchor."""
+    lengths = torch.tensor(lengths or [len(ratios)])
+    sampler = torch.full((len(ratios),), math.log(0.25))
+    new = (sampler + torch.tensor(ratios).log()).requires_grad_()
+    old = None if behind is None else sampler + torch.tensor(behind).log()
+    return Tokens(
+        new=new,
+        sampler=sampler,
+        advantage=torch.tensor(advantages),
+        weight=token_weights(spec or LossSpec(), lengths),
+        row=torch.arange(len(lengths)).repeat_interleave(lengths),
+        old=old,
+        **more,
+    )
+
+
+def loss_and_slope(spec, batch):
+    parts = policy_loss(spec, batch)
+    parts.loss.backward()
+    return parts, parts.loss.item(), batch.new.grad.tolist()
+
+
+def test_ppo_takes_the_lower_of_ratio_and_clipped_ratio():
+    # min(1.5, 1.2) = 1.2; min(0.5, 0.8) = 0.5; min(-2, -2) = -2: loss = -(1.2 + 0.5 - 2) / 3 = 0.1
+    parts, loss, slope = loss_and_slope(LossSpec(), tokens([1.5, 0.5, 1.0], [1.0, 1.0, -2.0]))
+    assert loss == pytest.approx(0.1, abs=1e-6)
+    assert slope == pytest.approx([0.0, -0.5 / 3, 2.0 / 3], abs=1e-6)  # d(rA)/d log pi = rA where not clipped
+    assert parts.clipped.tolist() == [True, False, False]
+    assert parts.ratio.tolist() == pytest.approx([1.5, 0.5, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "gain", "clipped"),
+    [
+        (1.30, 1.0, 1.28, True),  # a good token is not pushed further up than 1 + high
+        (1.25, 1.0, 1.25, False),
+        (0.50, 1.0, 0.50, False),  # a good token below the band may come back
+        (0.50, -1.0, -0.80, True),  # a bad token is not pushed further down than 1 - low
+        (0.90, -1.0, -0.90, False),
+        (1.50, -1.0, -1.50, False),  # a bad token above the band may come back
+    ],
+)
+def test_clip_sides_with_a_higher_upper_bound(ratio, advantage, gain, clipped):
+    spec = recipe("dapo").loss
+    parts, loss, slope = loss_and_slope(spec, tokens([ratio], [advantage]))
+    assert loss == pytest.approx(-gain, abs=1e-6)
+    assert slope[0] == pytest.approx(0.0 if clipped else -gain, abs=1e-6)
+    assert parts.clipped.item() is clipped
+
+
+def test_dual_clip_bounds_a_bad_token():
+    spec = LossSpec(dual_clip=3.0, tis_cap=None)
+    parts, loss, slope = loss_and_slope(spec, tokens([5.0, 2.0], [-1.0, -1.0]))
+    assert loss == pytest.approx((3.0 + 2.0) / 2)
+    assert slope == pytest.approx([0.0, 1.0])
+    assert parts.clipped.tolist() == [True, False]
+
+
+def test_cispo_weighs_the_score_with_a_clipped_constant():
+    # low 1, high 4: weights clip(0.5) = 0.5, clip(8) = 5; loss = -(0.5 * 1 * log .125 + 5 * -1 * log 2) / 2
+    spec = LossSpec(style="cispo", clip_low=1.0, clip_high=4.0, tis_cap=None)
+    parts, loss, slope = loss_and_slope(spec, tokens([0.5, 8.0], [1.0, -1.0]))
+    assert loss == pytest.approx(-(0.5 * math.log(0.125) - 5.0 * math.log(2.0)) / 2, abs=1e-6)
+    assert slope == pytest.approx([-0.25, 2.5])  # never zero: a clipped token still learns
+    assert parts.clipped.tolist() == [False, True]
+
+
+def test_style_none_is_the_plain_ratio():
+    _, loss, slope = loss_and_slope(LossSpec(style="none"), tokens([1.5, 0.5], [1.0, 1.0]))
+    assert loss == pytest.approx(-1.0)
+    assert slope == pytest.approx([-0.75, -0.25])
+
+
+def test_without_a_ratio_the_score_is_weighed_by_the_advantage():
+    _, loss, slope = loss_and_slope(LossSpec(ratio="none", tis_cap=None), tokens([1.0, 1.0], [1.0, -3.0]))
+    assert loss == pytest.approx(math.log(0.25))  # -(1 - 3) / 2 * log(1/4)
+    assert slope == pytest.approx([-0.5, 1.5])
+
+
+def test_without_a_ratio_the_correction_is_truncated_importance():
+    parts, _, slope = loss_and_slope(LossSpec(ratio="none"), tokens([0.5, 3.0], [1.0, 1.0]))
+    assert slope == pytest.approx([-0.25, -1.0])  # weights 0.5 and min(3, 2)
+    assert parts.truncated.tolist() == [False, True]
+
+
+def test_gspo_has_one_ratio_per_sequence():
+    # geometric means: sqrt(1.1 * 1.21) = 1.153690, clipped at 1.1; and 0.9, not clipped as A > 0
+    spec = LossSpec(ratio="sequence", clip_low=0.05, clip_high=0.1, aggregation="sequence_mean")
+    batch = tokens([1.1, 1.21, 0.9], [1.0, 1.0, 2.0], lengths=[2, 1], spec=spec)
+    parts, loss, slope = loss_and_slope(spec, batch)
+    assert parts.ratio.tolist() == pytest.approx([1.1536897, 1.1536897, 0.9])
+    assert loss == pytest.approx(-(1.1 + 1.8) / 2, abs=1e-6)
+    assert slope == pytest.approx([0.0, 0.0, -0.9])
+
+
+def test_gspo_spreads_the_gradient_evenly_over_the_sequence():
+    spec = LossSpec(ratio="sequence", clip_high=9.0, aggregation="sequence_mean", tis_cap=None)
+    _, _, slope = loss_and_slope(spec, tokens([1.0, 4.0], [1.0, 1.0], spec=spec))
+    assert slope == pytest.approx([-1.0, -1.0])  # s = 2, ds/d log pi_t = s / length
+
+
+def test_the_trainers_anchor_is_corrected_by_a_truncated_weight():
+    # pi_old / pi_sampler = 0.5, 1.5, 4: weights 0.5, 1.5, 2. pi_new / pi_old = 1, 1, 1.5 (clipped at 1.2).
+    batch = tokens([0.5, 1.5, 6.0], [1.0, -1.0, 1.0], behind=[0.5, 1.5, 4.0])
+    parts, loss, slope = loss_and_slope(LossSpec(), batch)
+    assert loss == pytest.approx(-(0.5 - 1.5 + 2.4) / 3, abs=1e-6)
+    assert slope == pytest.approx([-0.5 / 3, 1.5 / 3, 0.0], abs=1e-6)
+    assert parts.ratio.tolist() == pytest.approx([1.0, 1.0, 1.5])
+    assert parts.truncated.tolist() == [False, False, True]
+
+
+def test_no_cap_means_no_correction():
+    batch = tokens([4.0], [1.0], behind=[4.0])
+    assert policy_loss(LossSpec(tis_cap=None), batch).loss.item() == pytest.approx(-1.0)
+    assert policy_loss(LossSpec(tis_cap=None), batch).truncated.tolist() == [False]
+
+
+def test_straight_against_the_sampler_a_large_ratio_counts_as_the_cap():
+    parts, loss, slope = loss_and_slope(LossSpec(), tokens([3.0, 1.5], [-1.0, -1.0]))
+    assert loss == pytest.approx((2.0 + 1.5) / 2)
+    assert slope == pytest.approx([1.0, 0.75])  # the capped token keeps the gradient cap * d log pi
+    assert parts.truncated.tolist() == [True, False]
+
+
+def test_anchors_agree_where_sampler_and_trainer_agree():
+    ratios, advantages = [0.7, 1.1, 1.6], [1.0, -1.0, -2.0]
+    straight = loss_and_slope(LossSpec(), tokens(ratios, advantages))
+    anchored = loss_and_slope(LossSpec(), tokens(ratios, advantages, behind=[1.0, 1.0, 1.0]))
+    assert straight[1] == pytest.approx(anchored[1])
+    assert straight[2] == pytest.approx(anchored[2])
+
+
+def test_kl_is_k3_to_the_reference():
+    # pi_ref / pi_new = 2: k3 = 2 - log 2 - 1; its slope in log pi_new is 1 - 2
+    batch = tokens([1.0], [0.0], reference=torch.tensor([math.log(0.5)]))
+    parts, loss, slope = loss_and_slope(LossSpec(kl=0.1), batch)
+    assert loss == pytest.approx(0.1 * (1 - math.log(2)), abs=1e-6)
+    assert slope == pytest.approx([-0.1], abs=1e-6)
+    assert parts.kl.tolist() == pytest.approx([1 - math.log(2)])
+
+
+def test_entropy_is_a_bonus():
+    entropy = torch.tensor([0.5, 1.5], requires_grad=True)
+    parts = policy_loss(LossSpec(entropy=0.1), tokens([1.0, 1.0], [0.0, 0.0], entropy=entropy))
+    parts.loss.backward()
+    assert parts.loss.item() == pytest.approx(-0.1)
+    assert entropy.grad.tolist() == pytest.approx([-0.05, -0.05])
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (LossSpec(aggregation="token_mean"), [0.25, 0.25, 0.25, 0.25]),
+        (LossSpec(aggregation="sequence_mean"), [0.5, 1 / 6, 1 / 6, 1 / 6]),
+        (LossSpec(aggregation="constant", constant_length=10), [0.05, 0.05, 0.05, 0.05]),
+    ],
+)
+def test_aggregation_of_a_row_of_one_and_a_row_of_three_tokens(spec, expected):
+    assert token_weights(spec, torch.tensor([1, 3])).tolist() == pytest.approx(expected)
+
+
+def test_a_step_raises_the_probability_of_the_better_answer():
+    logits = torch.zeros(2, requires_grad=True)
+    logp = logits.log_softmax(-1)
+    batch = Tokens(
+        new=logp,
+        sampler=logp.detach(),
+        advantage=torch.tensor([1.0, -1.0]),
+        weight=torch.tensor([0.5, 0.5]),
+        row=torch.tensor([0, 1]),
+    )
+    policy_loss(recipe("at_grpo").loss, batch).loss.backward()
+    better = (logits - logits.grad).softmax(-1)[0].item()
+    assert better == pytest.approx(1 / (1 + math.exp(-1.0)))  # the gradient of each logit is -/+ 0.5

@@ -1,0 +1,83 @@
+"""Rows into optimizer steps, steps into passes."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotune.samples import TrainRow
+from cotune.trainer.microbatch import micro_batches, mini_batches
+
+
+def rows_of(shapes):
+    """Rows from (prompt number, prompt length, response length)."""
+    return [
+        TrainRow(
+            id=str(i),
+            role="r",
+            prompt_ids=(p,) * length,
+            response_ids=(1,) * tokens,
+            logprobs=(0.0,) * tokens,
+            advantage=1.0,
+        )
+        for i, (p, length, tokens) in enumerate(shapes)
+    ]
+
+
+def split(rows, size, seed=0):
+    return mini_batches(rows, size, torch.Generator().manual_seed(seed))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.just(3), st.integers(1, 9)), min_size=1, max_size=60), st.integers(1, 20)
+)
+def test_every_row_is_in_exactly_one_step_of_at_most_its_size(shapes, size):
+    batches = split(rows_of(shapes), size)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(shapes)))
+    assert all(0 < len(batch) <= size for batch in batches)
+    assert len(batches) == -(-len(shapes) // size)
+
+
+def test_steps_are_nearly_equal_instead_of_leaving_a_rest_of_one():
+    assert sorted(map(len, split(rows_of([(i, 2, 2) for i in range(65)]), 64))) == [32, 33]
+
+
+def test_rows_of_a_prompt_stay_in_one_step():
+    rows = rows_of([(i // 8, 2, 2) for i in range(64)])
+    for batch in split(rows, 16):
+        assert len({rows[i].prompt_ids for i in batch}) == 2
+
+
+def test_the_seed_fixes_the_order():
+    rows = rows_of([(i, 2, 2) for i in range(40)])
+    assert split(rows, 8, seed=1) == split(rows, 8, seed=1) != split(rows, 8, seed=2)
+
+
+def test_a_shared_prompt_counts_once():
+    rows = rows_of([(0, 100, 10)] * 4 + [(1, 100, 10)] * 4)
+    assert micro_batches(rows, range(8), 140, shared=True) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert micro_batches(rows, range(8), 220, shared=False) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_rows_of_like_length_go_together_and_a_long_one_alone():
+    rows = rows_of([(0, 5, 45), (1, 5, 5), (2, 5, 195), (3, 5, 5), (4, 5, 45)])
+    assert micro_batches(rows, range(5), 100, shared=False) == [[1, 3], [0, 4], [2]]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=40),
+    st.integers(1, 60),
+    st.booleans(),
+)
+def test_passes_hold_every_row_once_and_keep_to_the_budget(shapes, budget, shared):
+    rows = rows_of(shapes)
+    batches = micro_batches(rows, range(len(rows)), budget, shared)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(rows)))
+    for batch in batches:
+        chosen = [rows[i] for i in batch]
+        longest_response = max(len(row.response_ids) for row in chosen)
+        if shared:
+            prompts = {row.prompt_ids for row in chosen}
+            tokens = len(prompts) * max(map(len, prompts)) + len(chosen) * longest_response
+        else:
+            tokens = len(chosen) * max(len(row.prompt_ids) + len(row.response_ids) for row in chosen)
+        assert tokens <= budget or len(batch) == 1
