@@ -7,7 +7,9 @@ import logging
 import os
 import sys
 import tomllib
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +42,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status: 0 done, 1 a cotune error, 2 wrong usage, 130 interrupted."""
+    """Run a command; return the exit status: 0 done, 1 an error, 2 wrong usage, 130 interrupted."""
     arguments = parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(name)s: %(message)s")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     sys.path.insert(0, str(Path.cwd()))
     try:
         run: Callable[[argparse.Namespace], int] = arguments.run
@@ -59,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if arguments.verbose:
+            logging.getLogger("cotune").exception("failed")
+        print(f"cotune {arguments.command}: {error}", file=sys.stderr)
+        return 1
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -161,7 +169,7 @@ def _run_train(a: argparse.Namespace) -> int:
     print(f"{state} after {summary.steps} steps in {summary.seconds:.0f} s: {summary.path}")
     if summary.finished:
         print(f"next: cotune export {summary.path} --to adapters/")
-    return 0
+    return 0 if summary.finished else 130
 
 
 _FLAGS = ("model", "policies", "recipe", "steps", "tasks_per_step", "concurrency", "seed")
@@ -227,7 +235,7 @@ def _serve(commands: Any) -> None:
         from cotune.adapters.serve import serve
 
         token = a.token or os.environ.get("COTUNE_TOKEN")
-        serve(a.folder, print, host=a.host, port=a.port, token=token, base=a.model, names=a.role)
+        serve(a.folder, partial(print, flush=True), host=a.host, port=a.port, token=token, base=a.model, names=a.role)
         return 0
 
     text = "serve an export (or a plain model) over an OpenAI-compatible API, one model name per role"

@@ -51,7 +51,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, learner: Learner, *, k
     partial.rename(target)
     sync_folder(folder)
     write_atomically(folder / "latest", target.name.encode())
-    for old in sorted(folder.glob("step-*"))[:-keep]:
+    for old in sorted(path for path in folder.glob("step-*") if path.name <= target.name)[:-keep]:
         shutil.rmtree(old)
     return target
 

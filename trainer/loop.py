@@ -25,8 +25,8 @@ from cotune.trainer.rollout import rollout
 from cotune.trainer.run import Run
 from cotune.trainer.schedule import lr_scale, tasks_of_step
 
-HARMLESS = ("zero_variance", "zero_advantage", "mean_out_of_range", "untrained_role", "not_chosen")
-"""Reasons to leave candidates out that tell of the tasks or the plan, not of a fault."""
+NOTHING_TO_LEARN = ("zero_variance", "zero_advantage", "mean_out_of_range")
+"""Reasons to leave out sound groups: a step in which nothing else is left makes no update, and goes on."""
 
 
 async def train_steps(run: Run, progress: Progress) -> None:
@@ -37,12 +37,13 @@ async def train_steps(run: Run, progress: Progress) -> None:
         samples  = candidates of finished episodes; what cannot be trained on is counted by reason
         groups   = samples with one prompt; advantages inside each
         for each policy: update on the rows of its roles; publish the new version; prove that it arrived
-        commit: checkpoint with the ledger of consumed groups
+        commit (as the next step begins): checkpoint with the ledger of consumed groups
     """
     config = run.config
-    commit(run)
     while run.step < config.steps and not run.stopping:
         clock = Clock()
+        with clock("checkpoint"):
+            commit(run)
         tasks = tasks_of_step(run.tasks, run.step, config.tasks_per_step, config.seed)
         with clock("rollout"):
             episodes = await roll_out(run, tasks, progress)
@@ -63,10 +64,8 @@ async def train_steps(run: Run, progress: Progress) -> None:
         run.latest = metrics.roles
         run.ledger.update({group.id: run.step for group in prepared.groups})
         run.consumed.update(run.ledger)
+        run.folder.append_metrics(msgspec.to_builtins(metrics))
         run.step += 1
-        with clock("checkpoint"):
-            commit(run)
-        run.folder.append_metrics(msgspec.to_builtins(msgspec.structs.replace(metrics, seconds=dict(clock.seconds))))
         progress.step(metrics)
     commit(run, last=True)
 
@@ -122,10 +121,9 @@ def by_policy(run: Run, rows: Mapping[str, Sequence[TrainRow]]) -> dict[str, lis
 async def update(
     run: Run, rows: Mapping[str, Sequence[TrainRow]], scale: float, left_out: Mapping[str, int]
 ) -> dict[str, Mapping[str, Any]]:
-    """Update every policy that has rows. Raises GroupError when there are none and something other than equal
-    rewards is the reason."""
-    faults = {reason: count for reason, count in left_out.items() if reason not in HARMLESS}
-    if not rows and (faults or not left_out):
+    """Update every policy that has rows. Raises GroupError when there are none and not even a group to learn
+    nothing from."""
+    if not rows and not any(left_out.get(reason) for reason in NOTHING_TO_LEARN):
         counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(left_out.items())) or "no calls at all"
         raise GroupError(
             f"Step {run.step} has no usable sample ({counts}).", f"Look at the episodes: cotune show {run.folder.path}."
@@ -199,7 +197,7 @@ def step_metrics(
     clock: Clock,
 ) -> StepMetrics:
     """Everything a step reports."""
-    tokens = sum(len(row.response_ids) for its_rows in rows.values() for row in its_rows)
+    tokens = sum(len(c.token_ids) for call in collected.calls.values() for c in call.candidates)
     policies = {name: {k: float(v) for k, v in figures.items() if "/" not in k} for name, figures in updates.items()}
     for name, proof in run.proofs.items():
         if name in policies:
@@ -214,7 +212,7 @@ def step_metrics(
         groups=len(prepared.groups),
         rows=sum(map(len, rows.values())),
         outcome=outcome_means(episodes, run.store.rewards(episode.id for episode in episodes)),
-        roles=role_metrics(prepared, updates),
+        roles=role_metrics(prepared, collected, rows, updates),
         policies=policies,
         left_out=dict(left_out),
         lr_scale=scale,

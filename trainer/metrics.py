@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import msgspec
 
+from cotune.collect import Collected
 from cotune.prepare import Prepared
 from cotune.records import Episode
+from cotune.samples import TrainRow
+
+
+OF_UPDATE = (
+    "clip_share",
+    "tis_clipped_share",
+    "entropy",
+    "ratio_mean",
+    "ratio_max",
+    "kl",
+    "sampler_gap_mean",
+    "sampler_gap_max",
+    "sampler_kl",
+)
+"""Figures of an update that are known of each role."""
 
 
 class Clock:
@@ -46,7 +62,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     left_out: dict[str, int]
     lr_scale: float
     seconds: dict[str, float]
+    """By phase. `checkpoint` is what it took to save the steps before this one."""
     tokens_per_s: float
+    """Sampled tokens of trained roles per second of the whole step."""
     updated: bool
     notes: tuple[str, ...] = ()
 
@@ -61,12 +79,25 @@ def outcome_means(episodes: Sequence[Episode], rewards: Mapping[str, Mapping[str
     return {name: sum(found) / len(found) for name, found in sorted(values.items())}
 
 
-def role_metrics(prepared: Prepared, updates: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Per role: reward, group spread, zero-variance share, lengths; clip share, entropy, gap from its update."""
+def role_metrics(
+    prepared: Prepared,
+    collected: Collected,
+    rows: Mapping[str, Sequence[TrainRow]],
+    updates: Mapping[str, Mapping[str, float]],
+) -> dict[str, dict[str, float]]:
+    """Per role: reward, group spread, zero-variance share, `tokens_mean` (length of its candidates) and
+    `prompt_tokens_mean`; where it was trained, also what its policy's update says of it (clip share, entropy, gap).
+
+    `rows` and `updates` are by policy. A figure that is not defined in this step is left out.
+    """
     roles: dict[str, dict[str, float]] = {r: msgspec.structs.asdict(figures) for r, figures in prepared.roles.items()}
-    for figures in updates.values():
-        for name, value in figures.items():
-            role, _, metric = name.rpartition("/")
-            if role in roles:
-                roles[role][metric] = value
-    return roles
+    for role, figures in roles.items():
+        samples = [sample for sample in collected.samples if sample.role == role]
+        figures["tokens_mean"] = sum(sample.tokens for sample in samples) / len(samples)
+        figures["prompt_tokens_mean"] = sum(collected.calls[s.call].prompt_tokens for s in samples) / len(samples)
+    for policy, update in updates.items():
+        trained = sorted({row.role for row in rows[policy]})
+        for role in trained:
+            prefix = "" if len(trained) == 1 else f"{role}/"
+            roles[role] |= {name: float(update[prefix + name]) for name in OF_UPDATE if prefix + name in update}
+    return {r: {k: v for k, v in figures.items() if math.isfinite(v)} for r, figures in roles.items()}

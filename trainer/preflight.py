@@ -42,7 +42,7 @@ async def look_around(
     """Run the first tasks once; return the roles seen and what the user should know.
 
     Raises WorkflowError for an application that makes no call, a workflow that fails on every task, a scorer that
-    fails; ConfigError for a scorer of a role that never calls.
+    fails on every call; ConfigError for a scorer of a role that never calls.
     """
     provider = [role for policy in config.policy if policy.kind == "provider" for role in policy.roles]
     responder = PolicyResponder(
@@ -66,8 +66,7 @@ async def look_around(
     store.flush()
     calls = [call for outcome in outcomes for call in store.calls(outcome.episode.id)]
     _check_outcomes(workflow, outcomes, calls)
-    if responder.scorer_errors:
-        raise WorkflowError(next(iter(responder.scorer_errors)), "Nothing was trained.")
+    _check_scorers(workflow, calls)
     seen = sorted({call.role for call in calls})
     for role in workflow.scorers:
         if role not in seen and role not in config.roles:
@@ -97,6 +96,13 @@ def _check_outcomes(workflow: Workflow, outcomes: Sequence[Outcome], calls: Sequ
         )
 
 
+def _check_scorers(workflow: Workflow, calls: Sequence[Call]) -> None:
+    for role in workflow.scorers:
+        errors = [call.error for call in calls if call.role == role and call.status == "ok"]
+        if errors and all(errors):
+            raise WorkflowError(f"{errors[0]} So it went on all {len(errors)} calls.", "Nothing was trained.")
+
+
 def _with_calls(error: CotuneError, failed: Sequence[Call]) -> CotuneError:
     if not failed:
         return error
@@ -108,5 +114,7 @@ def _with_calls(error: CotuneError, failed: Sequence[Call]) -> CotuneError:
 def _notes(outcomes: Sequence[Outcome], calls: Sequence[Call]) -> list[str]:
     errors = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
     notes = [f"{len(errors)} of {len(outcomes)} episodes failed while looking around: {errors[0]}"] if errors else []
+    faults = [call.error for call in calls if call.error is not None]
+    notes += [f"{len(faults)} of {len(calls)} calls failed while looking around: {faults[0]}"] if faults else []
     roles: Mapping[str, int] = {role: sum(c.role == role for c in calls) for role in sorted({c.role for c in calls})}
     return [*notes, "roles: " + ", ".join(f"{role} ({count} calls)" for role, count in roles.items())]

@@ -48,7 +48,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=not self.console.is_terminal)
 
     def rollout(self, step: int, episodes: int) -> None:
         self._bars.reset(self._episodes, total=episodes, description="episodes")

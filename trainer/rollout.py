@@ -25,7 +25,8 @@ async def rollout(
     done: Sequence[Episode] = (),
     on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:
-    """Run every task `rollouts` times, at most `concurrency` episodes at once; return `done` and the new episodes.
+    """Run every task `rollouts` times, at most `concurrency` episodes at once; return `done` and the new episodes, by
+    rollout and task.
 
     Episodes in `done` (finished before an interruption) are not run again.
     """
@@ -55,4 +56,6 @@ async def rollout(
             for task in tasks
             if (task.id, number) not in finished
         ]
-    return [*done, *(task.result() for task in running)]
+    place = {task.id: position for position, task in enumerate(tasks)}
+    episodes = [*done, *(task.result() for task in running)]
+    return sorted(episodes, key=lambda episode: (episode.rollout, place.get(episode.task.id, len(place))))

@@ -13,7 +13,6 @@ import msgspec
 
 from cotune.adapters.publish import Proof, prove_publish
 from cotune.advantages import AdvantageState
-from cotune.integrations.chat_format import ChatTemplate
 from cotune.integrations.transformers_sampler import TransformersSampler
 from cotune.plans import Plan
 from cotune.policies import Policies
@@ -25,7 +24,6 @@ from cotune.store import Store
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.config import TrainConfig
 from cotune.trainer.learner import Learner
-from cotune.trainer.local_learner import LocalLearner
 from cotune.trainer.preflight import look_around
 from cotune.trainer.run_folder import RunFolder
 from cotune.workflow import Workflow
@@ -104,12 +102,10 @@ async def opened(
     """Open sampler, store and learner; look around with a few episodes, or restore the newest checkpoint."""
     plan, recipe, why = config.resolve_plan(list(workflow.scorers))
     saved = load_checkpoint(folder.checkpoints)
-    chat = ChatTemplate.load(config.model)
     async with contextlib.AsyncExitStack() as stack:
         store = SqliteStore.open(folder.records)
         stack.callback(store.close)
-        sampler = await TransformersSampler.open(config.model, threads=config.sampling.threads)
-        stack.push_async_callback(sampler.aclose)
+        sampler, chat = await _model(config, stack)
         notes: list[str] = []
         if saved is None:
             seen, notes = await look_around(config, workflow, tasks, plan, store, sampler, chat)
@@ -118,6 +114,8 @@ async def opened(
             policies = saved[0].policies
         limit = recipe.loss.constant_length or config.sampling.max_tokens
         loss = msgspec.structs.replace(recipe.loss, constant_length=limit)
+        from cotune.trainer.local_learner import LocalLearner
+
         run = Run(
             folder=folder,
             config=config,
@@ -135,6 +133,26 @@ async def opened(
         if saved is not None:
             await _restore(run, *saved)
         yield run
+
+
+async def _model(config: TrainConfig, stack: contextlib.AsyncExitStack) -> tuple[Sampler, ChatFormat]:
+    """The sampler and the chat format, at once: the sampler's process starts while this one imports torch."""
+    opening = TransformersSampler.open(config.model, threads=config.sampling.threads)
+    sampler, chat = await asyncio.gather(opening, asyncio.to_thread(_chat, config.model), return_exceptions=True)
+    if not isinstance(sampler, BaseException):
+        stack.push_async_callback(sampler.aclose)
+    for opened_or_not in (chat, sampler):
+        if isinstance(opened_or_not, BaseException):
+            raise opened_or_not
+    return sampler, chat
+
+
+def _chat(model: str) -> ChatFormat:
+    """The chat format of `model`; what the learner imports is loaded along with it."""
+    from cotune.integrations.chat_format import ChatTemplate
+    from cotune.trainer import local_learner  # noqa: F401
+
+    return ChatTemplate.load(model)
 
 
 def _untrained(policies: Policies) -> list[str]:

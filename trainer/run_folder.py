@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -40,21 +41,27 @@ def versions() -> dict[str, str]:
 class RunFolder:
     """A run folder opened for writing; `close` releases it."""
 
-    def __init__(self, path: Path, lock: FileLock) -> None:
+    def __init__(self, path: Path, lock: FileLock, *, own: bool = False) -> None:
         self.path = path
         self._lock = lock
+        self._own = own
         self.records = path / "records.db"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
 
     @classmethod
     def create(cls, path: str | Path, config: TrainConfig, *, workflow: str | None, tasks: str | None) -> RunFolder:
-        """Make a new run. Raises RunError when the folder already holds one."""
+        """Make a new run. Raises RunError when the folder already holds one or another process writes to it."""
         path = Path(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            own = not any(path.iterdir())
+            folder = cls(path, FileLock(path / "lock", f"The run {path}"), own=own)
+        except OSError as error:
+            raise RunError(f"{path} cannot be made a run folder: {error}.", "Choose another --out.") from None
         if (path / "run.json").exists():
+            folder.close()
             raise RunError(f"{path} already holds a run.", "Choose another --out, or go on with --resume.")
-        path.mkdir(parents=True, exist_ok=True)
-        folder = cls(path, FileLock(path / "lock", f"The run {path}"))
         described = {
             "model": config.model,
             "workflow": workflow,
@@ -85,6 +92,16 @@ class RunFolder:
         """Drop the lines of steps that the checkpoint does not know: they are done again."""
         kept = [line for line in read_metrics(self.path) if line["step"] < steps]
         write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept).encode())
+
+    def discard_unbegun(self) -> None:
+        """Remove a run that ended before its first checkpoint, so that the folder is free for another try. What was
+        in the folder before stays."""
+        if (self.checkpoints / "latest").exists():
+            return
+        if self._own:
+            shutil.rmtree(self.path)
+        else:
+            (self.path / "run.json").unlink(missing_ok=True)
 
     def close(self) -> None:
         self._lock.release()

@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 
 from cotune.errors import ConfigError
-from cotune.integrations.chat_format import ChatTemplate
+from cotune.integrations.model_folder import locate_model
 from cotune.records import Task
 from cotune.tasks import as_tasks, load_tasks
 from cotune.trainer.config import TrainConfig, convert
@@ -62,7 +62,7 @@ def train(
     listed = _tasks(tasks)
     chosen = _config(config, settings)
     chosen.resolve_plan(list(flow.scorers))
-    ChatTemplate.load(chosen.model)
+    locate_model(chosen.model)
     path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     folder = RunFolder.create(
         path,
@@ -70,7 +70,11 @@ def train(
         workflow=workflow if isinstance(workflow, str) else None,
         tasks=str(Path(tasks).resolve()) if isinstance(tasks, str | Path) else None,
     )
-    return _run_anywhere(_train(folder, chosen, flow, listed, console))
+    try:
+        return _run_anywhere(_train(folder, chosen, flow, listed, console))
+    except BaseException:
+        folder.discard_unbegun()
+        raise
 
 
 def resume(
