@@ -1,0 +1,192 @@
+"""An unchanged LangGraph application whose calls are answered in process by an export's policies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_openai import ChatOpenAI
+from langgraph.graph import END, START, MessagesState, StateGraph
+
+import cotune
+from cotune.adapters.deployed import Deployment
+from cotune.adapters.local import Local, Served
+from cotune.adapters.serve import serving_local
+from cotune.context import current_episode
+from cotune.errors import AdapterError, CotuneError
+from cotune.records import PolicyRef
+from cotune.sampler import Completion, SamplerInfo
+
+
+class Provider:
+    """What the application uses today: says `provider`, and counts."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def sample(self, prompt_token_ids: Any, n: int, params: Any, policy: PolicyRef) -> list[Completion]:
+        self.asked += 1
+        return [Completion((1,), (-0.1,), "stop")]
+
+    def render(self, messages: Any, tools: Any) -> list[int]:
+        return [1]
+
+    def parse(self, token_ids: Any, stop: Any = ()) -> tuple[str, dict[str, Any], str]:
+        return "provider", {"role": "assistant", "content": "provider"}, "stop"
+
+    async def info(self) -> SamplerInfo:
+        return SamplerInfo(name="provider", max_model_len=64)
+
+    async def aclose(self) -> None:
+        pass
+
+
+class App:
+    """A graph of three roles, of which `judge` is in no export, on one provider."""
+
+    def __init__(self, url: str) -> None:
+        model = ChatOpenAI(base_url=url, api_key="unused", model="gpt-x", temperature=0, max_tokens=6)
+
+        def planner(state: MessagesState) -> dict[str, Any]:
+            return {"messages": [model.invoke(state["messages"])]}
+
+        async def writer(state: MessagesState) -> dict[str, Any]:
+            return {"messages": [await model.ainvoke(state["messages"])]}
+
+        def judge(state: MessagesState) -> dict[str, Any]:
+            return {"messages": [model.invoke(state["messages"])]}
+
+        graph = StateGraph(MessagesState)
+        graph.add_node("planner", planner)
+        graph.add_node("writer", writer)
+        graph.add_node("judge", judge)
+        for source, target in ((START, "planner"), ("planner", "writer"), ("writer", "judge"), ("judge", END)):
+            graph.add_edge(source, target)
+        self.graph = graph.compile()
+
+    async def run(self) -> list[str]:
+        state = await self.graph.ainvoke({"messages": [HumanMessage("hello")]})
+        return [m.content for m in state["messages"] if isinstance(m, AIMessage)]
+
+
+@pytest.fixture(scope="module")
+def provider() -> Provider:
+    return Provider()
+
+
+@pytest.fixture(scope="module")
+def app(provider: Provider) -> Iterator[App]:
+    async def opened() -> Local:
+        served = {"gpt-x": Served("gpt-x", PolicyRef("gpt", 0), "frozen", "gpt", "0", "0")}
+        return Local(provider, provider, served, [], 64, str)
+
+    with serving_local(opened) as endpoint:
+        yield App(endpoint.url)
+
+
+@pytest.fixture(scope="module")
+def deployment(export: Path) -> Iterator[Deployment]:
+    with _elsewhere(cotune.deployed(export)) as opened:
+        yield opened
+
+
+@contextlib.contextmanager
+def _elsewhere(made: Deployment) -> Iterator[Deployment]:
+    """Open a deployment without covering the test itself."""
+    with made:
+        token = current_episode.set(None)
+        try:
+            yield made
+        finally:
+            current_episode.reset(token)
+
+
+def threads() -> int:
+    return sum(thread.name == "cotune-deployed" for thread in threading.enumerate())
+
+
+def test_roles_of_the_export_are_answered_and_others_pass_through(
+    app: App, deployment: Deployment, provider: Provider, caplog: pytest.LogCaptureFixture
+) -> None:
+    outside = asyncio.run(app.run())
+    assert outside == ["provider"] * 3
+    asked = provider.asked
+    with caplog.at_level(logging.WARNING, "cotune.deployed"), deployment.here():
+        first, second = asyncio.run(app.run()), asyncio.run(app.run())
+    assert provider.asked == asked + 2
+    assert first == second
+    assert (first[0] != "provider", first[1] != "provider", first[2]) == (True, True, "provider")
+    assert deployment.passed_through == {"judge": 2}
+    assert deployment.calls[("planner", "ok")] == 2
+    assert [r.getMessage() for r in caplog.records if r.name == "cotune.deployed"] == [
+        "The export has no role 'judge' (it has: planner, writer): its own provider answers."
+    ]
+    assert asyncio.run(app.run()) == outside
+
+
+def test_sync_invocations_threads_and_many_at_once(app: App, deployment: Deployment) -> None:
+    before = deployment.calls[("writer", "ok")]
+
+    def request(_: int) -> list[str]:
+        with deployment.here():
+            return asyncio.run(app.run())
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(request, range(8)))
+    assert all(answer == answers[0] for answer in answers)
+    assert deployment.calls[("writer", "ok")] == before + 8
+
+
+def test_nothing_is_kept_of_earlier_calls(app: App, deployment: Deployment) -> None:
+    from cotune.recorder import LiveCall, LiveEpisode
+
+    def kept() -> int:
+        gc.collect()
+        return sum(type(thing) in (LiveCall, LiveEpisode) for thing in gc.get_objects())
+
+    with deployment.here():
+        asyncio.run(app.run())
+        before = kept()
+        for _ in range(5):
+            asyncio.run(app.run())
+        assert kept() <= before
+
+
+def test_an_async_deployment_ends_with_its_block(app: App, export: Path) -> None:
+    made = cotune.deployed(export, temperature=0, max_tokens=3)
+    before = threads()
+
+    async def run() -> tuple[list[str], list[str]]:
+        async with made:
+            inside = await app.run()
+        return inside, await app.run()
+
+    inside, outside = asyncio.run(run())
+    assert inside[0] != "provider"
+    assert outside == ["provider"] * 3
+    assert threads() == before
+
+
+def test_misuse_is_said(export: Path, deployment: Deployment) -> None:
+    with pytest.raises(CotuneError, match="not open"), cotune.deployed(export).here():
+        pass
+    with pytest.raises(CotuneError, match="already deployed"), deployment:
+        pass
+
+
+def test_a_broken_export_is_refused_and_leaves_no_thread(tmp_path: Path) -> None:
+    before = threads()
+    (tmp_path / "roles.json").write_text("{")
+    with pytest.raises(AdapterError, match="broken"), cotune.deployed(tmp_path):
+        pass
+    assert threads() == before
+    assert current_episode.get() is None

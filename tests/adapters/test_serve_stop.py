@@ -1,0 +1,54 @@
+"""`serve` in the main thread: says where it serves, and ends by Ctrl-C or SIGTERM with the sampler closed."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from cotune.adapters import serve as module
+from cotune.adapters.local import Local, Served
+from cotune.records import PolicyRef
+from cotune.sampler import SamplerInfo
+
+
+class Idle:
+    """A sampler that only knows when it was closed."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    async def info(self) -> SamplerInfo:
+        return SamplerInfo(name="idle", max_model_len=64)
+
+    async def aclose(self) -> None:
+        self.closed.set()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_serving(monkeypatch: pytest.MonkeyPatch, sent: signal.Signals) -> None:
+    sampler = Idle()
+    lines: list[str] = []
+
+    async def opened(source: Any, **options: Any) -> Local:
+        served = {"writer": Served("writer", PolicyRef("writer", 2), "lora", "/models/tiny", "b" * 64, "f" * 64)}
+        return Local(sampler, None, served, ["judge"], 64, str)
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if line == "Ctrl-C stops it.":
+            signal.raise_signal(sent)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(module, "open_local", opened)
+    module.serve("adapters/", say)
+    assert sampler.closed.is_set()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert lines[0].startswith("Serving adapters/ at http://127.0.0.1:")
+    assert lines[1:] == [
+        "  writer: writer@2 (lora), weights ffffffffffff, /models/tiny",
+        "  judge: not here, its provider answers",
+        "Ctrl-C stops it.",
+    ]
