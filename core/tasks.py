@@ -27,7 +27,7 @@ def load_tasks(path: str | Path) -> list[Task]:
             continue
         try:
             value = msgspec.json.decode(line)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError("tasks", f"{path}, line {number}", f"valid JSON ({error})", _EXAMPLE) from None
         task = as_task(value, number)
         if task.id in seen:

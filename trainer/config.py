@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -222,7 +223,15 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         message, _, where = str(error).partition(" - at `$.")
-        field = where.rstrip("`") or "config"
+        field = where.rstrip("`")
+        if unknown := re.search(r"unknown field `(.+)`", message):
+            field, message = (
+                f"{field}.{unknown[1]}".lstrip("."),
+                "a field of the configuration; this is an unknown field",
+            )
+        elif message.startswith("Invalid enum value"):
+            message = f"one of {', '.join(_choices(field))}"
+        field = field or "config"
         raise ConfigError(field, _lookup(table, field), message, "See docs/config.md.") from None
 
 
@@ -230,13 +239,28 @@ def _assign(table: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, leaf = dotted.split(".")
     for parent in parents:
         table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise ConfigError(dotted, value, f"a field of the configuration; {parent} has none", "See docs/config.md.")
     table[leaf] = value
 
 
 def _lookup(table: Any, dotted: str) -> Any:
-    for part in dotted.split("."):
-        table = table.get(part) if isinstance(table, Mapping) else None
+    for part in re.findall(r"[^.\[\]]+", dotted):
+        if isinstance(table, Mapping):
+            table = table.get(part)
+        else:
+            table = table[int(part)] if isinstance(table, Sequence) and part.isdigit() else None
     return table
+
+
+def _choices(dotted: str) -> list[str]:
+    """The values that a field of a few words takes; none for other fields."""
+    kind: Any = TrainConfig
+    for part in re.findall(r"[a-z_]+", dotted):
+        kind = next(f.type for f in msgspec.structs.fields(kind) if f.name == part)
+        kind = next((a for a in get_args(kind) if isinstance(a, type) and issubclass(a, msgspec.Struct)), kind)
+    words = [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)]
+    return sorted(map(str, words))
 
 
 def _positive(name: str, value: float) -> None:

@@ -15,7 +15,6 @@ from cotune.prepare import Prepared
 from cotune.records import Episode
 from cotune.samples import TrainRow
 
-
 OF_UPDATE = (
     "clip_share",
     "tis_clipped_share",

@@ -1,0 +1,187 @@
+"""The command line: its parser, its exit statuses, and that errors go to stderr, one line each."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from cotune import cli
+from cotune.errors import ConfigError
+from cotune.trainer import config as train_config
+from cotune.trainer import train as train_module
+
+COMMANDS = ("trace", "train", "eval", "export", "serve", "show")
+
+
+@pytest.fixture(autouse=True)
+def _process_state(monkeypatch):
+    """What `main` sets for its process stays in the test."""
+    monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each_command(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert f"cotune {command}" in said
+    assert "Example:" in said
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    said = capsys.readouterr().out
+    assert [command for command in COMMANDS if f"cotune {command}" not in said] == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["tarin"], ["trace", "app:solve"], ["train", "--policies", "both"]])
+def test_wrong_usage_is_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "usage: cotune" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train"], "cotune train: workflow = None: allowed is given, unless --resume is. See cotune train --help.\n"),
+        (["train", "a:b", "--tasks", "t", "--set", "x"], "cotune train: --set = 'x': allowed is FIELD=VALUE."),
+        (["train", "--resume", "nowhere"], "cotune train: nowhere holds no run: there is no run.json."),
+        (["trace", "nowhere:solve", "--tasks", "t"], "cotune trace: app = 'nowhere:solve': allowed is a module"),
+        (["export", "nowhere", "--to", "there"], "cotune export: nowhere/run.json cannot be read"),
+        (["show", "nowhere"], "cotune show: "),
+        (["serve", "./nowhere"], "cotune serve: "),
+    ],
+)
+def test_errors_are_status_1_and_one_line_on_stderr(arguments, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(said)
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted_is_status_130(monkeypatch, capsys):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_module, "resume", interrupted)
+    assert cli.main(["train", "--resume", "r"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_failing_disk_is_no_traceback(monkeypatch, capsys):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(train_module, "resume", full)
+    assert cli.main(["train", "--resume", "r"]) == 1
+    assert capsys.readouterr().err == "cotune train: [Errno 28] No space left on device\n"
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """What `cotune train` hands to `train`."""
+    seen = SimpleNamespace(finished=True)
+
+    def train(workflow, tasks, config, *, run):
+        seen.workflow, seen.tasks, seen.config, seen.run = workflow, tasks, config, run
+        return SimpleNamespace(finished=seen.finished, steps=3, seconds=1.4, path="runs/r1")
+
+    monkeypatch.setattr(train_module, "train", train)
+    return seen
+
+
+def test_flags_of_train_become_its_configuration(trained, capsys):
+    flags = (
+        "--model base --policies full --plan tree -k 8 --select sample --recipe grpo --steps 3 --tasks-per-step 16"
+        " --concurrency 4 --lr 3e-3 --max-tokens 12 --seed 9 --set lora.rank=8 --set schedule.kind=linear --out runs/r1"
+    )
+    assert cli.main(["train", "app:solve", "--tasks", "t.jsonl", *flags.split()]) == 0
+    assert (trained.workflow, trained.tasks, trained.run) == ("app:solve", "t.jsonl", "runs/r1")
+    assert trained.config == train_config.convert(
+        {
+            "model": "base",
+            "policies": "full",
+            "plan": {"kind": "tree", "k": 8, "select": "sample"},
+            "recipe": "grpo",
+            "steps": 3,
+            "tasks_per_step": 16,
+            "concurrency": 4,
+            "learner": {"lr": 0.003},
+            "sampling": {"max_tokens": 12},
+            "seed": 9,
+            "lora": {"rank": 8},
+            "schedule": {"kind": "linear"},
+        }
+    )
+    said = capsys.readouterr().out
+    assert said == "finished after 3 steps in 1 s: runs/r1\nnext: cotune export runs/r1 --to adapters/\n"
+
+
+def test_flags_go_before_the_file(trained, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('model = "base"\nsteps = 7\nseed = 1\n[plan]\nk = 2\n')
+    assert cli.main(["train", "a:b", "--tasks", "t", "--config", str(file), "--steps", "9"]) == 0
+    config = trained.config
+    assert (config.model, config.steps, config.seed, config.plan.k) == ("base", 9, 1, 2)
+
+
+def test_a_stopped_run_is_status_130(trained, capsys):
+    trained.finished = False
+    assert cli.main(["train", "a:b", "--tasks", "t", "--model", "m"]) == 130
+    assert capsys.readouterr().out == "stopped after 3 steps in 1 s: runs/r1\n"
+
+
+@pytest.mark.parametrize(
+    ("table", "field", "value", "allowed"),
+    [
+        ({}, "model", None, "a model folder"),
+        ({"model": "m", "recipe": "ppo"}, "recipe", "ppo", "at_grpo, cispo"),
+        ({"model": "m", "steps": 0}, "steps", 0, "a number above 0"),
+        ({"model": "m", "steps": "many"}, "steps", "many", "Expected `int`"),
+        ({"model": "m", "plan": {"kind": "bush"}}, "plan.kind", "bush", "one of independent, tree"),
+        ({"model": "m", "sampling": {"temperature": 0}}, "sampling.temperature", 0, "above 0"),
+        ({"model": "m", "learner": {"lr": -1.0}}, "learner.lr", -1.0, "above 0"),
+        ({"model": "m", "stepz": 3}, "stepz", 3, "unknown field"),
+        ({"model": "m", "lora": {"rnak": 3}}, "lora.rnak", 3, "unknown field"),
+        (
+            {"model": "m", "policy": [{"name": "p", "roles": ["a"], "kind": "big"}]},
+            "policy[0].kind",
+            "big",
+            "one of frozen, full, lora, provider",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_named(table, field, value, allowed):
+    with pytest.raises(ConfigError) as caught:
+        train_config.convert(table)
+    assert (caught.value.field, caught.value.value) == (field, value)
+    assert allowed in caught.value.allowed
+
+
+@pytest.mark.parametrize(("text", "allowed"), [(None, "a TOML file"), ("steps = ", "valid TOML")])
+def test_a_configuration_that_cannot_be_read(text, allowed, tmp_path):
+    file = tmp_path / "run.toml"
+    if text:
+        file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        train_config.load_config(file, {})
+    assert (caught.value.field, caught.value.value) == ("config", str(file))
+    assert caught.value.allowed.startswith(allowed)
+
+
+def test_the_command_line_opens_without_torch():
+    code = "import sys, json, cotune.cli as c; c.parser(); print(json.dumps(sorted({'torch', 'openai'} & set(sys.modules))))"
+    assert json.loads(subprocess.check_output([sys.executable, "-c", code])) == []

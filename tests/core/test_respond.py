@@ -1,0 +1,191 @@
+"""Answering calls with policies: what is asked of the sampler, what is scored, what goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from cotune.errors import SamplerError
+from cotune.plans import Plan
+from cotune.records import PolicyRef, Task
+from cotune.respond import PolicyResponder, request_params
+from cotune.sampler import Completion, SamplingParams
+
+WRITER = PolicyRef("writer", 4)
+LETTERS = {1: "a", 2: "b", 3: "c"}
+
+
+class ScriptedSampler:
+    """Gives the scripted replies, in order, and notes what it was asked."""
+
+    def __init__(self, *replies: tuple[int, ...], finish: str = "stop") -> None:
+        self.replies = replies
+        self.finish = finish
+        self.asked: list[tuple[list[int], int, SamplingParams, PolicyRef]] = []
+
+    async def sample(self, prompt, n, params, policy):
+        self.asked.append((list(prompt), n, params, policy))
+        return [Completion(ids, (-0.5,) * len(ids), self.finish) for ids in self.replies[:n]]
+
+
+class Chat:
+    """A message is as many tokens as its text has letters; a reply is its letters up to a stop string."""
+
+    def render(self, messages, tools, *, earlier=()):
+        return [9] * sum(len(m["content"]) for m in messages) + ([8] if tools else [])
+
+    def parse(self, token_ids, stop=()):
+        text = "".join(LETTERS[t] for t in token_ids).split(stop[0] if stop else "\0")[0]
+        return text, {"role": "assistant", "content": text}, "stop"
+
+
+def call(role="writer", task="t", turn=0, tools=None, **params):
+    episode = SimpleNamespace(phase="train", training_step=3, rollout=0)
+    messages = [{"role": "user", "content": "hello"}]
+    return SimpleNamespace(
+        role=role, task=Task(id=task, input="b"), turn=turn, messages=messages, tools=tools, params=params,
+        episode=episode,
+    )  # fmt: skip
+
+
+def wants(candidate, call, task):
+    return candidate.text.count(task)
+
+
+def respond(responder, *calls):
+    async def main():
+        return [await responder.respond(c) for c in calls]
+
+    return asyncio.run(main())
+
+
+def test_a_tree_branches_at_a_role_with_a_scorer():
+    sampler = ScriptedSampler((1,), (2, 2), (2, 1))
+    responder = PolicyResponder(sampler, Chat(), {"writer": WRITER}, plan=Plan(k=3), scorers={"writer": wants}, seed=5)
+    (answer,) = respond(responder, call())
+    assert [c.text for c in answer.candidates] == ["a", "bb", "ba"]
+    assert [c.index for c in answer.candidates] == [0, 1, 2]
+    assert answer.rewards == ({"local": 0.0}, {"local": 2.0}, {"local": 1.0})
+    assert answer.chosen == 1
+    assert answer.prompt_ids == (9,) * 5
+    assert answer.policy == WRITER
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 5)
+    assert answer.candidates[2].token_ids == (2, 1)
+    assert answer.candidates[2].logprobs == (-0.5, -0.5)
+    assert answer.error is None
+
+
+def test_team_rewards_are_weighed_in_the_selection():
+    sampler = ScriptedSampler((1,), (2,))
+
+    def scorer(candidate, call, task):
+        return {"team": 1.0, "local": 0.0} if candidate.text == "a" else {"team": 0.0, "local": 0.75}
+
+    for alpha, chosen in ((1.0, 0), (0.5, 1)):
+        responder = PolicyResponder(
+            sampler, Chat(), {"writer": WRITER}, plan=Plan(k=2), scorers={"writer": scorer}, alpha=alpha
+        )
+        assert respond(responder, call())[0].chosen == chosen
+
+
+@pytest.mark.parametrize(
+    ("plan", "role", "asked", "count"),
+    [
+        (Plan(kind="tree", k=3), "writer", None, 3),
+        (Plan(kind="tree", k=3), "editor", None, 1),
+        (Plan(kind="tree", k=3), "writer", 5, 5),
+        (Plan(kind="independent", k=3), "writer", None, 1),
+        (None, "writer", 2, 2),
+    ],
+)
+def test_how_many_candidates(plan, role, asked, count):
+    sampler = ScriptedSampler(*[(1,)] * 5)
+    policies = {"writer": WRITER, "editor": PolicyRef("editor")}
+    responder = PolicyResponder(sampler, Chat(), policies, plan=plan, scorers={"writer": wants})
+    (answer,) = respond(responder, call(role, **({"n": asked} if asked else {})))
+    assert sampler.asked[0][1] == count == len(answer.candidates)
+    assert len(answer.rewards) == (count if role == "writer" else 0)
+
+
+def test_a_scorer_that_fails_costs_the_rewards_not_the_answer():
+    def scorer(candidate, call, task):
+        return float("nan") if call.turn else 1 / 0
+
+    sampler = ScriptedSampler((1,), (2,))
+    responder = PolicyResponder(sampler, Chat(), {"writer": WRITER}, plan=Plan(k=2), scorers={"writer": scorer})
+    first, second, third = respond(responder, call(), call(), call(turn=1))
+    for answer in (first, second, third):
+        assert (len(answer.candidates), answer.rewards, answer.chosen) == (2, (), 0)
+    assert first.error == "The scorer of role 'writer' raised ZeroDivisionError: division by zero. Fix the scorer."
+    assert dict(responder.scorer_errors) == {first.error: 2, third.error: 1}
+
+
+def test_seeds_depend_on_the_place_of_the_call_only():
+    def seeds(seed, *calls):
+        sampler = ScriptedSampler((1,))
+        respond(PolicyResponder(sampler, Chat(), {"writer": WRITER}, seed=seed), *calls)
+        return [params.seed for _, _, params, _ in sampler.asked]
+
+    places = [call(), call(turn=1), call(task="u")]
+    assert seeds(5, *places) == seeds(5, *reversed(places))[::-1]
+    assert len(set(seeds(5, *places))) == 3
+    assert seeds(6, call()) != seeds(5, call())
+    assert seeds(None, call()) == [None]
+    assert seeds(5, call(seed=11)) == [11]
+
+
+def test_parameters_go_over_defaults_and_under_overrides():
+    defaults = SamplingParams(max_tokens=16, timeout=2.0)
+    body = {"temperature": 0.2, "top_p": 0.9, "max_tokens": 7, "stop": "END", "n": 2, "seed": None}
+    assert request_params(body, defaults) == SamplingParams(
+        temperature=0.2, top_p=0.9, max_tokens=7, stop=("END",), timeout=2.0
+    )
+    assert request_params(body, defaults, {"temperature": 1.0, "top_p": 1.0}).temperature == 1.0
+    assert request_params({"max_completion_tokens": 3, "stop": ["a", "b"]}, defaults) == SamplingParams(
+        max_tokens=3, stop=("a", "b"), timeout=2.0
+    )
+    assert request_params({"temperature": 0}, defaults).temperature == 0.0
+    assert request_params({}, defaults) == defaults
+
+
+def test_what_was_really_used_is_in_the_answer():
+    sampler = ScriptedSampler((1,))
+    responder = PolicyResponder(sampler, Chat(), {"writer": WRITER}, override={"temperature": 1.0})
+    (answer,) = respond(responder, call(temperature=0.1, max_tokens=3))
+    assert (answer.sampling["temperature"], answer.sampling["max_tokens"]) == (1.0, 3)
+
+
+def test_a_candidate_cut_by_the_limit_says_so():
+    responder = PolicyResponder(ScriptedSampler((1,), finish="length"), Chat(), {"writer": WRITER})
+    assert respond(responder, call())[0].candidates[0].finish_reason == "length"
+
+
+def test_tools_are_rendered_and_stop_strings_parsed():
+    sampler = ScriptedSampler((1, 2, 3))
+    responder = PolicyResponder(sampler, Chat(), {"writer": WRITER})
+    (answer,) = respond(responder, call(tools=[{}], stop=["b"]))
+    assert sampler.asked[0][0] == [9] * 5 + [8]
+    assert answer.candidates[0].text == "a"
+    assert answer.candidates[0].token_ids == (1, 2, 3)
+
+
+def test_roles_of_the_provider_pass_through_and_are_counted():
+    responder = PolicyResponder(ScriptedSampler((1,)), Chat(), {"writer": WRITER}, provider_roles=["judge"])
+    assert respond(responder, call("judge"), call("judge")) == [None, None]
+    assert responder.passed_through == {"judge": 2}
+
+
+def test_a_role_without_a_policy_is_an_error_of_its_call():
+    responder = PolicyResponder(ScriptedSampler((1,)), Chat(), {"writer": WRITER}, provider_roles=["judge"])
+    with pytest.raises(SamplerError) as caught:
+        respond(responder, call("critic"))
+    assert caught.value.cause == "No policy plays the role 'critic'; roles with one: writer."
+    assert "`roles`" in caught.value.remedy
+
+
+def test_without_a_list_every_role_without_a_policy_passes_through():
+    responder = PolicyResponder(ScriptedSampler((1,)), Chat(), {"writer": WRITER})
+    assert respond(responder, call("critic")) == [None]
+    assert responder.passed_through == {"critic": 1}

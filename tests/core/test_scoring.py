@@ -1,0 +1,116 @@
+"""Scoring: what scorers return becomes named components; what is no reward is an error that says so."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cotune.context import current_episode
+from cotune.errors import WorkflowError
+from cotune.records import Candidate, Task
+from cotune.scoring import components, score
+
+CANDIDATES = [Candidate(index=i, text=text, message={}) for i, text in enumerate(("a", "bb"))]
+CALL = SimpleNamespace(task=Task(id="t", input={"goal": 2}))
+
+
+def scored(scorer):
+    return asyncio.run(score(scorer, CANDIDATES, CALL, "writer"))
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (0.5, {"local": 0.5}),
+        (True, {"local": 1.0}),
+        (np.float32(0.25), {"local": 0.25}),
+        ({"team": 1, "style": -0.5}, {"team": 1.0, "style": -0.5}),
+    ],
+)
+def test_components(value, named):
+    assert components(value, "it") == named
+
+
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [
+        (None, "it returned local = None, which is not a number."),
+        ("good", "it returned local = 'good', which is not a number."),
+        ([1.0], "it returned local = [1.0], which is not a number."),
+        (float("nan"), "it returned local = nan."),
+        (float("-inf"), "it returned local = -inf."),
+        ({"team": None}, "it returned team = None, which is not a number."),
+        ({}, "it returned an empty dict."),
+    ],
+)
+def test_what_is_no_reward(value, cause):
+    with pytest.raises(WorkflowError) as caught:
+        components(value, "it")
+    assert caught.value.cause == cause
+    assert caught.value.remedy.startswith("Return ")
+
+
+def test_sync_scorer_runs_beside_the_loop():
+    seen = []
+
+    def scorer(candidate, call, task):
+        seen.append((candidate.text, call is CALL, task, threading.current_thread() is threading.main_thread()))
+        return len(candidate.text) / task["goal"]
+
+    assert scored(scorer) == ({"local": 0.5}, {"local": 1.0})
+    assert seen == [("a", True, {"goal": 2}, False), ("bb", True, {"goal": 2}, False)]
+
+
+def test_async_scorers_overlap():
+    async def main():
+        both = asyncio.Barrier(2)
+
+        async def scorer(candidate, call, task):
+            await both.wait()
+            return {"team": candidate.index}
+
+        return await asyncio.wait_for(score(scorer, CANDIDATES, CALL, "writer"), 5)
+
+    assert asyncio.run(main()) == ({"team": 0.0}, {"team": 1.0})
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_calls_of_a_scorer_are_not_part_of_the_episode(is_async):
+    def sync(candidate, call, task):
+        return current_episode.get() is None
+
+    async def asynchronous(candidate, call, task):
+        return current_episode.get() is None
+
+    async def main():
+        token = current_episode.set(object())
+        try:
+            return await score(asynchronous if is_async else sync, CANDIDATES, CALL, "writer")
+        finally:
+            current_episode.reset(token)
+
+    assert asyncio.run(main()) == ({"local": 1.0}, {"local": 1.0})
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_scorer_that_raises(is_async):
+    def sync(candidate, call, task):
+        raise KeyError("answer")
+
+    async def asynchronous(candidate, call, task):
+        raise KeyError("answer")
+
+    with pytest.raises(WorkflowError) as caught:
+        scored(asynchronous if is_async else sync)
+    assert caught.value.cause == "The scorer of role 'writer' raised KeyError: 'answer'."
+    assert caught.value.remedy == "Fix the scorer."
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_scorer_that_forgets_to_return():
+    with pytest.raises(WorkflowError, match="The scorer of role 'writer' returned local = None"):
+        scored(lambda candidate, call, task: None)
