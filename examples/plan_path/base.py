@@ -125,39 +125,47 @@ def scene(rng: random.Random) -> tuple[Grid, Cell]:
 def navigator_demonstration(rng: random.Random) -> Demonstration:
     """Shortest paths, with random moves in between."""
     grid, at = scene(rng)
-    messages, words = navigator_messages(grid, at), []
-    for _ in range(rng.choice((1, 2))):
-        move = rng.choice(list(MOVES))
-        if rng.random() >= ERRING_MOVE:
-            move = min(rng.sample(list(MOVES), 4), key=lambda m: _distance(grid, step(at, m)))
-        words.append(move)
-        at = carry_out(grid, at, [move]).at
-        if at == grid.goal:
-            break
-    return messages, _spoil(rng, words)
+    return navigator_messages(grid, at), spoil(rng, erring_moves(rng, grid, at))
 
 
 def driver_demonstration(rng: random.Random) -> Demonstration:
     """Controls by the table, or by the table that the demonstrator is used to."""
-    letters = rng.sample(LETTERS, len(LETTERS))
-    controls = dict(zip(MOVES, letters, strict=True))
+    controls = zip(MOVES, rng.sample(LETTERS, len(LETTERS)), strict=True)
+    grid = Grid(SIZE, frozenset(), (0, 0), tuple(controls))
     said = rng.choices(list(MOVES), k=rng.choice((1, 2)))
-    messages = driver_messages(Grid(SIZE, frozenset(), (0, 0), tuple(controls.items())), _spoil(rng, said))
-    if rng.random() < USUAL_TABLE:
-        controls = dict(zip(MOVES, LETTERS, strict=True))
-    words = [rng.choice(LETTERS) if rng.random() < ERRING_CONTROL else controls[move] for move in said]
-    return messages, _spoil(rng, words)
+    return driver_messages(grid, spoil(rng, said)), spoil(rng, erring_controls(rng, grid, said))
 
 
-def _distance(grid: Grid, cell: Cell) -> float:
-    return grid.distance(cell) if grid.free(cell) else math.inf
+def erring_moves(rng: random.Random, grid: Grid, at: Cell) -> list[str]:
+    """One or two moves on a shortest path, or random ones."""
+    moves: list[str] = []
+    for _ in range(rng.choice((1, 2))):
+        if at == grid.goal:
+            break
+        move = rng.choice(list(MOVES))
+        if rng.random() >= ERRING_MOVE:
+            move = min(rng.sample(list(MOVES), 4), key=lambda m: _distance(grid, step(at, m)))
+        moves.append(move)
+        at = carry_out(grid, at, [move]).at
+    return moves
 
 
-def _spoil(rng: random.Random, words: Sequence[str]) -> str:
+def erring_controls(rng: random.Random, grid: Grid, moves: Sequence[str], *, usual: bool = False) -> list[str]:
+    """The controls for some moves, with errors; `usual` presses by the usual table in any case."""
+    usual = usual or rng.random() < USUAL_TABLE
+    controls = dict(zip(MOVES, LETTERS, strict=True)) if usual else dict(grid.controls)
+    return [rng.choice(LETTERS) if rng.random() < ERRING_CONTROL else controls[move] for move in moves]
+
+
+def spoil(rng: random.Random, words: Sequence[str]) -> str:
     """Break the format now and then."""
     if rng.random() >= BAD_FORMAT:
         return " ".join(words)
     return " ".join(rng.choices([*MOVES, *LETTERS, "go", "press"], k=rng.randrange(1, 5)))
+
+
+def _distance(grid: Grid, cell: Cell) -> float:
+    return grid.distance(cell) if grid.free(cell) else math.inf
 
 
 TEAM: tuple[Demonstrator, ...] = (navigator_demonstration, driver_demonstration, driver_demonstration)
