@@ -53,6 +53,8 @@ class Deployment:
         self.source = source
         self.calls: Counter[tuple[str, str]] = Counter()
         """Ended calls by (role, status)."""
+        self.passed_through: Counter[str] = Counter()
+        """Ended calls by role that the application's own provider answered."""
         self.served: Mapping[str, Served] = {}
         self._base = base
         self._override = override
@@ -61,11 +63,6 @@ class Deployment:
         self._responder: PolicyResponder | None = None
         self._lock = threading.Lock()
         self._entered: Token[LiveEpisode | None] | None = None
-
-    @property
-    def passed_through(self) -> Counter[str]:
-        """Calls by role that the application's own provider answered."""
-        return self._responder.passed_through if self._responder else Counter()
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
@@ -96,8 +93,10 @@ class Deployment:
 
     def write(self, records: Sequence[Record]) -> None:
         """Count calls by how they ended, and keep nothing of them."""
+        ended = [record for record in records if isinstance(record, Call)]
         with self._lock:
-            self.calls.update((record.role, record.status) for record in records if isinstance(record, Call))
+            self.calls.update((call.role, call.status) for call in ended)
+            self.passed_through.update(call.role for call in ended if call.role not in self.served)
 
     @contextlib.contextmanager
     def _opening(self) -> Iterator[_Loop]:

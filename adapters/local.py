@@ -78,10 +78,11 @@ async def _open_model(source: str | Path, base: str | Path | None, names: Sequen
         raise ConfigError("model", str(base), "no --model with a plain model: it is the base itself", "Leave it out.")
     folder = locate_model(source)
     digest = base_fingerprint(folder).weights
+    own = folder.name if Path(source).expanduser().exists() else str(source)
     policy = PolicyRef("base", 0)
     served = {
         name: Served(name, policy, "frozen", str(source), digest, digest)
-        for name in dict.fromkeys([Path(source).name, *names])
+        for name in dict.fromkeys([own, *names])
     }
     return await _open(folder, served, [])
 

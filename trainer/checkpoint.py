@@ -83,6 +83,7 @@ def _policies(checkpoint: Checkpoint) -> list[dict[str, Any]]:
             "version": checkpoint.versions.get(spec.name, 0),
             "roles": roles.get(spec.name, []),
             "lora": msgspec.to_builtins(spec.lora) if spec.kind == "lora" else None,
+            "model": spec.model,
             "metrics": _metrics(checkpoint.metrics, roles.get(spec.name, [])),
             "weights_file": f"{trained.index(spec.name)}.safetensors" if spec.trained else None,
         }

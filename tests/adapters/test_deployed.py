@@ -24,30 +24,34 @@ from cotune.adapters.serve import serving_local
 from cotune.context import current_episode
 from cotune.errors import AdapterError, CotuneError
 from cotune.records import PolicyRef
-from cotune.sampler import Completion, SamplerInfo
+from cotune.sampler import Completion, SamplerInfo, SamplingParams
 
 
-class Provider:
-    """What the application uses today: says `provider`, and counts."""
+class Fixed:
+    """A sampler and chat format that always say the same; keeps what was asked."""
 
-    def __init__(self) -> None:
-        self.asked = 0
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.asked: list[SamplingParams] = []
+        self.closed = False
 
-    async def sample(self, prompt_token_ids: Any, n: int, params: Any, policy: PolicyRef) -> list[Completion]:
-        self.asked += 1
+    async def sample(
+        self, prompt_token_ids: Any, n: int, params: SamplingParams, policy: PolicyRef
+    ) -> list[Completion]:
+        self.asked.append(params)
         return [Completion((1,), (-0.1,), "stop")]
 
-    def render(self, messages: Any, tools: Any) -> list[int]:
+    def render(self, messages: Any, tools: Any, **earlier: Any) -> list[int]:
         return [1]
 
     def parse(self, token_ids: Any, stop: Any = ()) -> tuple[str, dict[str, Any], str]:
-        return "provider", {"role": "assistant", "content": "provider"}, "stop"
+        return self.text, {"role": "assistant", "content": self.text}, "stop"
 
     async def info(self) -> SamplerInfo:
-        return SamplerInfo(name="provider", max_model_len=64)
+        return SamplerInfo(name=self.text, max_model_len=64)
 
     async def aclose(self) -> None:
-        pass
+        self.closed = True
 
 
 class App:
@@ -79,12 +83,13 @@ class App:
 
 
 @pytest.fixture(scope="module")
-def provider() -> Provider:
-    return Provider()
+def provider() -> Fixed:
+    """What the application uses today."""
+    return Fixed("provider")
 
 
 @pytest.fixture(scope="module")
-def app(provider: Provider) -> Iterator[App]:
+def app(provider: Fixed) -> Iterator[App]:
     async def opened() -> Local:
         served = {"gpt-x": Served("gpt-x", PolicyRef("gpt", 0), "frozen", "gpt", "0", "0")}
         return Local(provider, provider, served, [], 64, str)
@@ -115,14 +120,14 @@ def threads() -> int:
 
 
 def test_roles_of_the_export_are_answered_and_others_pass_through(
-    app: App, deployment: Deployment, provider: Provider, caplog: pytest.LogCaptureFixture
+    app: App, deployment: Deployment, provider: Fixed, caplog: pytest.LogCaptureFixture
 ) -> None:
     outside = asyncio.run(app.run())
     assert outside == ["provider"] * 3
-    asked = provider.asked
+    asked = len(provider.asked)
     with caplog.at_level(logging.WARNING, "cotune.deployed"), deployment.here():
         first, second = asyncio.run(app.run()), asyncio.run(app.run())
-    assert provider.asked == asked + 2
+    assert len(provider.asked) == asked + 2
     assert first == second
     assert (first[0] != "provider", first[1] != "provider", first[2]) == (True, True, "provider")
     assert deployment.passed_through == {"judge": 2}
@@ -161,18 +166,28 @@ def test_nothing_is_kept_of_earlier_calls(app: App, deployment: Deployment) -> N
         assert kept() <= before
 
 
-def test_an_async_deployment_ends_with_its_block(app: App, export: Path) -> None:
-    made = cotune.deployed(export, temperature=0, max_tokens=3)
+def test_an_async_deployment_ends_with_its_block(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = Fixed("trained")
+
+    async def opened(source: Any, **options: Any) -> Local:
+        assert options == {"base": "moved"}
+        served = {"planner": Served("planner", PolicyRef("planner", 1), "lora", "tiny", "0", "1")}
+        return Local(trained, trained, served, [], 64, str)
+
+    monkeypatch.setattr("cotune.adapters.deployed.open_local", opened)
     before = threads()
+    made = cotune.deployed("adapters/", base="moved", temperature=0.5, max_tokens=3)
 
     async def run() -> tuple[list[str], list[str]]:
         async with made:
+            assert threads() == before + 1
             inside = await app.run()
         return inside, await app.run()
 
-    inside, outside = asyncio.run(run())
-    assert inside[0] != "provider"
-    assert outside == ["provider"] * 3
+    assert asyncio.run(run()) == (["trained", "provider", "provider"], ["provider"] * 3)
+    assert made.passed_through == {"writer": 1, "judge": 1}
+    assert (trained.asked[0].temperature, trained.asked[0].max_tokens) == (0.5, 3)
+    assert trained.closed
     assert threads() == before
 
 
