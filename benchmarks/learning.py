@@ -332,9 +332,8 @@ def main() -> None:
                     file.write(json.dumps(line) + "\n")
     found = summary(recorded(path, settings).values())
     Console(width=160).print(shown(found))
-    print(
-        f"Calls go through the OpenAI SDK, without LangGraph; prompts and rules are the example's. Settings: {settings.key()}"
-    )
+    print("Calls go through the OpenAI SDK, without LangGraph; prompts and rules are the example's.")
+    print(f"Settings: {settings.key()}")
     print(json.dumps({"rows": found, "bars": bars(found)}))
 
 

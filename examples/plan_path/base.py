@@ -43,6 +43,7 @@ STEPS = 260
 BATCH = 96
 LR = 3e-3
 DEMONSTRATIONS = 9000
+"""Made once; each is seen about three times."""
 
 ERRING_MOVE = 0.42
 """Share of the navigator's moves that are random."""
@@ -179,17 +180,18 @@ def warm_up(
     seed: int,
     steps: int = STEPS,
     demonstrators: Sequence[Demonstrator] = TEAM,
+    count: int = DEMONSTRATIONS,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> None:
     """Supervised training on demonstrations, on the answer's tokens only."""
     rng = random.Random(f"demonstrations {seed}")
-    pool = _tokenized(tokenizer, [demonstrators[i % len(demonstrators)](rng) for i in range(DEMONSTRATIONS)])
+    pool = _tokenized(tokenizer, [demonstrators[i % len(demonstrators)](rng) for i in range(count)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01)
     model.train()
     for number in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1.0, (number + 1) / 20) * (1 - number / steps)
-        ids, labels = _batch(rng.sample(pool, BATCH), tokenizer.pad_token_id)
+        ids, labels = _batch(rng.sample(pool, min(BATCH, count)), tokenizer.pad_token_id)
         loss = model(input_ids=ids, attention_mask=ids.ne(tokenizer.pad_token_id), labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -225,13 +227,14 @@ def build(
     seed: int = 0,
     steps: int = STEPS,
     demonstrators: Sequence[Demonstrator] = TEAM,
+    count: int = DEMONSTRATIONS,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> None:
     """Build, warm up and save a base model as a Hugging Face folder; the same for the same seed."""
     torch.set_num_threads(1)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed)
-    warm_up(model, tokenizer, seed=seed, steps=steps, demonstrators=demonstrators, report=report)
+    warm_up(model, tokenizer, seed=seed, steps=steps, demonstrators=demonstrators, count=count, report=report)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
