@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "plan_path"))
@@ -88,6 +88,7 @@ def test_training_and_held_out_tasks_differ() -> None:
     assert not boards[0] & boards[1]
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.integers(0, 10_000))
 def test_a_shortest_path_of_five_turns_of_two_moves_reaches_the_goal(seed: int) -> None:
     task = grid.make_task(random.Random(seed))
@@ -116,6 +117,7 @@ def test_rewards_of_the_driver_follow_its_table() -> None:
     assert rewards.driver_reward(BOARD, (0, 0), "up right") == {"team": 0.0, "local": -1.0}
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.integers(0, 10_000))
 def test_a_right_move_earns_more_than_any_other_kind_of_answer(seed: int) -> None:
     task = grid.make_task(random.Random(seed))
