@@ -1,0 +1,73 @@
+"""A tiny model, the sampler in a thread, and runs in a folder of the test."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cotune.integrations.transformers_sampler import TransformersSampler
+from cotune.trainer.train import RunSummary, resume, train
+from cotune.workflow import WorkflowFunction
+from tests.trainer.tiny_app import TASKS, build_base
+
+
+class Trainer:
+    """Runs training on the tiny model, keeps what it said."""
+
+    def __init__(self, folder: Path, base: Path) -> None:
+        self.folder = folder
+        self.base = base
+        self.said = ""
+
+    def __call__(
+        self, app: WorkflowFunction | str, tasks: Any = TASKS, *, to: str = "run", **settings: Any
+    ) -> RunSummary:
+        settings = {"model": str(self.base), "steps": 2, "tasks_per_step": 3, **settings}
+        settings["plan"] = {"k": 4, **settings.get("plan", {})}
+        settings["learner"] = {"lr": 3e-3, "threads": 1, "device": "cpu", **settings.get("learner", {})}
+        return self._listen(lambda console: train(app, tasks, settings, run=self.folder / to, console=console))
+
+    def resume(self, app: WorkflowFunction, tasks: Any = TASKS, *, to: str = "run") -> RunSummary:
+        return self._listen(lambda console: resume(self.folder / to, workflow=app, tasks=tasks, console=console))
+
+    def metrics(self, run: str = "run") -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / run / "metrics.jsonl").read_text().splitlines()]
+
+    def _listen(self, work: Any) -> RunSummary:
+        heard = io.StringIO()
+        try:
+            return work(Console(file=heard, width=80))
+        finally:
+            self.said = heard.getvalue()
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_base(tmp_path_factory.mktemp("tiny") / "base")
+
+
+@pytest.fixture(scope="module")
+def _in_thread() -> Iterator[None]:
+    """The sampler in a thread: the same engine without the start of a second interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        opened = functools.partial(TransformersSampler.open, host="thread", device="cpu")
+        patch.setattr("cotune.trainer.run.TransformersSampler.open", opened)
+        patch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+        yield
+
+
+@pytest.fixture
+def trainer(_in_thread: None, tiny_base: Path, tmp_path: Path) -> Trainer:
+    return Trainer(tmp_path, tiny_base)
+
+
+@pytest.fixture(scope="module")
+def module_trainer(_in_thread: None, tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    return Trainer(tmp_path_factory.mktemp("runs"), tiny_base)

@@ -1,0 +1,314 @@
+"""The training loop on a real model, sampler and learner, through the OpenAI SDK."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+from safetensors.numpy import load_file
+
+from cotune.errors import GroupError
+from cotune.sqlite_store import SqliteStore
+from cotune.trainer.checkpoint import load_checkpoint
+from cotune.trainer.local_learner import LocalLearner
+from cotune.trainer.metrics import StepMetrics
+from cotune.trainer.progress import _COLUMNS, role_table
+from tests.integrations.provider import Provider, serving
+from tests.trainer.tiny_app import application, ask, converse, letters
+
+BOTH = {"first": letters, "second": letters}
+
+
+def flat(candidate, call, task):
+    return 0.5
+
+
+def weights(run: Path) -> dict[str, dict[str, np.ndarray]]:
+    """Trained weights of the newest checkpoint, by policy."""
+    checkpoint, folder = load_checkpoint(run / "checkpoints")
+    trained = [name for name, spec in checkpoint.policies.specs.items() if spec.trained]
+    return {name: load_file(folder / f"{index}.safetensors") for index, name in enumerate(trained)}
+
+
+def equal(one, other) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[key], other[key]) for key in one)
+
+
+@pytest.fixture(scope="module")
+def learned(module_trainer):
+    """A run of eight steps in which both roles are rewarded for some letters."""
+    app = application(**BOTH)
+    settings = {"policies": "full", "plan": {"k": 8}, "learner": {"lr": 5e-3, "mini_batch": 8}}
+    summary = module_trainer(app, steps=8, alpha=0.0, to="learned", **settings)
+    return summary, module_trainer
+
+
+def test_reward_rises(learned):
+    summary, trainer = learned
+    lines = trainer.metrics("learned")
+    for role in ("first", "second"):
+        assert lines[0]["roles"][role]["reward"] < 0.4
+        assert lines[-1]["roles"][role]["reward"] > 0.7
+        assert lines[-1]["roles"][role]["entropy"] < lines[0]["roles"][role]["entropy"]
+    assert summary.finished
+    assert summary.steps == 8
+    assert summary.calls == 8 * 3 * 2
+    assert summary.candidates == 8 * 3 * 2 * 8
+    assert summary.lost_records == 0
+
+
+def test_metrics_of_each_role(learned):
+    _, trainer = learned
+    first = trainer.metrics("learned")[0]
+    assert first["roles"].keys() == {"first", "second"}
+    for figures in first["roles"].values():
+        wanted = {
+            "reward", "group_spread", "zero_variance", "clip_share", "entropy", "sampler_gap_mean", "sampler_gap_max",
+            "tokens_mean", "prompt_tokens_mean", "samples", "kept", "groups",
+        }  # fmt: skip
+        assert wanted <= figures.keys()
+        assert set(_COLUMNS) <= figures.keys()
+        assert 0.0 <= figures["clip_share"] <= 1.0
+        assert 0.0 < figures["entropy"] <= math.log(33) + 1e-3
+        assert figures["sampler_gap_mean"] < 1e-4
+        assert 1.0 <= figures["tokens_mean"] <= 4.0
+    assert first["roles"]["first"]["prompt_tokens_mean"] == len("<say x>") + 1
+    assert first["seconds"].keys() == {"rollout", "group", "update", "publish", "checkpoint"}
+    assert first["tokens_per_s"] > 0
+    for figures in first["policies"].values():
+        assert figures["version"] == 1
+        assert figures["probe_gap_mean"] < 1e-4
+    for figures in trainer.metrics("learned")[1]["policies"].values():
+        assert figures["version"] == 2
+        assert figures["norm_moved"] > 0
+
+
+def test_every_candidate_is_trained_on_or_left_out(learned):
+    _, trainer = learned
+    for line in trainer.metrics("learned"):
+        assert line["rows"] + sum(line["left_out"].values()) == line["candidates"]
+        assert line["rows"] == sum(figures["kept"] for figures in line["roles"].values())
+
+
+def test_one_line_per_step_without_a_terminal(learned):
+    _, trainer = learned
+    said = trainer.said.splitlines()
+    assert said[0] == "plan tree (k=8), recipe at_grpo: scorers for first, second"
+    assert [line.split()[:2] for line in said[2:10]] == [["step", f"{n}/8"] for n in range(1, 9)]
+    assert len(said) == 10
+
+
+@pytest.mark.parametrize(
+    ("layout", "policies"), [("shared", ["shared"]), ("lora", ["first", "second"]), ("full", ["first", "second"])]
+)
+def test_layouts(trainer, layout, policies):
+    summary = trainer(application(**BOTH), policies=layout, steps=1)
+    assert summary.versions == dict.fromkeys(policies, 1)
+    kinds = {any("lora_A" in name for name in tensors) for tensors in weights(trainer.folder / "run").values()}
+    assert kinds == {layout != "full"}
+    line = trainer.metrics()[0]
+    for figures in line["roles"].values():
+        assert set(_COLUMNS) <= figures.keys()
+    assert role_table(StepMetrics(**line)).row_count == 2
+
+
+@pytest.fixture
+def provider(monkeypatch):
+    with serving() as made:
+        monkeypatch.setenv("OPENAI_BASE_URL", made.url)
+        yield made
+
+
+def test_roles_that_are_not_trained(trainer, provider: Provider):
+    async def three(task):
+        heard = await ask("judge", "judge")
+        assert heard == "re: judge"
+        return await converse(task)
+
+    policy = [
+        {"name": "talker", "roles": ["first"]},
+        {"name": "base", "roles": ["second"], "kind": "frozen"},
+        {"name": "outside", "roles": ["judge"], "kind": "provider"},
+    ]
+    summary = trainer(application(three, first=letters), policy=policy, steps=1)
+    assert summary.versions == {"talker": 1}
+    assert weights(trainer.folder / "run").keys() == {"talker"}
+    assert len(provider.requests) == 3 + 3
+    assert summary.left_out["untrained_role"] == 2 * 3
+    assert "not trained: second (played by the untrained model)\n" in trainer.said
+    assert "not trained: judge (left to the application's provider)\n" in trainer.said
+
+
+def test_without_scorers_whole_episodes_are_compared(trainer):
+    summary = trainer(application(), steps=1)
+    assert trainer.said.startswith(
+        "plan independent (k=4), recipe dr_mas: the workflow has no scorer, so only the outcome of whole episodes can"
+        " be compared\n"
+    )
+    line = trainer.metrics()[0]
+    assert (line["episodes"], line["calls"]) == (3 * 4, 3 * 4 * 2)
+    assert summary.versions.keys() <= {"first", "second"}
+
+
+def failing_after(episodes: int, run=converse):
+    """`run`, which raises in all episodes but the first few."""
+    started = Counter()
+
+    async def fails(task):
+        started["episodes"] += 1
+        if started["episodes"] > episodes:
+            raise RuntimeError("out of order")
+        return await run(task)
+
+    return fails
+
+
+def test_a_step_without_a_usable_sample_stops_the_run_and_says_why(trainer):
+    with pytest.raises(GroupError) as caught:
+        trainer(application(failing_after(3 + 3, converse), **BOTH))
+    assert caught.value.cause == "Step 1 has no usable sample (no calls at all)."
+    assert f"cotune show {trainer.folder / 'run'}" in caught.value.remedy
+    assert len(trainer.metrics()) == 1
+
+
+def test_the_reasons_are_counted_where_no_sample_is_usable(trainer):
+    calls = Counter()
+
+    def scorer(candidate, call, task):
+        calls["scored"] += 1
+        if calls["scored"] > 3 * 2:
+            raise ValueError("gone")
+        return letters(candidate, call, task)
+
+    with pytest.raises(GroupError, match=r"Step 0 has no usable sample \(scorer_failed: 12, untrained_role: 3\)"):
+        trainer(application(first=scorer))
+
+
+def test_equal_rewards_make_no_update_and_say_so(trainer):
+    summary = trainer(application(first=flat, second=flat))
+    assert summary.finished
+    assert summary.versions == {}
+    assert [line["updated"] for line in trainer.metrics()] == [False, False]
+    assert trainer.metrics()[0]["left_out"] == {"zero_variance": 3 * 2 * 4}
+    assert trainer.said.count("no update: nothing to learn from in this step") == 2
+
+
+def test_equal_rewards_beside_failures_are_no_reason_to_stop(trainer):
+    async def sometimes(task):
+        said = await converse(task)
+        return said if task["id"] != "c" else None
+
+    summary = trainer(application(sometimes, first=flat, second=flat), steps=1)
+    assert summary.finished
+    assert summary.left_out == {"zero_variance": 2 * 2 * 4, "failed_episode": 2 * 4}
+
+
+def test_failures_are_recorded_kept_out_and_counted(trainer):
+    async def sometimes(task):
+        said = await converse(task)
+        if task["id"] == "b":
+            raise RuntimeError("broken tool")
+        return said
+
+    def scorer(candidate, call, task):
+        return float("nan") if task["id"] == "c" else letters(candidate, call, task)
+
+    summary = trainer(application(sometimes, first=letters, second=scorer), steps=1, plan={"k": 8})
+    line = trainer.metrics()[0]
+    assert line["failed"] == 1
+    assert line["left_out"]["failed_episode"] == 2 * 8
+    assert line["left_out"]["scorer_failed"] == 8
+    assert line["roles"]["second"]["samples"] == 8
+    assert summary.left_out == line["left_out"]
+    assert (
+        "1 of 3 episodes failed while looking around: The workflow 'solve' raised RuntimeError: broken" in trainer.said
+    )
+    assert "scorer failed on 1 calls, which are not trained on: The scorer of role 'second' returned" in trainer.said
+    assert "failed episodes 1 of 3" in trainer.said
+    store = SqliteStore.open(trainer.folder / "run", read_only=True)
+    episodes = list(store.episodes(phase="train"))
+    assert Counter(episode.status for episode in episodes) == {"ok": 2, "error": 1}
+    (failed,) = (episode for episode in episodes if episode.status == "error")
+    assert "RuntimeError: broken tool" in failed.error
+    assert len(store.calls(failed.id)) == 2
+
+
+def test_a_failed_call_is_counted_and_the_episode_goes_on(trainer):
+    async def patient(task):
+        try:
+            await ask("second", "x" * 300)
+        except openai.APIError as error:
+            assert "The prompt has" in str(error)
+        return await converse(task)
+
+    summary = trainer(application(patient, **BOTH), steps=1, plan={"k": 8})
+    assert summary.finished
+    assert summary.left_out["failed_call"] == 3
+    assert "3 of 9 calls failed while looking around: " in trainer.said
+
+
+def test_one_role_stays_while_the_other_learns(trainer):
+    app = application(first=letters, second=flat)
+    summary = trainer(app, steps=2, keep_checkpoints=5)
+    assert summary.versions == {"first": 2}
+    first, *_, last = sorted((trainer.folder / "run" / "checkpoints").glob("step-*"))
+    learned, stayed = "0.safetensors", "1.safetensors"
+    assert equal(load_file(first / stayed), load_file(last / stayed))
+    assert not equal(load_file(first / learned), load_file(last / learned))
+
+
+class StopsOnce:
+    """Sends this process a signal at a moment of the second step, once."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+        self.sent = threading.Event()
+
+    def __call__(self) -> None:
+        if not self.sent.is_set():
+            self.sent.set()
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["rollout", "update"])
+def test_stopped_and_resumed_ends_like_a_run_without_a_stop(trainer, monkeypatch, number, moment):
+    stop = StopsOnce(number)
+    settings = {"steps": 3, "alpha": 0.0, "concurrency": 1, "learner": {"lr": 1e-2}}
+    whole = trainer(application(**BOTH), to="whole", **settings)
+
+    step = Counter()
+    update = LocalLearner.update
+
+    def updated(self, policy, rows, **kwargs):
+        step["updates"] += 1
+        if moment == "update" and step["updates"] == 3:
+            stop()
+        return update(self, policy, rows, **kwargs)
+
+    async def stopping(task):
+        if moment == "rollout" and step["updates"] == 2 and task["id"] == "b":
+            stop()
+        return await converse(task)
+
+    monkeypatch.setattr(LocalLearner, "update", updated)
+    stopped = trainer(application(stopping, **BOTH), to="stopped", **settings)
+    done = 1 if moment == "rollout" else 2
+    assert stop.sent.is_set()
+    assert not stopped.finished
+    assert stopped.steps == done
+    assert f"stopped after step {done}; saved. Go on with: --resume {trainer.folder / 'stopped'}" in trainer.said
+
+    resumed = trainer.resume(application(**BOTH), to="stopped")
+    assert resumed.finished
+    assert resumed.versions == whole.versions
+    assert [line["step"] for line in trainer.metrics("stopped")] == [0, 1, 2]
+    one, other = weights(trainer.folder / "whole"), weights(trainer.folder / "stopped")
+    assert all(equal(one[name], other[name]) for name in whole.versions)
