@@ -37,7 +37,8 @@ class ChatTemplate:
         self.end_token_ids = tuple(end_token_ids)
         self.counts: Counter[str] = Counter()
         """Prompts by how their ids came about: "rendered", "extended" (earlier ids reused), "diverged"
-        (earlier ids were given, and the template rewrites what they say), "cached"."""
+        (earlier ids were given, and the template rewrites what they say), "cached". Replies that the tokenizer's
+        response template refuses: "unparsed", their text is kept as it is."""
         self._rendered: OrderedDict[bytes, tuple[str, list[int]]] = OrderedDict()
         self._cache_size = cache_size
         self._lock = threading.Lock()
@@ -97,21 +98,24 @@ class ChatTemplate:
         End tokens and everything from the first stop string on are not part of the text.
         A malformed tool call stays in the text.
         """
-        text = self._decode([t for t in token_ids if t not in self._dropped])
-        cut = min((at for mark in stop if mark and (at := text.find(mark)) >= 0), default=len(text))
-        text = text[:cut]
-        message = self._parse_by_template(text, token_ids) if self._response_template else parse_hermes(text)
+        text = _until(self._decode([t for t in token_ids if t not in self._dropped]), stop)
+        if self._response_template:
+            marked = _until(self._decode([t for t in token_ids if t not in self.end_token_ids]), stop)
+            message = self._parse_by_template(marked) or {"role": "assistant", "content": text}
+        else:
+            message = parse_hermes(text)
         return text, message, "tool_calls" if message.get("tool_calls") else "stop"
 
     @property
     def _response_template(self) -> Any:
         return getattr(self.tokenizer, "response_template", None)
 
-    def _parse_by_template(self, text: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    def _parse_by_template(self, reply: str) -> dict[str, Any] | None:
         try:
-            found = self.tokenizer.parse_response(self._decode(list(token_ids)), prefix="")
+            found = self.tokenizer.parse_response(reply, prefix="")
         except (ValueError, KeyError, TypeError):
-            return {"role": "assistant", "content": text}
+            self.counts["unparsed"] += 1
+            return None
         message: dict[str, Any] = {"role": "assistant", "content": found.get("content") or ""}
         reasoning = found.get("reasoning_content") or found.get("thinking")
         if reasoning:
@@ -175,6 +179,10 @@ def end_token_ids(model: str, tokenizer: Any) -> list[int]:
         sources.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
     ids = [i for s in sources if s is not None for i in (s if isinstance(s, list) else [s])]
     return list(dict.fromkeys(ids))
+
+
+def _until(text: str, stop: Sequence[str]) -> str:
+    return text[: min((at for mark in stop if mark and (at := text.find(mark)) >= 0), default=len(text))]
 
 
 def parse_hermes(text: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from cotune.integrations.transformers_attention import use_rows_attention
 from cotune.integrations.transformers_cache import RowCache
 from cotune.integrations.transformers_draw import RowParams, draw, streams, uniforms
 from cotune.integrations.transformers_lora import Adapter, LoraRows
@@ -112,6 +113,7 @@ class Batch:
 
     def __init__(self, model: Any, end_token_ids: Iterable[int], tokenizer: Any = None) -> None:
         self.model = model
+        use_rows_attention(model)
         self.lora = LoraRows(model)
         self.tokenizer = tokenizer
         self.rows = 0

@@ -41,6 +41,9 @@ class RowLayer(CacheLayerMixin):
         values[:, :, -1:] = value_states
         return keys, values
 
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.window.end - self.window.first + query_length, 0
 
@@ -98,34 +101,49 @@ class RowCache(Cache):
         """Let `rows` rows in all fit, each with up to `width` tokens before `end`, and a column to write."""
         w = self.window
         if w.rows == 0:
-            w.first = w.end = 0
-        used = w.end - w.first
-        need = max(used, width)
-        row_capacity = w.row_capacity if rows <= w.row_capacity else max(rows, 2 * w.row_capacity)
-        fits = w.end >= width and w.end < w.columns
-        if fits and row_capacity == w.row_capacity:
+            w.first = w.end
+        if rows <= w.row_capacity and width <= w.end < w.columns:
             return
-        columns = w.columns if need + HEADROOM // 2 <= w.columns else need + max(HEADROOM, need // 2)
-        self._place(row_capacity, columns, need)
+        end = max(w.end - w.first, width)
+        row_capacity = w.row_capacity if rows <= w.row_capacity else max(rows, 2 * w.row_capacity)
+        columns = w.columns if end + HEADROOM // 2 <= w.columns else end + max(HEADROOM, end // 2)
+        if (row_capacity, columns) == (w.row_capacity, w.columns):
+            self._shift(end)
+        else:
+            self._grow(row_capacity, columns, end)
 
-    def _place(self, row_capacity: int, columns: int, end: int) -> None:
+    def _shift(self, end: int) -> None:
+        """Move the columns in use so that they end at `end`."""
         w = self.window
-        old, new = slice(w.first, w.end), slice(end - (w.end - w.first), end)
-        live = slice(0, w.rows)
+        live, old, new = slice(0, w.rows), slice(w.first, w.end), slice(end - (w.end - w.first), end)
+        if w.rows:
+            for layer in self.layers:
+                layer.keys[live, :, new] = layer.keys[live, :, old].clone()
+                layer.values[live, :, new] = layer.values[live, :, old].clone()
+        self._moved(new)
+
+    def _grow(self, row_capacity: int, columns: int, end: int) -> None:
+        w = self.window
+        live, old, new = slice(0, w.rows), slice(w.first, w.end), slice(end - (w.end - w.first), end)
         for layer in self.layers:
             if layer.is_initialized:
-                keys, values = layer.keys, layer.values
-                shape = (row_capacity, keys.shape[1], columns)
-                layer.keys = keys.new_zeros((*shape, keys.shape[3]))
-                layer.values = values.new_zeros((*shape, values.shape[3]))
-                layer.keys[live, :, new] = keys[live, :, old]
-                layer.values[live, :, new] = values[live, :, old]
+                # zeros, as what is masked must still be finite
+                keys, values = (t.new_zeros((row_capacity, t.shape[1], columns, t.shape[3])) for t in layer.buffers())
+                keys[live, :, new] = layer.keys[live, :, old]
+                values[live, :, new] = layer.values[live, :, old]
+                layer.keys, layer.values = keys, values
         starts = self.starts.new_zeros(row_capacity)
-        starts[live] = self.starts[live] + (end - w.end)
+        starts[live] = self.starts[live]
         self.starts = starts
         self.bias = self.bias.new_zeros((row_capacity, 1, 1, columns))
-        w.row_capacity, w.columns, w.first, w.end = row_capacity, columns, new.start, end
-        self._write_bias(torch.arange(w.rows, device=starts.device))
+        w.row_capacity, w.columns = row_capacity, columns
+        self._moved(new)
+
+    def _moved(self, to: slice) -> None:
+        w = self.window
+        self.starts[: w.rows] += to.stop - w.end
+        w.first, w.end = to.start, to.stop
+        self._write_bias(torch.arange(w.rows, device=self.starts.device))
 
     def fill(self, rows: Tensor, source: Cache, source_rows: Tensor, lengths: Tensor) -> None:
         """Copy prompts into `rows`: row `source_rows[i]` of a left-padded prefill, `lengths[i]` tokens of it."""
@@ -134,8 +152,8 @@ class RowCache(Cache):
             if not layer.is_initialized:
                 layer.lazy_initialization(prefilled.keys, prefilled.values)
             columns = slice(w.end - prefilled.keys.shape[2], w.end)
-            layer.keys[rows, :, columns] = prefilled.keys[source_rows]
-            layer.values[rows, :, columns] = prefilled.values[source_rows]
+            for buffer, prompt in zip(layer.buffers(), (prefilled.keys, prefilled.values), strict=True):
+                buffer[:, :, columns].index_copy_(0, rows, prompt.index_select(0, source_rows))
         self.starts[rows] = w.end - lengths
         self._write_bias(rows)
 
@@ -143,10 +161,10 @@ class RowCache(Cache):
         """Copy rows `source` to rows `to` (any overlap), after which the first `rows` rows are in use."""
         w = self.window
         if len(to):
-            used = slice(w.first, w.end)
             for layer in self.layers:
-                layer.keys[to, :, used] = layer.keys[source, :, used]
-                layer.values[to, :, used] = layer.values[source, :, used]
+                for buffer in layer.buffers():
+                    used = buffer[:, :, w.first : w.end]
+                    used.index_copy_(0, to, used.index_select(0, source))
             self.starts[to] = self.starts[source]
             self.bias[to] = self.bias[source]
         w.rows = rows

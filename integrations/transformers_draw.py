@@ -13,6 +13,8 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
+BLOCK = 64
+
 
 class RowParams(NamedTuple):
     """Sampling parameters by row, in tensors [rows, 1]; None where no row needs it."""
@@ -47,24 +49,39 @@ def draw(logits: Tensor, uniform: Tensor, params: RowParams) -> tuple[Tensor, Te
     """Token ids [rows] and their log-probabilities [rows], fp32, under the distribution drawn from.
 
     `logits` [rows, vocabulary], `uniform` [rows, 1] in [0, 1). Inverse transform sampling: the first token whose
-    cumulative probability exceeds `uniform`.
+    cumulative probability exceeds `uniform`, found by block and then within it.
     """
-    x = logits.float()
     if params.all_greedy:
+        x = logits.float()
         best, token = x.max(dim=-1)
         return token, best - torch.logsumexp(x, dim=-1)
-    x = x / params.temperature
+    rows, size = logits.shape
+    weight = logits.new_zeros((rows, -(-size // BLOCK) * BLOCK), dtype=torch.float32)
+    x = torch.div(logits, params.temperature, out=weight[:, :size])
     if params.top_k is not None or params.top_p is not None:
-        x = truncate(x, params.top_k, params.top_p)
-    top = x.amax(dim=-1, keepdim=True)
-    weight = torch.exp_(x - top)
-    total = weight.sum(dim=-1, keepdim=True)
-    cumulative = torch.cumsum(weight, dim=-1)
-    token = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-    if params.greedy is not None:
-        token = torch.where(params.greedy, x.argmax(dim=-1, keepdim=True), token)
-    logprob = x.gather(1, token) - top - torch.log(total)
+        x.copy_(truncate(x, params.top_k, params.top_p))
+    greedy = None if params.greedy is None else x.argmax(dim=-1, keepdim=True)
+    x.sub_(x.amax(dim=-1, keepdim=True)).exp_()
+    blocks = weight.view(rows, -1, BLOCK)
+    sums = blocks.sum(dim=-1)
+    block, rest = _search(sums, uniform * sums.sum(dim=-1, keepdim=True))
+    within, _ = _search(blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0], rest)
+    token = block * BLOCK + within
+    if greedy is not None:
+        token = torch.where(params.greedy, greedy, token)
+    logprob = torch.log(weight.gather(1, token) / sums.sum(dim=-1, keepdim=True))
     return token.squeeze(1), logprob.squeeze(1)
+
+
+def _search(weight: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    """First column by row at which the cumulative weight exceeds the threshold, and the threshold left within it.
+
+    Rounding never leads to a column of weight zero: the threshold is kept in [0, total).
+    """
+    cumulative = weight.cumsum(dim=-1)
+    threshold = threshold.clamp(min=0).minimum(cumulative[:, -1:] * (1 - 2.0**-23))
+    column = torch.searchsorted(cumulative, threshold, right=True)
+    return column, threshold - (cumulative.gather(1, column) - weight.gather(1, column))
 
 
 def truncate(x: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
