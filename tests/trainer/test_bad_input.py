@@ -1,0 +1,304 @@
+"""Bad input: one clear error before work starts, with what is wrong, what is allowed and the remedy; nothing is left
+behind, so that the same command with the mistake put right works."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cotune
+from cotune.adapters.export import export_run
+from cotune.adapters.load import load_export
+from cotune.errors import AdapterError, ConfigError, RunError, WorkflowError
+from cotune.trainer.train import resume
+from tests.trainer.tiny_app import application, ask, build_base, converse, letters
+
+BOTH = {"first": letters, "second": letters}
+
+
+@pytest.fixture
+def refused(trainer, tmp_path):
+    """Train with bad input: the error, after a check that no run folder was left."""
+
+    def refuse(kind, *args, **settings):
+        with pytest.raises(kind) as caught:
+            trainer(*args, **settings)
+        assert not (tmp_path / "run").exists()
+        assert caught.value.remedy
+        return caught.value
+
+    return refuse
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module of the test's own on the path."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(name: str, text: str) -> str:
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return name
+
+    return write
+
+
+def test_no_such_app(refused):
+    error = refused(ConfigError, "no_such_app:solve")
+    assert (error.field, error.value) == ("app", "no_such_app:solve")
+    assert error.allowed.startswith("a module on sys.path or in ")
+    assert "path/to/app.py:solve" in error.remedy
+
+
+def test_no_such_file(refused):
+    error = refused(ConfigError, "nowhere/app.py:solve")
+    assert (error.field, error.value, error.allowed) == ("app", "nowhere/app.py:solve", "a file that exists")
+
+
+def test_no_such_name_in_the_app(refused, module):
+    text = "import cotune\n@cotune.workflow\ndef solve(task): return 0\n"
+    error = refused(ConfigError, f"{module('bad_name_app', text)}:slove")
+    assert (error.field, error.value) == ("app", "bad_name_app:slove")
+    assert error.allowed == "a name in bad_name_app; workflows there: solve"
+    assert error.remedy == "Decorate a function in bad_name_app with @cotune.workflow."
+
+
+def test_an_app_that_does_not_import(refused, module):
+    error = refused(ConfigError, f"{module('bad_import_app', 'import no_such_package')}:solve")
+    assert (error.field, error.value) == ("app", "bad_import_app:solve")
+    assert "ModuleNotFoundError: No module named 'no_such_package'" in error.allowed
+
+
+def test_not_a_workflow(refused, module):
+    error = refused(WorkflowError, f"{module('bare_app', 'def solve(task): return 0')}:solve")
+    assert "is not a workflow" in error.cause
+    assert error.remedy == "Decorate the function with @cotune.workflow."
+
+
+def test_a_broken_line_of_the_tasks(refused, tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"id": "a"}\n{"id": \n')
+    error = refused(ConfigError, application(**BOTH), path)
+    assert (error.field, error.value) == ("tasks", f"{path}, line 2")
+    assert error.allowed.startswith("valid JSON (")
+    assert error.remedy.startswith("Write one JSON object per line")
+
+
+def test_no_tasks(refused, tmp_path):
+    (tmp_path / "tasks.jsonl").touch()
+    for tasks, value in ((tmp_path / "tasks.jsonl", str(tmp_path / "tasks.jsonl")), ([], [])):
+        error = refused(ConfigError, application(**BOTH), tasks)
+        assert (error.field, error.value, error.allowed) == ("tasks", value, "at least one task")
+
+
+def test_two_policies_of_one_name(refused):
+    policy = [{"name": "p", "roles": ["first"]}, {"name": "p", "roles": ["second"]}]
+    error = refused(ConfigError, application(**BOTH), policy=policy)
+    assert (error.field, error.value, error.allowed) == ("policy.name", "p", "one policy of each name")
+    assert error.remedy == "Rename one of the two policies."
+
+
+def test_two_policies_of_one_role(refused):
+    policy = [{"name": "p", "roles": ["first"]}, {"name": "q", "roles": ["first"]}]
+    error = refused(ConfigError, application(**BOTH), policy=policy)
+    assert (error.field, error.value, error.allowed) == ("policy.roles", "first", "one policy for each role")
+
+
+def test_k_below_two_with_a_tree(refused):
+    error = refused(ConfigError, application(**BOTH), plan={"kind": "tree", "k": 1})
+    assert (error.field, error.value) == ("plan.k", 1)
+    assert error.allowed.startswith("2 or more")
+
+
+def test_a_tree_without_a_scorer(refused):
+    error = refused(ConfigError, application(), plan={"kind": "tree"})
+    assert (error.field, error.value) == ("plan.kind", "tree")
+    assert error.allowed == "independent, as the workflow has no scorer"
+    assert "@workflow.scorer(role)" in error.remedy
+    assert "--plan independent" in error.remedy
+
+
+def test_a_model_folder_that_is_missing(refused, tmp_path):
+    error = refused(ConfigError, application(**BOTH), model=str(tmp_path / "nowhere"))
+    assert (error.field, error.value) == ("model", str(tmp_path / "nowhere"))
+    assert error.allowed == "a model folder with a config.json"
+
+
+def test_a_model_without_a_chat_template(refused, tmp_path):
+    base = build_base(tmp_path / "bare", template=False)
+    error = refused(ConfigError, application(**BOTH), model=str(base))
+    assert (error.field, error.value) == ("model", str(base))
+    assert error.allowed == "a model whose tokenizer has a chat template"
+    assert "chat_template.jinja" in error.remedy
+
+
+def test_an_unknown_role_in_the_configuration(refused):
+    policy = [{"name": "p", "roles": ["first", "secnod"]}]
+    error = refused(ConfigError, application(**BOTH), policy=policy)
+    assert (error.field, error.value) == ("policy.roles", "secnod")
+    assert error.allowed == "a role of the application: first, second"
+    assert "`roles`" in error.remedy
+
+
+def test_a_role_without_a_policy(refused):
+    error = refused(ConfigError, application(**BOTH), policy=[{"name": "p", "roles": ["first"]}])
+    assert (error.field, error.value) == ("policy.roles", "second")
+    assert 'kind = "frozen"' in error.remedy
+
+
+def test_an_unknown_role_of_a_scorer(refused):
+    error = refused(ConfigError, application(**BOTH, thrid=letters))
+    assert (error.field, error.value) == ("scorer", "thrid")
+    assert error.allowed == "a role of the application; seen in 3 episodes: first, second"
+    assert error.remedy.startswith("Correct the name")
+
+
+def test_an_app_that_makes_no_call(refused):
+    async def silent(task):
+        return 1.0
+
+    error = refused(WorkflowError, application(silent, **BOTH))
+    assert error.cause == "The workflow 'solve' made no LLM call that cotune can see."
+    assert error.remedy.startswith("Call models through the OpenAI SDK")
+
+
+@pytest.mark.parametrize(
+    ("returned", "cause"),
+    [
+        (None, "The workflow 'solve' returned None, which is not a reward."),
+        (float("nan"), "The workflow 'solve' returned team = nan."),
+        ({"team": "good"}, "The workflow 'solve' returned team = 'good', which is not a number."),
+    ],
+)
+def test_a_workflow_that_returns_no_reward(refused, returned, cause):
+    async def odd(task):
+        await converse(task)
+        return returned
+
+    error = refused(WorkflowError, application(odd, **BOTH))
+    assert error.cause == cause
+    assert error.remedy.startswith("Return ")
+
+
+def test_a_workflow_that_raises(refused):
+    async def raises(task):
+        await converse(task)
+        return task["no such key"]
+
+    error = refused(WorkflowError, application(raises, **BOTH))
+    assert error.cause.startswith("The workflow 'solve' raised KeyError: 'no such key' (")
+    assert f"{Path(__file__).name}:" in error.cause
+    assert error.remedy == "Fix the workflow."
+
+
+@pytest.mark.parametrize(
+    ("returned", "cause"),
+    [
+        (None, "The scorer of role 'second' returned local = None, which is not a number."),
+        (float("nan"), "The scorer of role 'second' returned local = nan."),
+        (KeyError("gold"), "The scorer of role 'second' raised KeyError: 'gold'."),
+    ],
+)
+def test_a_scorer_that_gives_no_reward(refused, returned, cause):
+    def scorer(candidate, call, task):
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
+    error = refused(WorkflowError, application(first=letters, second=scorer))
+    assert error.cause.startswith(cause)
+    assert "So it went on all 3 calls." in error.cause
+
+
+def test_prompts_longer_than_the_model(refused):
+    async def long(task):
+        await ask("first", "x" * 300)
+        return 1.0
+
+    error = refused(WorkflowError, application(long, first=letters))
+    assert "The call of role 'first' failed: " in error.cause
+    assert "The prompt has 303 tokens; the model takes 1 to 255 and one to answer." in error.cause
+    assert "Shorten the prompt, or use a model with a longer context." in error.cause
+
+
+def test_a_mistake_put_right_works_in_the_same_folder(refused, trainer):
+    refused(ConfigError, application(**BOTH, thrid=letters))
+    assert trainer(application(**BOTH), steps=1).finished
+    with pytest.raises(RunError) as caught:
+        trainer(application(**BOTH))
+    assert caught.value.cause == f"{trainer.folder / 'run'} already holds a run."
+    assert caught.value.remedy == "Choose another --out, or go on with --resume."
+
+
+def test_what_was_in_the_folder_before_stays(trainer, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError):
+        trainer(application(**BOTH, thrid=letters))
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+HOLDER = """
+import sys, cotune.trainer.run_folder as f
+from cotune.trainer.config import convert
+folder = f.RunFolder.create(sys.argv[1], convert({"model": "m"}), workflow=None, tasks=None)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_folder_in_use_by_another_process(trainer, tmp_path):
+    run = tmp_path / "run"
+    command = [sys.executable, "-c", HOLDER, str(run)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        for attempt in (lambda: trainer(application(**BOTH)), lambda: resume(run, workflow=application(), tasks=["a"])):
+            with pytest.raises(RunError) as caught:
+                attempt()
+            assert caught.value.cause == f"The run {run} is being written by process {holder.pid}."
+            assert caught.value.remedy.startswith("Wait until it ends or stop it")
+        assert (run / "run.json").exists()
+        holder.communicate("")
+    assert holder.pid != os.getpid()
+
+
+def test_no_run_to_resume(tmp_path):
+    with pytest.raises(RunError) as caught:
+        resume(tmp_path / "run", workflow=application(), tasks=["a"])
+    assert caught.value.cause == f"{tmp_path / 'run'} holds no run: there is no run.json."
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_export_whose_base_does_not_match(trainer, tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    trainer(application(**BOTH), steps=1)
+    export_run(tmp_path / "run", tmp_path / "export")
+    assert load_export(tmp_path / "export").roles.keys() == {"first", "second"}
+    other = build_base(tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: tensor + torch.ones(()) for name, tensor in tensors.items()}, other / "model.safetensors")
+    with pytest.raises(AdapterError) as caught:
+        load_export(tmp_path / "export", other)
+    assert caught.value.cause.startswith(f"The export was trained on another base: weights of {other} differ")
+    assert caught.value.remedy == f"Name by --model the copy of {trainer.base} that it was trained on."
+    with pytest.raises(AdapterError):
+        load_export(tmp_path / "export", tmp_path / "nowhere")
+
+
+def test_outside_a_run_the_application_is_what_it_was():
+    calls = []
+
+    @cotune.workflow
+    def solve(task):
+        calls.append(task)
+        return task * 2
+
+    assert solve(4) == 8
+    assert calls == [4]

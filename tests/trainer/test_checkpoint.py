@@ -1,0 +1,128 @@
+"""Checkpoints: whole or not there, wherever writing them is cut off."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cotune.errors import RunError
+from cotune.policies import LoraSpec, policies_for
+from cotune.trainer import checkpoint as module
+from cotune.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+
+POLICIES = policies_for("lora", ["a", "b"], LoraSpec())
+
+
+class Learner:
+    """Writes a file that says at which step it was written."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def save(self, folder: Path) -> None:
+        (folder / "learner").write_text(str(self.step))
+
+
+def save(folder: Path, step: int, keep: int = 2) -> None:
+    ledger = {f"group{step}": step - 1} if step else {}
+    checkpoint = Checkpoint(steps=step, versions={"a": step}, policies=POLICIES, ledger=ledger)
+    save_checkpoint(folder, checkpoint, Learner(step), keep=keep)
+
+
+def loaded(folder: Path) -> int | None:
+    """The step of the newest checkpoint, which must be whole."""
+    found = load_checkpoint(folder)
+    if found is None:
+        return None
+    checkpoint, path = found
+    assert (path / "learner").read_text() == str(checkpoint.steps)
+    assert (path / "policies.json").is_file()
+    assert checkpoint.versions == {"a": checkpoint.steps}
+    return checkpoint.steps
+
+
+def test_saved_and_loaded(tmp_path):
+    assert load_checkpoint(tmp_path) is None
+    save(tmp_path, 3)
+    checkpoint, path = load_checkpoint(tmp_path)
+    assert checkpoint.ledger == {"group3": 2}
+    assert checkpoint.policies == POLICIES
+    assert path == tmp_path / "step-000003"
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for step in range(5):
+        save(tmp_path, step)
+    assert sorted(path.name for path in tmp_path.glob("*")) == ["latest", "step-000003", "step-000004"]
+
+
+def test_going_back_to_an_older_one(tmp_path):
+    for step in range(5):
+        save(tmp_path, step, keep=9)
+    (tmp_path / "latest").write_text("step-000001")
+    assert loaded(tmp_path) == 1
+    save(tmp_path, 2, keep=1)
+    assert loaded(tmp_path) == 2
+    save(tmp_path, 3, keep=1)
+    assert loaded(tmp_path) == 3
+
+
+class Cut(BaseException):
+    """The process is gone."""
+
+
+def test_cut_off_anywhere(tmp_path, monkeypatch):
+    """Ends the process before the first, second, ... change to the disk, and once more while putting it right."""
+    count, limit = 0, 0
+
+    def counted(change):
+        def wrapped(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count > limit:
+                raise Cut
+            return change(*args, **kwargs)
+
+        return wrapped
+
+    save(tmp_path / "start", 1)
+    save(tmp_path / "start", 2)
+    seen = set()
+    for name in ("mkdir", "rename", "replace", "open"):
+        monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
+    monkeypatch.setattr(os, "fsync", counted(os.fsync))
+    monkeypatch.setattr(module.shutil, "rmtree", counted(shutil.rmtree))
+    for cut in range(100):
+        limit = 10**9
+        folder = tmp_path / str(cut)
+        shutil.copytree(tmp_path / "start", folder)
+        count, limit = 0, cut
+        try:
+            save(folder, 3)
+            done = True
+        except Cut:
+            done = False
+        limit = 10**9
+        step = loaded(folder)
+        seen.add(step)
+        assert step == 3 if done else step in (2, 3)
+        save(folder, step + 1)
+        assert loaded(folder) == step + 1
+        assert not list(folder.glob(".*.partial"))
+        if done:
+            break
+    assert done
+    assert cut > 10
+    assert seen == {2, 3}
+
+
+def test_a_broken_checkpoint_names_the_way_out(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "step-000001" / "checkpoint.json").write_text("{")
+    with pytest.raises(RunError) as caught:
+        load_checkpoint(tmp_path)
+    assert f"The checkpoint {tmp_path / 'step-000001'} is broken" in caught.value.cause
+    assert caught.value.remedy == f"Write the name of an older one into {tmp_path / 'latest'}."

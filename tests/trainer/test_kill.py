@@ -1,0 +1,138 @@
+"""A run that is killed again and again, also while it writes checkpoints, loses no finished group and trains none
+twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cotune.collect import collect
+from cotune.sqlite_store import SqliteStore
+from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
+from cotune.trainer.run_folder import read_metrics
+from tests.trainer.tiny_app import TASKS
+
+STEPS, K = 8, 4
+APP = """
+import functools
+from cotune.integrations.transformers_sampler import TransformersSampler
+from tests.trainer.tiny_app import application, letters
+
+TransformersSampler.open = functools.partial(TransformersSampler.open, host="thread", device="cpu")
+solve = application(first=letters, second=letters)
+"""
+
+
+class Process:
+    """`cotune train` in a process of its own."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        root = Path(__file__).parents[2]
+        environment = {**os.environ, "PYTHONPATH": str(root), "OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}
+        command = [sys.executable, "-m", "cotune.cli", "train", *arguments]
+        self.log = (folder / "log").open("w+")
+        self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=self.log, stderr=self.log)
+
+    def killed_when(self, moment: Callable[[], bool]) -> None:
+        """Wait for the moment, then SIGKILL."""
+        while not moment():
+            try:
+                self.process.wait(0.0005)
+            except subprocess.TimeoutExpired:
+                continue
+            raise AssertionError(f"ended before it could be killed:\n{self.said()}")
+        self.process.kill()
+        assert self.process.wait() == -signal.SIGKILL
+        self.log.close()
+
+    def finished(self) -> None:
+        assert self.process.wait() == 0, self.said()
+        self.log.close()
+
+    def said(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+
+def steps_done(run: Path) -> int:
+    return sum(1 for _ in read_metrics(run))
+
+
+def writing_checkpoint(run: Path, after: int) -> Callable[[], bool]:
+    """While a checkpoint is being written, after so many steps."""
+    return lambda: steps_done(run) >= after and any((run / "checkpoints").glob(".*.partial"))
+
+
+def some_time_after(run: Path, after: int, seconds: float) -> Callable[[], bool]:
+    """So many seconds after a step was seen to be done."""
+    seen: list[float] = []
+
+    def moment() -> bool:
+        if not seen and steps_done(run) >= after:
+            seen.append(time.perf_counter())
+        return bool(seen) and time.perf_counter() - seen[0] >= seconds
+
+    return moment
+
+
+@pytest.mark.timeout(900)
+def test_killed_and_resumed(tiny_base: Path, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "app.py").write_text(APP)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    seed = random.randrange(10**6)
+    record_property("seed", seed)
+    chance = random.Random(seed)
+    moments = [
+        writing_checkpoint(run, 1),
+        some_time_after(run, 3, chance.uniform(0.0, 0.3)),
+        writing_checkpoint(run, 5),
+        some_time_after(run, 6, chance.uniform(0.0, 0.3)),
+    ]
+    settings = ["learner.threads=1", "learner.device=cpu", "keep_checkpoints=100"]
+    begin = [
+        *("app.py:solve", "--tasks", "tasks.jsonl", "--model", str(tiny_base), "--out", "run", "--lr", "3e-3"),
+        *("--steps", str(STEPS), "--tasks-per-step", "3", "-k", str(K)),
+        *(word for setting in settings for word in ("--set", setting)),
+    ]
+    Process(tmp_path, *begin).killed_when(moments[0])
+    for moment in moments[1:]:
+        Process(tmp_path, "--resume", "run").killed_when(moment)
+    Process(tmp_path, "--resume", "run").finished()
+
+    checkpoint, _ = load_checkpoint(run / "checkpoints")
+    lines = list(read_metrics(run))
+    assert checkpoint.steps == STEPS
+    assert [line["step"] for line in lines] == list(range(STEPS))
+    assert not list(run.rglob("*.partial"))
+    for name, version in checkpoint.versions.items():
+        assert version == sum(name in line["policies"] for line in lines)
+
+    store = SqliteStore.open(run, read_only=True)
+    folders = sorted((run / "checkpoints").glob("step-*"))
+    ledgers = [msgspec.json.decode((f / "checkpoint.json").read_bytes(), type=Checkpoint).ledger for f in folders]
+    trained = Counter(group for ledger in ledgers for group in ledger)
+    assert set(trained.values()) == {1}
+    assert dict(store.consumed()) == {group: step for ledger in ledgers for group, step in ledger.items()}
+
+    for line in lines:
+        episodes = list(store.episodes(phase="train", training_step=line["step"]))
+        assert Counter(episode.task.id for episode in episodes) == {"a": 1, "b": 1, "c": 1}
+        samples = collect(store, episodes).samples
+        assert len(samples) == line["candidates"] == 3 * 2 * K
+        assert line["rows"] + sum(line["left_out"].values()) == line["candidates"]
+        groups = {group for group, step in store.consumed().items() if step == line["step"]}
+        assert groups <= {sample.call for sample in samples}
+        assert line["groups"] == len(groups)
+        assert line["groups"] * K == line["rows"]
