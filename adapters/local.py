@@ -81,8 +81,7 @@ async def _open_model(source: str | Path, base: str | Path | None, names: Sequen
     own = folder.name if Path(source).expanduser().exists() else str(source)
     policy = PolicyRef("base", 0)
     served = {
-        name: Served(name, policy, "frozen", str(source), digest, digest)
-        for name in dict.fromkeys([own, *names])
+        name: Served(name, policy, "frozen", str(source), digest, digest) for name in dict.fromkeys([own, *names])
     }
     return await _open(folder, served, [])
 
