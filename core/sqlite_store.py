@@ -165,7 +165,7 @@ class SqliteStore:
         """`lost` and `refused` over the life of the file, whoever wrote it."""
         return {"lost": 0, "refused": 0, **dict(self.rows("SELECT name, value FROM counters"))}
 
-    def rows(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
+    def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
         """Rows of any SELECT, on a connection of its own that cannot write. The tables are in docs/records.md."""
         with self._reader() as db:
             return db.execute(sql, parameters).fetchall()

@@ -17,7 +17,7 @@ log = logging.getLogger("cotune.store")
 
 BATCH_RECORDS = 16000
 """Records that are committed at once without waiting for more."""
-LINGER = 0.02
+LINGER = 0.1
 """Seconds that a record waits for others to share its transaction."""
 QUEUE_BYTES = 32 << 20
 """Bound of the queue in memory."""

@@ -3,11 +3,13 @@
 import logging
 import os
 import random
+import re
 import signal
 import sqlite3
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -384,3 +386,20 @@ def test_rewards_and_plain_sql(store):
     assert store.rows(sql) == [("t7", "train", 2, 0.5)]
     sql = "SELECT role, turn, step, status, prompt_tokens, completion_tokens FROM calls"
     assert store.rows(sql) == [("navigator", 0, 0, "ok", 1, 3)]
+
+
+def test_the_queries_of_the_documentation_work(store):
+    live = LiveEpisode(store, Task(id="t", input=1), workflow="w")
+    ask(live).finish(answer((1, 2, 3), (4,), rewards=({"local": 0.5},)))
+    ask(live, said="next").finish(answer((1, 2, 3, 4, 5), (6,), rewards=({"local": 1.0},)))
+    live.end("ok")
+    store.flush()
+    page = (Path(__file__).parents[2] / "docs" / "records.md").read_text()
+    (block,) = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
+    by_turn, slowest, size, _ = block.split(";\n")
+    assert store.rows(by_turn) == [("r", 0, 1, 0.5), ("r", 1, 1, 1.0)]
+    assert {row[3] for row in store.rows(slowest)} == {
+        '{"role":"user","content":"hi"}',
+        '{"role":"user","content":"next"}',
+    }
+    assert store.rows(size, {"prompt": store.calls(live.id)[1].prompt}) == [(5,)]
