@@ -166,14 +166,14 @@ class TrainConfig(_Table):
                 raise ConfigError(
                     "policy.roles",
                     role,
-                    f"a role of the application: {known}",
+                    f"a role of the application: {', '.join(known)}",
                     "Correct the name, or list it under `roles` if it shows only on some tasks.",
                 )
         missing = [role for role in known if role not in roles]
         if missing:
             raise ConfigError(
                 "policy.roles",
-                missing,
+                ", ".join(missing),
                 "a policy for every role of the application",
                 'Add these roles to a policy; kind = "frozen" or "provider" leaves them untrained.',
             )

@@ -48,7 +48,7 @@ class Process:
         """Wait for the moment, then SIGKILL."""
         while not moment():
             try:
-                self.process.wait(0.0005)
+                self.process.wait(0.003)
             except subprocess.TimeoutExpired:
                 continue
             raise AssertionError(f"ended before it could be killed:\n{self.said()}")
