@@ -113,9 +113,10 @@ def _config(config: TrainConfig | Mapping[str, Any] | None, settings: Mapping[st
 
 def _run_anywhere(work: Any) -> RunSummary:
     """asyncio.run, also from a thread whose loop is running (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    running = False
+    with contextlib.suppress(RuntimeError):
+        running = asyncio.get_running_loop() is not None
+    if not running:
         return asyncio.run(work)
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, work).result()

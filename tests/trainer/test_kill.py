@@ -26,6 +26,7 @@ from tests.trainer.tiny_app import TASKS
 STEPS, K = 8, 4
 APP = """
 import functools
+from transformers import AutoModelForCausalLM, AutoTokenizer  # before two threads of one process ask for them
 from cotune.integrations.transformers_sampler import TransformersSampler
 from tests.trainer.tiny_app import application, letters
 
