@@ -95,23 +95,26 @@ def _differences(report: EvaluationReport) -> Any:
 
 
 def _roles(report: EvaluationReport) -> Any:
-    columns = ("", "role", "answered by", "calls", "failed", "turns", "prompt", "response", "cut off", "local reward")
-    table = _table("Roles, means per call", *columns)
-    for label, e in report.evaluations.items():
-        for role, r in e.roles.items():
-            rewards = ", ".join(f"{name} {value:.3f}" for name, value in r.rewards.items())
-            counts = (str(r.calls), str(r.failed), f"{r.turns:.1f}")
-            tokens = (f"{r.prompt_tokens:.0f}", f"{r.completion_tokens:.1f}", f"{100 * r.truncated:.1f}%")
-            table.add_row(label, role, ", ".join(r.policies), *counts, *tokens, rewards or "-")
+    """A row per mode and role; its reward components are columns of their own."""
+    rows = [(label, role, r) for label, e in report.evaluations.items() for role, r in e.roles.items()]
+    components = sorted({name for _, _, r in rows for name in r.rewards})
+    failed, cut = any(r.failed for _, _, r in rows), any(r.truncated for _, _, r in rows)
+    optional = [*(["failed"] if failed else []), *(["cut off"] if cut else [])]
+    table = _table("Roles, means per call", "", "answered by", "calls", "turns", "tokens", *optional, *components)
+    for label, role, r in rows:
+        cells = [str(r.calls), f"{r.turns:.1f}", f"{r.prompt_tokens:.0f}+{r.completion_tokens:.1f}"]
+        cells += [str(r.failed)] * failed + [f"{100 * r.truncated:.1f}%"] * cut
+        cells += [f"{r.rewards[name]:.3f}" if name in r.rewards else "-" for name in components]
+        table.add_row(f"{label} {role}", ", ".join(r.policies), *cells)
     return table
 
 
 def _table(title: str, *columns: str) -> Any:
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="left" if column in ("", "role", "answered by", "local reward") else "right")
+        table.add_column(column, justify="left" if column in ("", "answered by") else "right")
     return table
 
 
