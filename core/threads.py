@@ -11,6 +11,7 @@ from typing import Any
 
 from cotune.context import current_episode
 
+_POOLS = "concurrent.futures.thread"
 _installed = False
 
 
@@ -27,7 +28,8 @@ def carry_context() -> None:
 
     @functools.wraps(start)
     def start_in_context(self: threading.Thread) -> None:
-        if current_episode.get() is not None:
+        # A pool's worker outlives the episode that happens to start it, so the worker itself must not inherit it.
+        if current_episode.get() is not None and not _is_pool_worker(self):
             _bind(self, contextvars.copy_context())
         start(self)
 
@@ -35,18 +37,23 @@ def carry_context() -> None:
     def submit_in_context(
         self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
-        if current_episode.get() is None:
+        if current_episode.get() is None or _has_context(fn):
             return submit(self, fn, *args, **kwargs)
-        context = contextvars.copy_context()
-        # A pool's worker outlives the episode that happens to start it, so the worker itself must not inherit it.
-        token = current_episode.set(None)
-        try:
-            return submit(self, context.run, fn, *args, **kwargs)
-        finally:
-            current_episode.reset(token)
+        return submit(self, contextvars.copy_context().run, fn, *args, **kwargs)
 
     threading.Thread.start = start_in_context  # type: ignore[method-assign]
     ThreadPoolExecutor.submit = submit_in_context  # type: ignore[method-assign, assignment]
+
+
+def _is_pool_worker(thread: threading.Thread) -> bool:
+    return getattr(getattr(thread, "_target", None), "__module__", None) == _POOLS
+
+
+def _has_context(fn: Callable[..., Any]) -> bool:
+    """Whether `fn` brings a context along already, as what asyncio and LangChain submit does."""
+    if type(fn) is functools.partial:
+        fn = fn.func
+    return type(getattr(fn, "__self__", None)) is contextvars.Context
 
 
 def _bind(thread: threading.Thread, context: contextvars.Context) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,21 +53,20 @@ class Run:
     @property
     def state(self) -> Any:
         """Input of the innermost node around this run; None outside any graph."""
-        return next((run.own_state for run in self.outward() if run.kind == "node"), None)
-
-    def outward(self) -> Iterator[Run]:
-        """This run and all runs around it, innermost first."""
         run: Run | None = self
         while run is not None:
-            yield run
+            if run.kind == "node":
+                return run.own_state
             run = run.parent
+        return None
 
 
 def role_of(run: Run) -> str:
     """Role of a model call: names around it from the outside in, joined with `/`; `app` when there are none."""
     names: list[str] = []
     prebuilt = ""
-    for around in run.outward():
+    around: Run | None = run
+    while around is not None:
         if around.kind == "tool":
             names.append(around.name)
         elif around.kind == "node":
@@ -79,8 +78,11 @@ def role_of(run: Run) -> str:
             if agent:
                 names.append(agent)
                 break
+        around = around.parent
     if run.source and not (names and "Middleware" in names[0]):
         names.insert(0, run.source)
+    if len(names) == 1:
+        return names[0]
     return "/".join(reversed(names)) or prebuilt or "app"
 
 
@@ -95,7 +97,7 @@ def _agent(graph: Run | None, inside_agent: bool) -> str | None:
 
 
 def _trimmed(node: str) -> str:
-    return next((node[: -len(end)] for end in _MIDDLEWARE if node.endswith(end)), node)
+    return node.rpartition(".")[0] if node.endswith(_MIDDLEWARE) else node
 
 
 def _space(metadata: Mapping[str, Any]) -> str:
