@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextvars
 import functools
 import threading
 
@@ -43,7 +44,7 @@ def answer_blocking(call: LiveCall) -> Answer | None:
     if episode.responder is None:
         return None
     loop = episode.loop
-    if loop is not None and asyncio._get_running_loop() is loop:
+    if loop is not None and _running_loop() is loop:
         episode.warn(
             "blocked_loop",
             "A synchronous model call inside a coroutine blocks its event loop, so no other episode moves meanwhile: "
@@ -93,5 +94,14 @@ async def _respond(call: LiveCall) -> Answer | None:
 @functools.cache
 def _side_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="cotune-answers", daemon=True).start()
+    thread = threading.Thread(target=loop.run_forever, name="cotune-answers", daemon=True)
+    # In an empty context: the thread outlives the episode that happens to start it.
+    contextvars.Context().run(thread.start)
     return loop
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

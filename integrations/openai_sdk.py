@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -249,7 +250,9 @@ def _response(request: Any, status: int, kind: str, content: bytes, name: str) -
     """A response of the class that belongs to the request (httpx or httpx2), which the SDK must not retry."""
     package = sys.modules[type(request).__module__.partition(".")[0]]
     headers = {"content-type": kind, "x-request-id": name, "x-should-retry": "false"}
-    return package.Response(status, headers=headers, content=content, request=request)
+    response = package.Response(status, headers=headers, content=content, request=request)
+    response.elapsed = timedelta(0)
+    return response
 
 
 def _attempt_failed(exchange: _Exchange, error: BaseException) -> None:

@@ -162,6 +162,35 @@ def test_a_judge_in_the_reward_of_a_graph_is_not_a_call(record: Recorded):
     }
 
 
+@pytest.mark.usefixtures("nowhere")
+def test_sync_nodes_of_many_episodes_wait_for_their_answers_at_once():
+    """More of them than asyncio's own pool has threads."""
+    count, waiting = 40, []
+
+    def node(state):
+        return {"messages": [model.invoke("x")]}
+
+    graph = graph_of(node)
+
+    async def run(task):
+        await graph.ainvoke(HELLO)
+        return 1
+
+    async def main():
+        all_there = asyncio.Event()
+
+        async def reply(call):
+            waiting.append(call.id)
+            if len(waiting) == count:
+                all_there.set()
+            await asyncio.wait_for(all_there.wait(), 60)
+            return call.role
+
+        return await asyncio.gather(*(episode(run, reply) for _ in range(count)))
+
+    assert [o.rewards for o in asyncio.run(main())] == [{"team": 1.0}] * count
+
+
 def test_what_a_graph_needs_and_what_is_no_workflow():
     with pytest.raises(WorkflowError, match="reward="):
         cotune.workflow(graph_of())

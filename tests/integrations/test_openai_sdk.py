@@ -202,6 +202,14 @@ def test_calls_that_the_responder_makes_are_not_part_of_the_episode(record: Reco
     assert inside == [None]
 
 
+@pytest.mark.usefixtures("nowhere")
+def test_null_fields_and_forced_tools_are_kept_as_they_are(record: Recorded):
+    choice = {"type": "function", "function": {"name": "add"}}
+    empty = {"stop": None, "max_tokens": None, "response_format": None}
+    record(lambda task: bool(ask(tools=TOOLS, tool_choice=choice, **empty)), lambda call: "x")
+    assert record.calls[0].params == {"tool_choice": choice, **empty}
+
+
 # Roles without a framework
 
 
@@ -474,9 +482,11 @@ def test_a_client_made_before_the_run_and_raw_responses(provider: Provider, reco
     with openai.OpenAI(max_retries=0) as made:
         raw = made.chat.completions.with_raw_response
         outcome = record(lambda task: raw.create(model="m", messages=USER).status_code, lambda call: "x")
+        record(lambda task: raw.create(model="m", messages=USER).elapsed.total_seconds() == 0, lambda call: "x")
         record(lambda task: raw.create(model="m", messages=USER).status_code)
     assert outcome.rewards == {"team": 200.0}
-    assert [(c.policy, c.candidates[0].text) for c in record.calls] == [(POLICY, "x"), (None, "re: hello")]
+    texts = [(c.policy, c.candidates[0].text) for c in record.calls]
+    assert texts == [(POLICY, "x"), (POLICY, "x"), (None, "re: hello")]
 
 
 def test_other_interfaces_are_passed_through_recorded_and_counted(provider: Provider, record: Recorded):
