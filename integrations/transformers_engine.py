@@ -7,6 +7,7 @@ import os
 import queue
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -290,13 +291,15 @@ def load(source: ModelSource, emit: Callable[[list[Reply]], None]) -> Engine:
     dtype = source.dtype or ("float32" if device == "cpu" else "bfloat16")
     try:
         model = AutoModelForCausalLM.from_pretrained(source.model, dtype=getattr(torch, dtype)).to(device)
-        tokenizer = source.tokenizer or AutoTokenizer.from_pretrained(source.model)
+        tokenizer = source.tokenizer
+        if tokenizer is None and not _bare(source.model):
+            tokenizer = AutoTokenizer.from_pretrained(source.model)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError("model", source.model, f"a model folder or hub id ({reason})", "Check --model.") from error
     ends = source.end_token_ids
     if ends is None:
-        ends = ids_of(model.generation_config.eos_token_id, tokenizer.eos_token_id)
+        ends = ids_of(model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None))
     return Engine(model, tokenizer, ends, source, emit)
 
 
@@ -304,3 +307,9 @@ def ids_of(*values: int | Sequence[int] | None) -> tuple[int, ...]:
     """Distinct ids of settings that hold one id, several or none."""
     ids = [i for v in values if v is not None for i in (v if isinstance(v, Sequence) else [v])]
     return tuple(dict.fromkeys(ids))
+
+
+def _bare(model: str) -> bool:
+    """A folder with weights alone: enough for token ids, but not for stop strings."""
+    folder = Path(model)
+    return folder.is_dir() and not any(folder.glob("tokenizer*"))

@@ -65,6 +65,8 @@ class TransformersSampler:
             raise ConfigError("host", host, "process or thread")
         if host == "process" and not isinstance(model, str | Path):
             raise ConfigError("host", host, "thread, for a model that is already loaded", "Pass the model's folder.")
+        if isinstance(model, Path) or (isinstance(model, str) and Path(model).is_absolute()):
+            _check_folder(Path(model))
         source = ModelSource(
             model=str(model) if isinstance(model, Path) else model,
             device=device,
@@ -148,3 +150,8 @@ class TransformersSampler:
         for answer in pending:
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(SamplerError(error.cause, error.remedy))
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").exists():
+        raise ConfigError("model", str(folder), "a folder with config.json and weights, or a hub id", "Check --model.")
