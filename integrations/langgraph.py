@@ -27,9 +27,10 @@ _MESSAGE_ID = len("lc_run--") + 36
 class _Notes:
     """Runs in progress of one episode, and the marks of its model calls in flight."""
 
-    __slots__ = ("marks", "runs")
+    __slots__ = ("episode", "marks", "runs")
 
-    def __init__(self) -> None:
+    def __init__(self, episode: LiveEpisode) -> None:
+        self.episode = episode
         self.runs: dict[UUID, Run] = {}
         self.marks: dict[UUID, Mark] = {}
 
@@ -54,7 +55,7 @@ def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
 def _notes(episode: LiveEpisode) -> _Notes:
     notes = episode.notes.get(NAME)
     if notes is None:
-        notes = episode.notes.setdefault(NAME, _Notes())
+        notes = episode.notes.setdefault(NAME, _Notes(episode))
     return notes
 
 
@@ -67,7 +68,7 @@ def _counted(method: Any) -> Any:
         if episode is None:
             return
         try:
-            method(self, episode, *args, **kwargs)
+            method(self, episode.notes.get(NAME) or _notes(episode), *args, **kwargs)
         except Exception as error:  # noqa: BLE001
             episode.warn("langgraph", f"The LangGraph integration failed: {error!r}")
 
@@ -83,7 +84,7 @@ class _Handler(BaseCallbackHandler):
     @_counted
     def on_chain_start(
         self,
-        episode: LiveEpisode,
+        notes: _Notes,
         serialized: Any,
         inputs: Any,
         *,
@@ -93,13 +94,13 @@ class _Handler(BaseCallbackHandler):
         name: str | None = None,
         **_: Any,
     ) -> None:
-        runs = _notes(episode).runs
+        runs = notes.runs
         runs[run_id] = Run.chain(runs.get(parent_run_id), name, metadata or {}, inputs)
 
     @_counted
     def on_tool_start(
         self,
-        episode: LiveEpisode,
+        notes: _Notes,
         serialized: Any,
         text: str,
         *,
@@ -109,13 +110,13 @@ class _Handler(BaseCallbackHandler):
         name: str | None = None,
         **_: Any,
     ) -> None:
-        runs = _notes(episode).runs
+        runs = notes.runs
         runs[run_id] = Run.tool(runs.get(parent_run_id), name or (serialized or {}).get("name"), metadata or {})
 
     @_counted
     def on_chat_model_start(
         self,
-        episode: LiveEpisode,
+        notes: _Notes,
         serialized: Any,
         messages: list[list[Any]],
         *,
@@ -124,7 +125,6 @@ class _Handler(BaseCallbackHandler):
         metadata: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        notes = _notes(episode)
         run = Run.model(notes.runs.get(parent_run_id), metadata or {})
         read = tuple(m.id[:_MESSAGE_ID] for m in messages[0] if m.id and m.id.startswith("lc_run--"))
         mark = Mark(role_of(run), NAME, state=run.state, read=read, output=f"lc_run--{run_id}")
@@ -132,29 +132,29 @@ class _Handler(BaseCallbackHandler):
         current_mark.set(mark)
 
     @_counted
-    def on_llm_end(self, episode: LiveEpisode, response: Any, *, run_id: UUID, **_: Any) -> None:
-        mark = self._done(episode, run_id)
+    def on_llm_end(self, notes: _Notes, response: Any, *, run_id: UUID, **_: Any) -> None:
+        mark = self._done(notes, run_id)
         if mark is not None and not mark.calls:
-            episode.warn(
+            notes.episode.warn(
                 "unseen_call",
                 f"A chat model answered role {mark.role!r} without a call that can be recorded: from LangChain's cache "
                 "or by a client of its own. Switch the cache off while recording.",
             )
 
     @_counted
-    def on_llm_error(self, episode: LiveEpisode, error: BaseException, *, run_id: UUID, **_: Any) -> None:
-        self._done(episode, run_id)
+    def on_llm_error(self, notes: _Notes, error: BaseException, *, run_id: UUID, **_: Any) -> None:
+        self._done(notes, run_id)
 
-    def _done(self, episode: LiveEpisode, run_id: UUID) -> Mark | None:
+    def _done(self, notes: _Notes, run_id: UUID) -> Mark | None:
         # In async code this runs in a copied context, where resetting the ContextVar would be lost.
-        mark = _notes(episode).marks.pop(run_id, None)
+        mark = notes.marks.pop(run_id, None)
         if mark is not None:
             mark.done = True
         return mark
 
     @_counted
-    def on_chain_end(self, episode: LiveEpisode, outputs: Any, *, run_id: UUID, **_: Any) -> None:
-        _notes(episode).runs.pop(run_id, None)
+    def on_chain_end(self, notes: _Notes, outputs: Any, *, run_id: UUID, **_: Any) -> None:
+        notes.runs.pop(run_id, None)
 
     on_chain_error = on_chain_end
     on_tool_end = on_chain_end

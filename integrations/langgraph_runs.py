@@ -29,11 +29,14 @@ class Run:
     @classmethod
     def chain(cls, parent: Run | None, name: str | None, metadata: Mapping[str, Any], inputs: Any) -> Run:
         """A node when it is the first run in its namespace, else a graph or any other runnable."""
-        space, agent, node = _space(metadata), metadata.get("lc_agent_name"), metadata.get("langgraph_node")
-        if space and parent is None:
+        space, agent = _space(metadata), metadata.get("lc_agent_name")
+        if not space:
+            return cls(parent, "chain", name or "", "", agent)
+        node = metadata.get("langgraph_node")
+        if parent is None:
             parent = _from_namespace(space, agent, whole=name != node)
-        if space and (parent is None or parent.space != space):
-            return cls(parent, "node", str(node or name), space, agent, own_state=inputs)
+        if parent is None or parent.space != space:
+            return cls(parent, "node", str(node or name), space, agent, None, inputs)
         return cls(parent, "chain", name or "", space, agent)
 
     @classmethod
@@ -101,7 +104,7 @@ def _trimmed(node: str) -> str:
 
 
 def _space(metadata: Mapping[str, Any]) -> str:
-    return str(metadata.get("langgraph_checkpoint_ns") or "")
+    return metadata.get("langgraph_checkpoint_ns") or ""
 
 
 def _from_namespace(space: str, agent: str | None, whole: bool = True) -> Run | None:

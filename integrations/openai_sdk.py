@@ -280,7 +280,7 @@ def _settle(call: LiveCall, api: _Api, headers: Any, raw: bytes, error: BaseExce
         call.fail(*reason_of(error))
         return
     try:
-        streamed = "text/event-stream" in headers.get("content-type", "")
+        streamed = call.streamed and "text/event-stream" in headers.get("content-type", "")
         body = api.stream(raw) if streamed else msgspec.json.decode(raw)
         found = None if body is None else api.answer(body)
     except (ValueError, TypeError, AttributeError, KeyError) as broken:
