@@ -37,14 +37,14 @@ from cotune.samples import TrainRow
 from cotune.trainer.learner_settings import LearnerSettings
 from cotune.trainer.local_learner import LocalLearner
 
-VOCABULARY, PROMPT, LR = 2048, 64, 1e-4
+PROMPT, LR = 64, 1e-4
 
 
-def build(folder: Path) -> PreTrainedTokenizerFast:
+def build(folder: Path, vocabulary: int) -> PreTrainedTokenizerFast:
     """Save the model and a tokenizer with one word per id."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=128,
         intermediate_size=512,
         num_hidden_layers=2,
@@ -57,7 +57,7 @@ def build(folder: Path) -> PreTrainedTokenizerFast:
         pad_token_id=1,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w2"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w1", unk_token="w2")
     tokenizer.save_pretrained(folder)
@@ -165,9 +165,9 @@ def trl_trainer(folder: Path, texts: list[str], args: argparse.Namespace, tokeni
     rows = len(texts) * args.k
     config = GRPOConfig(
         output_dir=str(folder / "trl"),
-        per_device_train_batch_size=rows,
+        per_device_train_batch_size=args.trl_batch,
+        gradient_accumulation_steps=rows // args.trl_batch,
         num_generations=args.k,
-        steps_per_generation=1,
         max_completion_length=args.new,
         generation_kwargs={"min_new_tokens": args.new},
         max_steps=args.warm + args.rounds,
@@ -196,14 +196,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--k", type=int, default=8)
     parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--trl-batch", type=int, default=64, help="rows per forward pass of TRL; divides all rows")
     args = parser.parse_args()
-    prompts = np.random.default_rng(0).integers(3, VOCABULARY, (args.prompts, PROMPT)).tolist()
+    prompts = np.random.default_rng(0).integers(3, args.vocabulary, (args.prompts, PROMPT)).tolist()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tokenizer = build(folder)
+        tokenizer = build(folder, args.vocabulary)
         ours = OurStep(folder, prompts, args.k, args.new, args.threads)
         theirs: dict[str, list[float]] = defaultdict(list)
         texts = [" ".join(f"w{i}" for i in prompt) for prompt in prompts]
@@ -225,8 +227,9 @@ def report(
     theirs["update"] = [whole - part for whole, part in zip(theirs["whole step"], theirs["rollout"], strict=True)]
     expected = args.prompts * args.k * args.new
     print(
-        f"{parameters:,} parameters, {args.prompts} prompts of {PROMPT} tokens, K = {args.k}, {args.new} new tokens,"
-        f" {args.threads} thread(s), {args.rounds} steps each after {args.warm} warm ones"
+        f"{parameters:,} parameters, vocabulary {args.vocabulary:,}, {args.prompts} prompts of {PROMPT} tokens,"
+        f" K = {args.k}, {args.new} new tokens, {args.threads} thread(s), {args.rounds} steps each after {args.warm}"
+        " warm ones"
     )
     print(f"sampled tokens per step: cotune {ours.metrics['tokens']:.0f}, TRL {tokens}, of {expected}")
     print(f"{'seconds (median)':18} {'cotune':>8} {'TRL':>8} {'ratio':>6}")

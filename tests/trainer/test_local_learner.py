@@ -108,9 +108,9 @@ def test_logprobs_are_those_of_the_model_at_the_rows_temperature(base):
 
 
 @pytest.mark.parametrize("layout", ["lora", "full"])
-@pytest.mark.parametrize("budget", [1, 40, 10_000])
+@pytest.mark.parametrize("budget", [30, 10_000])
 def test_shared_prompts_give_the_gradients_of_the_plain_path(base, layout, budget):
-    rows = make_rows(groups=5)
+    rows = make_rows(groups=3)
     loss = LossSpec(entropy=0.1, kl=0.05)
     learner = opened(base, layout, change(FAST, micro_batch_tokens=budget, grad_clip=0.0), loss)
     learner.update("a", rows)  # so that no LoRA matrix is zero
@@ -124,10 +124,8 @@ def test_shared_prompts_give_the_gradients_of_the_plain_path(base, layout, budge
             parameter.grad = None
         for micro in learner._micro_batches(model, rows, range(len(rows))):
             logp, entropy = model.token_logprobs([rows[i] for i in micro])
-            part = (logp * torch.linspace(-1, 1, len(logp))).sum() * 0 + sum(
-                (j + 1) * piece.sum()
-                for j, piece in zip(micro, logp.split([len(rows[i].response_ids) for i in micro]), strict=True)
-            )
+            pieces = logp.split([len(rows[i].response_ids) for i in micro])
+            part = sum((i + 1) * piece.sum() for i, piece in zip(micro, pieces, strict=True))
             (part + 0.3 * entropy.sum()).backward()
             total += part.item()
         gradients[shared] = {name: p.grad.clone() for name, p in model.parameters().items()}, total
@@ -139,9 +137,9 @@ def test_shared_prompts_give_the_gradients_of_the_plain_path(base, layout, budge
 
 
 def test_gradients_do_not_depend_on_the_micro_batches(base):
-    rows = make_rows(groups=4)
+    rows = make_rows(groups=2)
     found = []
-    for budget in (1, 50, 10_000):
+    for budget in (1, 40, 10_000):
         learner = opened(base, "shared", change(FAST, micro_batch_tokens=budget), LossSpec(aggregation="sequence_mean"))
         metrics = learner.update("shared", rows)
         found.append((metrics["loss"], metrics["grad_norm"], metrics["entropy"]))
@@ -249,8 +247,8 @@ def test_kl_holds_the_policy_at_the_reference(base, layout):
     drifted = learner.update("a", rows)["kl"]
     assert drifted > 1e-4
     pull = [msgspec.structs.replace(row, advantage=0.0) for row in rows]
-    for _ in range(10):
-        learner.update("a", pull, lr_scale=0.2)
+    for _ in range(5):
+        learner.update("a", pull, lr_scale=0.3)
     assert learner.update("a", pull)["kl"] < 0.5 * drifted
 
 
@@ -267,7 +265,7 @@ def test_every_recipe_trains(base, name):
     if loss.aggregation == "constant":
         loss = msgspec.structs.replace(loss, constant_length=16)
     learner = opened(base, loss=loss)
-    rows = on_policy(learner, "a", make_rows())
+    rows = on_policy(learner, "a", make_rows(groups=1))
     assert learner.update("a", rows)["grad_norm"] > 0
 
 
@@ -405,9 +403,8 @@ def test_all_tensors_have_moved_after_two_steps(base):
     learner = opened(base)
     start = snapshot(learner, "a")
     learner.update("a", make_rows())
-    assert {name.rsplit(".", 2)[1] for name in learner._movement["a"].pending} == set() or all(
-        ".lora_A." in name for name in learner._movement["a"].pending
-    )
+    assert len(learner._movement["a"].pending) == 14
+    assert all(".lora_A." in name for name in learner._movement["a"].pending)
     learner.update("a", make_rows(seed=3))
     assert not learner._movement["a"].pending
     assert all(not np.array_equal(start[name], array) for name, array in learner.weights("a").items())
@@ -451,17 +448,16 @@ def test_full_weights_are_named_like_the_models_parameters_and_are_copies(base):
 @pytest.mark.parametrize("layout", ["lora", "full"])
 def test_a_resumed_run_is_bit_exact(base, tmp_path, layout):
     settings = change(FAST, mini_batch=4, epochs=2)
-    steps = [make_rows(groups=4, seed=seed) for seed in range(4)]
+    steps = [make_rows(groups=2, seed=seed) for seed in range(3)]
     straight = opened(base, layout, settings)
-    for rows in steps[:2]:
-        straight.update("a", rows)
-        straight.update("b", rows)
+    straight.update("a", steps[0])
+    straight.update("b", steps[0])
     straight.save(tmp_path)
-    for rows in steps[2:]:
+    for rows in steps[1:]:
         straight.update("a", rows)
     resumed = opened(base, layout, change(settings, seed=99))  # another start and order, overwritten by load
     resumed.load(tmp_path)
-    for rows in steps[2:]:
+    for rows in steps[1:]:
         resumed.update("a", rows)
     assert same(straight.weights("a"), resumed.weights("a"))
     assert same(straight.weights("b"), resumed.weights("b"))
