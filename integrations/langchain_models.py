@@ -25,10 +25,13 @@ def install() -> None:
     """Wrap all chat model classes, those there are and those to come."""
     for cls in _subclasses(BaseChatModel):
         _wrap(cls)
-    inherited = BaseChatModel.__init_subclass__.__func__  # type: ignore[attr-defined]
+    own = BaseChatModel.__dict__.get("__init_subclass__")
 
     def init_subclass(cls: type[BaseChatModel], **kwargs: Any) -> None:
-        inherited(cls, **kwargs)
+        if own is None:
+            super(BaseChatModel, cls).__init_subclass__(**kwargs)
+        else:
+            own.__get__(None, cls)(**kwargs)
         _wrap(cls)
 
     BaseChatModel.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
