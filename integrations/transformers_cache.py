@@ -15,7 +15,10 @@ HEADROOM = 64
 
 
 class RowLayer(CacheLayerMixin):
-    """Keys and values of one layer, shape [rows, heads, columns, head_dim]."""
+    """Keys and values of one layer, shape [rows, heads, columns, head_dim].
+
+    On CPU the memory of the keys runs along the columns, which makes products with one query per row cheaper.
+    """
 
     is_sliding = False
 
@@ -25,10 +28,15 @@ class RowLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for the shapes of these states, [any, heads, any, head_dim]."""
-        size = (self.window.row_capacity, key_states.shape[1], self.window.columns)
-        self.keys = key_states.new_zeros((*size, key_states.shape[3]))
-        self.values = value_states.new_zeros((*size, value_states.shape[3]))
+        self.allocate(key_states, value_states)
         self.is_initialized = True
+
+    def allocate(self, keys: Tensor, values: Tensor) -> None:
+        """New buffers of zeros, as what is masked must still be finite."""
+        rows, columns = self.window.row_capacity, self.window.columns
+        along = keys.new_zeros((rows, keys.shape[1], keys.shape[3], columns)).transpose(2, 3)
+        self.keys = along if keys.device.type == "cpu" else along.contiguous()
+        self.values = values.new_zeros((rows, values.shape[1], columns, values.shape[3]))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -125,18 +133,17 @@ class RowCache(Cache):
     def _grow(self, row_capacity: int, columns: int, end: int) -> None:
         w = self.window
         live, old, new = slice(0, w.rows), slice(w.first, w.end), slice(end - (w.end - w.first), end)
+        w.row_capacity, w.columns = row_capacity, columns
         for layer in self.layers:
             if layer.is_initialized:
-                # zeros, as what is masked must still be finite
-                keys, values = (t.new_zeros((row_capacity, t.shape[1], columns, t.shape[3])) for t in layer.buffers())
-                keys[live, :, new] = layer.keys[live, :, old]
-                values[live, :, new] = layer.values[live, :, old]
-                layer.keys, layer.values = keys, values
+                before = layer.buffers()
+                layer.allocate(*before)
+                for buffer, smaller in zip(layer.buffers(), before, strict=True):
+                    buffer[live, :, new] = smaller[live, :, old]
         starts = self.starts.new_zeros(row_capacity)
         starts[live] = self.starts[live]
         self.starts = starts
         self.bias = self.bias.new_zeros((row_capacity, 1, 1, columns))
-        w.row_capacity, w.columns = row_capacity, columns
         self._moved(new)
 
     def _moved(self, to: slice) -> None:
