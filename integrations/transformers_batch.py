@@ -122,8 +122,10 @@ class Batch:
         parameter = next(model.parameters())
         self.device = parameter.device
         self.cache = RowCache(config.num_hidden_layers, parameter.dtype, parameter.device)
-        self._one_mask = len(set(getattr(config, "layer_types", None) or ["full_attention"])) == 1 and not getattr(
-            config, "sliding_window", None
+        self._one_mask = (
+            getattr(model, "_supports_attention_backend", False)
+            and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+            and not getattr(config, "sliding_window", None)
         )
         self._ends = np.zeros(max(config.vocab_size, *end_token_ids, 0) + 1, bool)
         self._ends[list(end_token_ids)] = True

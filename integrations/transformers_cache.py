@@ -6,6 +6,8 @@ model sees plain left padding. Columns [first, end) are in use; row i starts at 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
@@ -189,6 +191,9 @@ class RowCache(Cache):
         self.bias[rows] = bias[:, None, None]
 
 
-def attention_only(config: object) -> bool:
-    """Whether every layer of such a model keeps keys and values of all tokens, and nothing else."""
+def attention_only(config: Any) -> bool:
+    """Whether every layer of such a model keeps keys and values of all or of the last tokens, and nothing else."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        return False
     return all(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=config).layers)

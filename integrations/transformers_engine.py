@@ -63,7 +63,8 @@ class Engine:
     ) -> None:
         if not attention_only(model.config.get_text_config()):
             raise SamplerError(
-                f"The in-process sampler cannot serve {type(model).__name__}: it keeps more than keys and values.",
+                f"The in-process sampler cannot serve {type(model).__name__}: not all its layers are full or sliding "
+                "attention.",
                 "Serve it with vLLM.",
             )
         self.source = source

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-from transformers import Qwen3NextConfig
+from transformers import Qwen3Config, Qwen3NextConfig
 
 from cotune.errors import ConfigError, SamplerError, SampleTimeout
 from cotune.integrations.transformers_batch import BASE, Batch, Job, arrange
@@ -48,7 +48,7 @@ def gap(model: Any, prompt: list[int], completion: Completion) -> float:
     return float(np.abs(expected - np.array(completion.logprobs)).max())
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2", "qwen3-sliding"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bloom", "qwen3-sliding"])
 def test_logprobs_of_every_architecture(architecture: str, tmp_path: Path) -> None:
     model = tiny_models.build(architecture, tmp_path)
 
@@ -83,6 +83,7 @@ def test_an_adapter_on_modules_that_are_not_linear(tmp_path: Path) -> None:
 def test_models_that_keep_more_than_keys_and_values_are_told_apart() -> None:
     linear = Qwen3NextConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     assert not attention_only(linear)
+    assert not attention_only(Qwen3Config(num_hidden_layers=1, layer_types=["chunked_attention"]))
     assert attention_only(tiny_models.config("qwen3-sliding", 64))
 
 
@@ -229,8 +230,9 @@ def test_replies_do_not_depend_on_who_comes_and_goes(qwen: Any, plan: list[tuple
         batch.step()
     for i, one in enumerate(jobs):
         if not plan[i][4]:
-            assert [c.token_ids for c in one.done] == [c.token_ids for c in alone(i)]
-            for c, d in zip(one.done, alone(i), strict=True):
+            expected = alone(i)
+            assert [c.token_ids for c in one.done] == [c.token_ids for c in expected]
+            for c, d in zip(one.done, expected, strict=True):
                 assert np.allclose(c.logprobs, d.logprobs, atol=1e-4)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -68,6 +70,10 @@ def config(architecture: str, vocabulary: int) -> object:
     if architecture == "qwen3-sliding":
         kinds = ["sliding_attention", "full_attention"]
         return Qwen3Config(**shape, use_sliding_window=True, sliding_window=8, layer_types=kinds)
+    if architecture == "bloom":
+        return BloomConfig(
+            vocab_size=vocabulary, hidden_size=64, n_layer=2, n_head=4, initializer_range=0.15, eos_token_id=2
+        )
     return GPT2Config(
         vocab_size=vocabulary,
         n_embd=64,
@@ -84,7 +90,8 @@ def build(architecture: str, folder: Path, seed: int = 0) -> PreTrainedModel:
     """Build a model, save it with its tokenizer into `folder`, and return it."""
     torch.manual_seed(seed)
     tok = tokenizer()
-    kind = {"gpt2": GPT2LMHeadModel, "llama": LlamaForCausalLM}.get(architecture, Qwen3ForCausalLM)
+    others = {"bloom": BloomForCausalLM, "gpt2": GPT2LMHeadModel, "llama": LlamaForCausalLM}
+    kind = others.get(architecture, Qwen3ForCausalLM)
     model = kind(config(architecture, len(tok))).eval()
     model.save_pretrained(folder)
     tok.save_pretrained(folder)
