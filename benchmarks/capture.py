@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -82,9 +83,9 @@ def throughput(folder: Path, calls: int, rounds: int, prompts: Callable[..., Any
     for number in range(rounds):
         with tempfile.TemporaryDirectory(dir=folder) as name:
             store = SqliteStore.open(name)
-            rng = random.Random(number)
+            made = list(itertools.islice(prompts(pool, random.Random(number)), calls))
             started = time.perf_counter()
-            record(store, calls, prompts(pool, rng), k)
+            record(store, calls, iter(made), k)
             store.flush()
             found.append(calls / (time.perf_counter() - started))
             lost = store.lost

@@ -15,9 +15,10 @@ import msgspec
 
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _PAIRS = [a + b for a in _ALPHABET for b in _ALPHABET]
-_SHIFTS = range(120, -1, -10)
+_SHIFTS = range(120, 0, -10)
 _lock = threading.Lock()
-_last = 0
+_last = _head = 0
+_prefix = ""
 _random = random.Random()
 os.register_at_fork(after_in_child=_random.seed)
 
@@ -27,7 +28,7 @@ def new_id() -> str:
 
     Ids of one millisecond count up from a random number, as the ULID specification has it.
     """
-    global _last
+    global _last, _head, _prefix
     now = time.time_ns() // 1_000_000
     with _lock:
         if now > _last >> 80:
@@ -35,7 +36,10 @@ def new_id() -> str:
         else:
             _last += 1
         value = _last
-    return "".join([_PAIRS[value >> shift & 1023] for shift in _SHIFTS])
+        if value >> 10 != _head:
+            _head = value >> 10
+            _prefix = "".join([_PAIRS[value >> shift & 1023] for shift in _SHIFTS])
+        return _prefix + _PAIRS[value & 1023]
 
 
 def message_id(message: Mapping[str, Any]) -> str:
@@ -53,8 +57,22 @@ def path_digest(path: bytes) -> hashlib.blake2b:
     return hashlib.blake2b(path, digest_size=16)
 
 
+class PackedIds(tuple[int, ...]):
+    """Token ids that carry their packed form, so that it is made only once."""
+
+    packed: bytes
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], packed: bytes) -> PackedIds:
+        made = cls(token_ids)
+        made.packed = packed
+        return made
+
+
 def pack_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int32: a prefix of the bytes is a prefix of the ids. Raises struct.error."""
+    if type(token_ids) is PackedIds:
+        return token_ids.packed
     return struct.pack(f"<{len(token_ids)}i", *token_ids)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from cotune.ids import pack_ids, path_digest
+from cotune.ids import PackedIds, pack_ids, path_digest
 from cotune.records import Segment
 
 _WIDTH = len(pack_ids((0,)))
@@ -63,7 +63,8 @@ class PromptTree:
 
 def _store(path: _Path, added: tuple[int, ...], segments: list[Segment]) -> None:
     path.address()
-    segments.append(Segment(path.id, path.base.id if path.base else None, added))
+    start, parent = (len(path.base.packed), path.base.id) if path.base else (0, None)
+    segments.append(Segment(path.id, parent, PackedIds.of(added, path.packed[start:])))
 
 
 def _longest(known: list[_Path], packed: bytes) -> _Path | None:
