@@ -39,7 +39,6 @@ class Job:
     seed: int
     done: list[Completion | None] = field(default_factory=list)
     open: int = 0
-    cancelled: bool = False
 
     def __post_init__(self) -> None:
         self.done = [None] * self.n
