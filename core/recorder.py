@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -101,6 +101,12 @@ class LiveCall:
         """Input state of the node that makes the call (LangGraph), else None."""
         return self.mark.state
 
+    def earlier(self) -> list[tuple[int, ...]]:
+        """Token paths of this role's earlier calls, longest first; none where no reply is part of the messages."""
+        if not any(message.get("role") == "assistant" for message in self.messages):
+            return []
+        return self.episode.paths(self.role)
+
     def finish(self, answer: Answer) -> None:
         """Record the call with all its candidates and rewards. A second end of the call is ignored."""
         self.episode._end(self, answer, "ok", answer.error)
@@ -149,7 +155,7 @@ class LiveEpisode:
         self._steps = 0
         self._turns: dict[str, int] = {}
         self._open: dict[str, LiveCall] = {}
-        self._outputs: dict[str, str] = {}
+        self._outputs: dict[Hashable, str] = {}
         self._stored: set[str] = set()
         self._prompts = PromptTree()
         self._token: Any = None
@@ -175,6 +181,11 @@ class LiveEpisode:
             _said.add(kind)
         if first:
             log.warning("%s", message)
+
+    def paths(self, role: str) -> list[tuple[int, ...]]:
+        """Token paths of a role so far: prompts, and prompts with the reply that went on."""
+        with self._lock:
+            return self._prompts.paths(role)
 
     def __enter__(self) -> LiveEpisode:
         self._token = current_episode.set(self)
@@ -311,10 +322,11 @@ class LiveEpisode:
         return tuple(found)
 
 
-def _said_by_assistant(message: Mapping[str, Any]) -> str:
-    """Address of what an assistant message says, whatever optional fields a client adds or drops on the way."""
-    calls = [
-        (function.get("name"), function.get("arguments"))
-        for function in (tool.get("function") or {} for tool in message.get("tool_calls") or [])
-    ]
-    return message_id({"content": message.get("content") or None, "calls": calls})
+def _said_by_assistant(message: Mapping[str, Any]) -> Hashable:
+    """What an assistant message says, whatever optional fields a client adds or drops on the way."""
+    content, tools = message.get("content") or None, message.get("tool_calls")
+    if not tools and (content is None or isinstance(content, str)):
+        return (content,)
+    functions = [tool.get("function") or {} for tool in tools or []]
+    calls = [(function.get("name"), function.get("arguments")) for function in functions]
+    return message_id({"content": content, "calls": calls})
