@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from cotune.ids import PackedIds, pack_ids, path_digest
+from cotune.ids import PackedIds, pack_ids, path_digest, unpack_ids
 from cotune.records import Segment
 
 _WIDTH = len(pack_ids((0,)))
@@ -59,6 +59,10 @@ class PromptTree:
             if not _holds(known, whole):
                 _insert(known, _Path(whole, prompt, reply_ids))
         return prompt.id, segments
+
+    def paths(self, role: str) -> list[tuple[int, ...]]:
+        """Token ids of the known paths of `role`, longest first."""
+        return [unpack_ids(path.packed) for path in self._paths.get(role, ())]
 
 
 def _store(path: _Path, added: tuple[int, ...], segments: list[Segment]) -> None:

@@ -78,7 +78,7 @@ class PolicyResponder:
             self._pass_through(call.role)
             return None
         params = self._params(call)
-        prompt = self.chat.render(call.messages, call.tools)
+        prompt = self.chat.render(call.messages, call.tools, earlier=call.earlier())
         completions = await self.sampler.sample(prompt, self._count(call), params, policy)
         candidates = tuple(self._candidate(i, c, params) for i, c in enumerate(completions))
         rewards, error = await self._rewards(call, candidates)

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from cotune.context import Mark
 from cotune.errors import SamplerError
 from cotune.plans import Plan
+from cotune.recorder import LiveEpisode
 from cotune.records import PolicyRef, Task
 from cotune.respond import PolicyResponder, request_params
 from cotune.sampler import Completion, SamplingParams
@@ -46,8 +48,33 @@ def call(role="writer", task="t", turn=0, tools=None, **params):
     messages = [{"role": "user", "content": "hello"}]
     return SimpleNamespace(
         role=role, task=Task(id=task, input="b"), turn=turn, messages=messages, tools=tools, params=params,
-        episode=episode,
+        episode=episode, earlier=lambda: [],
     )  # fmt: skip
+
+
+class Remembering(Chat):
+    """Notes what it is given to reuse."""
+
+    earlier = ()
+
+    def render(self, messages, tools, *, earlier=()):
+        self.earlier = list(earlier)
+        return [*self.earlier[0], 9] if earlier else [9, 9]
+
+
+def test_a_prompt_that_goes_on_from_a_reply_reuses_the_earlier_ids():
+    chat, episode = Remembering(), LiveEpisode(SimpleNamespace(write=len), Task(id="t", input="b"), workflow="w")
+    responder = PolicyResponder(ScriptedSampler((1, 2)), chat, {"writer": PolicyRef("p")})
+
+    def turn(*messages):
+        live = episode.start(Mark("writer", "test"), {"messages": list(messages)})
+        live.finish(asyncio.run(responder.respond(live)))
+
+    turn({"role": "user", "content": "a"})
+    turn({"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "b"})
+    assert chat.earlier == [(9, 9, 1, 2), (9, 9)]
+    turn({"role": "user", "content": "anew"})
+    assert chat.earlier == []
 
 
 def wants(candidate, call, task):

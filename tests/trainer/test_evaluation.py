@@ -26,7 +26,7 @@ TRAINED = {"ask": ASKER, "solve": SOLVER}
 class Letters:
     """Token ids are code points."""
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: object) -> list[int]:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: object, **earlier: object) -> list[int]:
         return [ord(letter) for letter in messages[-1]["content"]]
 
     def parse(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, dict[str, Any], str]:
