@@ -226,7 +226,7 @@ def _connect_writer(path: Path) -> sqlite3.Connection:
             db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute("PRAGMA wal_autocheckpoint = 2000")
-        db.execute("PRAGMA cache_size = -16000")
+        db.execute("PRAGMA cache_size = -8000")
     except sqlite3.Error as error:
         db.close()
         raise _unusable(path, error) from error

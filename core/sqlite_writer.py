@@ -15,15 +15,16 @@ from cotune.sqlite_rows import TABLES, WIDTHS, Entry, Row, encode
 
 log = logging.getLogger("cotune.store")
 
-BATCH_RECORDS = 16000
+BATCH_RECORDS = 4000
 """Records that are committed at once without waiting for more."""
 LINGER = 0.1
 """Seconds that a record waits for others to share its transaction."""
-QUEUE_BYTES = 32 << 20
+QUEUE_BYTES = 12 << 20
 """Bound of the queue in memory."""
-PATIENCE = 0.5
-"""Seconds that `put` waits for room in a full queue while the disk works; it drops at once while it does not."""
-RECENT_IDS = 32768
+PATIENCE = 5.0
+"""Seconds that `put` waits, once, for room in a full queue. It drops at once while the disk fails, and after a wait in
+vain until there is room again."""
+RECENT_IDS = 16384
 """Content addresses known to be stored, in each of two generations."""
 RETRY = (0.05, 2.0)
 """First and longest pause in seconds before a failed transaction is tried again."""
@@ -66,7 +67,7 @@ class Writer:
         self._changed = threading.Condition()
         self._records = self._bytes = 0
         self._queued = self._done = self._urgent = 0
-        self._idle = self._closing = self._failing = self._forked = False
+        self._idle = self._closing = self._failing = self._stalled = self._forked = False
         self._reported: set[str] = set()
         self._counted = {"lost": 0, "refused": 0}
         self._saved = dict(self._counted)
@@ -128,13 +129,15 @@ class Writer:
 
     def _enqueue(self, entry: Entry) -> None:
         with self._changed:
-            if self._bytes > QUEUE_BYTES and not self._failing:
-                self._changed.wait_for(lambda: self._bytes <= QUEUE_BYTES or self._failing, PATIENCE)
+            if self._bytes > QUEUE_BYTES and not (self._failing or self._stalled):
+                eased = self._changed.wait_for(lambda: self._bytes <= QUEUE_BYTES or self._failing, PATIENCE)
+                self._stalled = not eased
             if self._closing:
                 entry.failure = "the store was opened by the parent process" if self._forked else "the store is closed"
             elif self._bytes > QUEUE_BYTES and entry.groups is None:
                 entry.failure = "the queue is full, the disk is too slow or cannot be written"
             else:
+                self._stalled = False
                 self._queue.append(entry)
                 self._queued += 1
                 self._records += entry.count
