@@ -50,12 +50,13 @@ async def run_episode(
     training_step: int | None = None,
     rollout: int = 0,
     timeout: float | None = None,
+    offline: bool = False,
 ) -> Outcome:
     """Run `workflow` on `task` and record it; errors of the workflow are in the outcome, not raised.
 
     `responder` answers the calls in place of the application's provider. A sync workflow runs in a thread: at
     `timeout` (seconds) the thread cannot be stopped, but its open calls are cancelled and further ones refused.
-    Cancelling records the episode as cancelled.
+    Cancelling records the episode as cancelled. `offline` refuses what the responder leaves to the provider.
     """
     for activate in activators:
         activate()
@@ -69,6 +70,7 @@ async def run_episode(
         phase=phase,
         training_step=training_step,
         rollout=rollout,
+        offline=offline,
     )
     try:
         async with asyncio.timeout(timeout) as limit:

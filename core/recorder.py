@@ -111,9 +111,12 @@ class LiveCall:
         """Record the call with all its candidates and rewards. A second end of the call is ignored."""
         self.episode._end(self, answer, "ok", answer.error)
 
-    def fail(self, status: CallStatus, error: str) -> None:
-        """Record the call as failed; its episode keeps going unless the application stops."""
-        self.episode._end(self, None, status, error)
+    def fail(self, status: CallStatus, error: str, part: Answer | None = None) -> None:
+        """Record the call as failed; its episode keeps going unless the application stops.
+
+        `part` is what had been answered by then: it is recorded and never trained on.
+        """
+        self.episode._end(self, part, status, error)
 
 
 class LiveEpisode:
@@ -130,6 +133,7 @@ class LiveEpisode:
         phase: str = "trace",
         training_step: int | None = None,
         rollout: int = 0,
+        offline: bool = False,
     ) -> None:
         self.id = new_id()
         self.sink = sink
@@ -141,11 +145,15 @@ class LiveEpisode:
         self.phase = phase
         self.training_step = training_step
         self.rollout = rollout
+        self.offline = offline
+        """Whether a call that the responder leaves is refused instead of going to the application's provider."""
         self.started = time.time()
         self.failures: dict[str, int] = {}
         """Calls that did not end well, by status; also those whose failure the application swallowed."""
         self.warnings: dict[str, int] = {}
         """What the recorder could not do or did differently, by kind; each kind is logged once per process."""
+        self.explained: dict[str, str] = {}
+        """The first message of each kind of warning."""
         self.fatal: CotuneError | None = None
         """An error that must fail the episode even when the application swallows it."""
         self.notes: dict[str, Any] = {}
@@ -177,6 +185,7 @@ class LiveEpisode:
         """Count something that the user should know about; say it once per process."""
         with self._lock:
             self.warnings[kind] = self.warnings.get(kind, 0) + 1
+            self.explained.setdefault(kind, message)
             first = kind not in _said
             _said.add(kind)
         if first:

@@ -17,11 +17,11 @@ import msgspec
 
 from cotune.answering import answer, answer_blocking, failed, reason_of
 from cotune.context import Mark, current_episode, identify, opened_call
-from cotune.errors import CotuneError, RecordError
+from cotune.errors import CotuneError, RecordError, SamplerError
 from cotune.integrations import openai_forms as forms
 from cotune.integrations.chat_completions import answer_of, completion_of
 from cotune.integrations.openai_tee import tee
-from cotune.integrations.sse import from_stream, to_stream
+from cotune.integrations.sse import from_stream, part_of_stream, to_stream
 from cotune.recorder import Answer, LiveCall, LiveEpisode
 
 
@@ -33,9 +33,11 @@ class _Api:
     chat: Callable[[Any], dict[str, Any]]
     answer: Callable[[Any], Answer]
     stream: Callable[[bytes], dict[str, Any] | None]
+    part: Callable[[bytes], dict[str, Any] | None] = lambda raw: None
+    """What a stream that was not read to its end says so far."""
 
 
-_CHAT = _Api("chat", lambda body: body, answer_of, from_stream)
+_CHAT = _Api("chat", lambda body: body, answer_of, from_stream, part_of_stream)
 _APIS = (
     ("/chat/completions", _CHAT),
     ("/responses", _Api("responses", forms.chat_of_responses, forms.answer_of_responses, forms.responses_from_stream)),
@@ -57,6 +59,7 @@ class _Exchange:
             self.call.fail(*reason_of(error))
 
 
+_OFFLINE = SamplerError("Nothing here answers this call, and no provider is contacted.")
 _exchange: ContextVar[_Exchange | None] = ContextVar("cotune_openai_exchange", default=None)
 
 
@@ -128,6 +131,8 @@ def _sync_send(original: Any) -> Any:
                     return _answered(request, call, found)
             except Exception as error:  # noqa: BLE001
                 return _refused(request, call, error)
+        if episode.offline:
+            return _refused(request, call, _OFFLINE)
         try:
             response = original(self, request, **kwargs)
         except BaseException as error:
@@ -158,6 +163,8 @@ def _async_send(original: Any) -> Any:
                     return _answered(request, call, found)
             except Exception as error:  # noqa: BLE001
                 return _refused(request, call, error)
+        if episode.offline:
+            return _refused(request, call, _OFFLINE)
         try:
             response = await original(self, request, **kwargs)
         except BaseException as error:
@@ -256,7 +263,7 @@ def _response(request: Any, status: int, kind: str, content: bytes, name: str) -
 
 
 def _attempt_failed(exchange: _Exchange, error: BaseException) -> None:
-    exchange.failure = reason_of(error)[1]
+    exchange.failure = ": ".join(reason_of(error))
     if _exchange.get() is None:
         exchange.fail(error)
 
@@ -264,29 +271,41 @@ def _attempt_failed(exchange: _Exchange, error: BaseException) -> None:
 def _observed(response: Any, call: LiveCall, api: _Api, exchange: _Exchange) -> Any:
     """Record what the provider sent: now, or when the application has read the stream."""
     if response.status_code >= 400:
-        exchange.failure = f"HTTP {response.status_code}"
+        cause = f"HTTP {response.status_code} {response.reason_phrase}".strip()
+        exchange.failure = f"error: {cause}"
         if _exchange.get() is None:
-            call.fail("error", exchange.failure)
+            call.fail("error", cause)
     elif response.is_stream_consumed:
-        _settle(call, api, response.headers, response.content, None)
+        _settle(call, api, response.headers, response.content, None, True)
     else:
-        tee(response, functools.partial(_settle, call, api, response.headers))
+        call.cancel = tee(response, functools.partial(_settle, call, api, response.headers))
     return response
 
 
-def _settle(call: LiveCall, api: _Api, headers: Any, raw: bytes, error: BaseException | None) -> None:
-    """End the call with the decoded body; `error` is what interrupted its stream."""
+def _settle(call: LiveCall, api: _Api, headers: Any, raw: bytes, error: BaseException | None, ended: bool) -> None:
+    """End the call with the decoded body; `error` is what interrupted its stream, `ended` whether all of it came."""
+    streamed = call.streamed and "text/event-stream" in headers.get("content-type", "")
     if error is not None:
-        call.fail(*reason_of(error))
+        call.fail(*reason_of(error), _part(api, raw) if streamed else None)
         return
     try:
-        streamed = call.streamed and "text/event-stream" in headers.get("content-type", "")
         body = api.stream(raw) if streamed else msgspec.json.decode(raw)
         found = None if body is None else api.answer(body)
     except (ValueError, TypeError, AttributeError, KeyError) as broken:
-        call.fail("malformed", reason_of(broken)[1])
+        call.fail("malformed", reason_of(broken)[1], _part(api, raw) if streamed else None)
         return
-    if found is None:
-        call.fail("cancelled", f"the application stopped reading the stream after {len(raw)} bytes")
-    else:
+    if found is not None:
         call.finish(found)
+    elif ended:
+        call.fail("malformed", f"the stream ended after {len(raw)} bytes, before its answer did", _part(api, raw))
+    else:
+        call.fail("cancelled", f"the application stopped reading the stream after {len(raw)} bytes", _part(api, raw))
+
+
+def _part(api: _Api, raw: bytes) -> Answer | None:
+    """The answer as far as a broken or half-read stream tells it."""
+    try:
+        body = api.part(raw)
+        return None if body is None else api.answer(body)
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return None
