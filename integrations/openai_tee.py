@@ -7,13 +7,18 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-Settle = Callable[[bytes, BaseException | None], None]
+Settle = Callable[[bytes, BaseException | None, bool], None]
 
 
-def tee(response: Any, settle: Settle) -> None:
-    """Replace the stream of an httpx or httpx2 response; `settle(body, error)` is called once, when it is closed."""
+def tee(response: Any, settle: Settle) -> Callable[[], None]:
+    """Replace the stream of an httpx or httpx2 response; `settle(body, error, ended)` is called once, when it is closed.
+
+    `ended` says whether the sender came to its end. What is returned settles at once, with what has been read so far.
+    """
     package = sys.modules[type(response).__module__.partition(".")[0]]
-    response.stream = _stream_class(package)(package, response, settle)
+    stream = _stream_class(package)(package, response, settle)
+    response.stream = stream
+    return functools.partial(stream.settle, None)
 
 
 class _Tee:
@@ -24,16 +29,18 @@ class _Tee:
         self._settle = settle
         self._chunks: list[bytes] = []
         self._settled = False
+        self._ended = False
 
     def __iter__(self) -> Iterator[bytes]:
         try:
             for chunk in self._inner:
                 self._chunks.append(chunk)
                 yield chunk
+            self._ended = True
         except GeneratorExit:
             raise
         except BaseException as error:
-            self._end(error)
+            self.settle(error)
             raise
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -41,31 +48,33 @@ class _Tee:
             async for chunk in self._inner:
                 self._chunks.append(chunk)
                 yield chunk
+            self._ended = True
         except GeneratorExit:
             raise
         except BaseException as error:
-            self._end(error)
+            self.settle(error)
             raise
 
     def close(self) -> None:
-        self._end(None)
+        self.settle(None)
         self._inner.close()
 
     async def aclose(self) -> None:
-        self._end(None)
+        self.settle(None)
         await self._inner.aclose()
 
-    def _end(self, error: BaseException | None) -> None:
+    def settle(self, error: BaseException | None) -> None:
+        """End the record with what was read; only the first call counts."""
         if self._settled:
             return
         self._settled = True
         raw = b"".join(self._chunks)
-        if self._encoding and error is None:
+        if self._encoding:
             try:
                 raw = self._package.Response(200, headers={"content-encoding": self._encoding}, content=raw).content
             except self._package.DecodingError as broken:
-                error = broken
-        self._settle(raw, error)
+                raw, error = b"", error or broken
+        self._settle(raw, error, self._ended)
 
 
 @functools.cache

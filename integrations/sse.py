@@ -47,24 +47,51 @@ def from_stream(raw: bytes) -> dict[str, Any] | None:
     completion: dict[str, Any] = {}
     choices: dict[int, dict[str, Any]] = {}
     done = False
-    for line in raw.replace(b"\r\n", b"\n").split(b"\n"):
-        if not line.startswith(b"data:"):
-            continue
-        data = line[5:].strip()
+    for data in _events(raw):
         if data == b"[DONE]":
             done = True
             break
-        event = _decode(data)
-        for key in ("id", "model", "created", "usage", "prompt_token_ids"):
-            if event.get(key) is not None:
-                completion[key] = event[key]
-        for part in event.get("choices") or []:
-            _add(choices.setdefault(part.get("index", 0), _empty(part.get("index", 0))), part)
+        _take(_decode(data), completion, choices)
     finished = bool(choices) and all(choice["finish_reason"] for choice in choices.values())
     if not (done or finished):
         return None
     completion["choices"] = [choices[index] for index in sorted(choices)]
     return completion
+
+
+def part_of_stream(raw: bytes) -> dict[str, Any] | None:
+    """The completion as far as the whole events of a broken or half-read stream tell it; None where they tell nothing.
+
+    A choice without its end has the finish reason `interrupted`.
+    """
+    completion: dict[str, Any] = {}
+    choices: dict[int, dict[str, Any]] = {}
+    for data in _events(raw[: raw.rfind(b"\n") + 1]):
+        try:
+            _take(_decode(data), completion, choices)
+        except (ValueError, TypeError, AttributeError, KeyError):
+            break
+    if not any(len(choice["message"]) > 2 or choice["message"]["content"] for choice in choices.values()):
+        return None
+    completion["choices"] = [
+        {**choices[index], "finish_reason": choices[index]["finish_reason"] or "interrupted"}
+        for index in sorted(choices)
+    ]
+    return completion
+
+
+def _events(raw: bytes) -> Iterator[bytes]:
+    for line in raw.replace(b"\r\n", b"\n").split(b"\n"):
+        if line.startswith(b"data:"):
+            yield line[5:].strip()
+
+
+def _take(event: Mapping[str, Any], completion: dict[str, Any], choices: dict[int, dict[str, Any]]) -> None:
+    for key in ("id", "model", "created", "usage", "prompt_token_ids"):
+        if event.get(key) is not None:
+            completion[key] = event[key]
+    for part in event.get("choices") or []:
+        _add(choices.setdefault(part.get("index", 0), _empty(part.get("index", 0))), part)
 
 
 def _decode(data: bytes) -> dict[str, Any]:

@@ -417,7 +417,9 @@ def test_sdk_retries_are_one_call(provider: Provider, record: Recorded, monkeypa
     provider.reply = lambda body, number: busy[number] if number < 2 else ok(body, 0)
     record(lambda task: bool(ask(max_retries=2)))
     assert [h["x-stainless-retry-count"] for h in provider.headers] == ["0", "1", "2"]
-    assert [(c.status, c.attempts) for c in record.calls] == [("ok", ("HTTP 429", "HTTP 500"))]
+    assert [(c.status, c.attempts) for c in record.calls] == [
+        ("ok", ("error: HTTP 429 Too Many Requests", "error: HTTP 500 Internal Server Error"))
+    ]
 
 
 def test_the_applications_own_retry_is_a_new_call(provider: Provider, record: Recorded):
