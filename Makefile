@@ -7,7 +7,7 @@ INPUTS := pyproject.toml constraints.txt Makefile
 MODULES = $(shell find core integrations adapters trainer -name '*.py' | LC_ALL=C sort)
 STAMP := .venv/.installed-$(shell (echo $(MODULES); cat $(INPUTS)) | cksum | tr ' ' -)
 
-.PHONY: install demo test lint lock clean
+.PHONY: install demo test test-versions lint lock clean
 
 install: $(STAMP)
 
@@ -25,6 +25,10 @@ demo: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest
 
+# Each framework in its oldest and its newest supported version; the table goes into docs/versions.md.
+test-versions: $(STAMP)
+	$(BIN)/python tests/versions.py --write
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,4 +43,4 @@ lock: $(STAMP)
 	sed -i -E -e '/^(nvidia|cuda-|triton)/d' -e '/^torch==[^ ]*\+/d' -e 's/^(torch==[0-9.]+).*/\1/' constraints.txt
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .versions build *.egg-info

@@ -11,22 +11,43 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from cotune.context import current_episode
+from cotune.errors import CotuneError
+from cotune.integrations.versions import require
+
 _INSTALL = {
     "openai._base_client": ("cotune.integrations.openai_sdk",),
     "langchain_core.runnables.config": ("cotune.integrations.langgraph",),
     "langchain_core.language_models.chat_models": ("cotune.integrations.langchain_models",),
+    "langgraph.pregel.main": ("cotune.integrations.langgraph_graphs",),
+    "langchain.agents.middleware.types": ("cotune.integrations.langchain_middleware",),
 }
 """By foreign module: the integrations whose `install()` runs once that module is loaded."""
 
+_REQUIRES = {
+    "cotune.integrations.openai_sdk": ("openai",),
+    "cotune.integrations.langgraph": ("langchain-core", "langgraph"),
+    "cotune.integrations.langchain_models": ("langchain-core",),
+    "cotune.integrations.autogen": ("autogen-agentchat", "autogen-core"),
+    "cotune.integrations.crewai": ("crewai",),
+}
+"""By integration: the distributions whose installed version it must support."""
+
 _waiting = dict(_INSTALL)
+_refused: list[CotuneError] = []
 
 
 def activate() -> None:
-    """Install the integrations of all frameworks that are loaded, and of others as soon as they are. Idempotent."""
+    """Install the integrations of all frameworks that are loaded, and of others as soon as they are. Idempotent.
+
+    Raises UnsupportedVersion for a loaded framework that cannot be recorded.
+    """
     for module in [name for name in _waiting if name in sys.modules]:
         _install(module)
     if _waiting and _WATCH not in sys.meta_path:
         sys.meta_path.insert(0, _WATCH)
+    if _refused:
+        raise _refused[0]
 
 
 def graph_runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
@@ -39,8 +60,17 @@ def graph_runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
 
 
 def _install(module: str) -> None:
+    """Never raises into the application's own import: `activate` raises what is refused, and the episode fails."""
     for name in _waiting.pop(module, ()):
-        importlib.import_module(name).install()
+        try:
+            for distribution in _REQUIRES.get(name, ()):
+                require(distribution)
+            importlib.import_module(name).install()
+        except CotuneError as error:
+            _refused.append(error)
+            episode = current_episode.get()
+            if episode is not None:
+                episode.fatal = error
 
 
 class _Watch(importlib.abc.MetaPathFinder):

@@ -1,0 +1,52 @@
+"""Versions of the frameworks that the integrations are tested with, and the refusal of any other."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+from cotune.errors import CotuneError
+
+SUPPORTED: dict[str, tuple[str, str]] = {
+    "openai": ("2.45", "4"),
+    "langchain-core": ("1.0", "2"),
+    "langgraph": ("1.0", "2"),
+    "autogen-agentchat": ("0.7", "0.8"),
+    "autogen-core": ("0.7", "0.8"),
+    "crewai": ("1.15", "2"),
+}
+"""By distribution: the oldest version that is supported, and the first that is not any more."""
+
+
+class UnsupportedVersion(CotuneError):
+    """A framework is installed in a version that cannot be recorded; recording it anyway would lose calls silently."""
+
+
+def require(distribution: str) -> str:
+    """The installed version of a framework, or "" where it has no distribution (a vendored copy).
+
+    Raises UnsupportedVersion when it is older or newer than what is supported.
+    """
+    try:
+        found = version(distribution)
+    except PackageNotFoundError:
+        return ""
+    oldest, beyond = SUPPORTED[distribution]
+    if not _release(oldest) <= _release(found) < _release(beyond):
+        raise UnsupportedVersion(
+            f"{distribution} {found} cannot be recorded: supported is >= {oldest} and < {beyond}.",
+            f"Install a supported version: pip install '{distribution}>={oldest},<{beyond}'.",
+        )
+    return found
+
+
+def missing_hook(distribution: str, hook: str) -> UnsupportedVersion:
+    """The error of an integration that does not find what it hooks into."""
+    return UnsupportedVersion(
+        f"{distribution} {version(distribution)} has no {hook}, which cotune records it by.",
+        f"Install a version of {distribution} that docs/versions.md names.",
+    )
+
+
+def _release(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])

@@ -1,0 +1,70 @@
+"""Frameworks in versions that cannot be recorded: refused with a clear error, never recorded in part."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from cotune import integrations
+from cotune.errors import CotuneError
+from cotune.integrations import versions
+from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, require
+from tests.integrations.recorded import Recorded
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_installed_versions_are_supported():
+    assert require("openai").startswith("2.")
+    assert require("langgraph").startswith("1.")
+
+
+@pytest.mark.parametrize("found", ["2.44.9", "2.30.0", "1.99", "4.0.0", "4.0.0rc1", "10.0"])
+def test_another_version_is_refused_by_name_range_and_remedy(found: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(versions, "version", lambda _: found)
+    with pytest.raises(UnsupportedVersion) as error:
+        require("openai")
+    assert str(error.value) == (
+        f"openai {found} cannot be recorded: supported is >= 2.45 and < 4. "
+        "Install a supported version: pip install 'openai>=2.45,<4'."
+    )
+
+
+@pytest.mark.parametrize("found", ["2.45.0", "2.54.0", "3.0.0", "3.99.1.post2"])
+def test_a_version_in_the_range_passes(found: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(versions, "version", lambda _: found)
+    assert require("openai") == found
+
+
+def test_an_episode_fails_when_a_loaded_framework_cannot_be_recorded(record: Recorded, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(integrations, "_waiting", {"openai._base_client": ("cotune.integrations.openai_sdk",)})
+    monkeypatch.setattr(integrations, "_refused", [])
+    monkeypatch.setattr(versions, "version", lambda _: "2.30.0")
+    import openai  # noqa: F401
+
+    with pytest.raises(CotuneError, match=r"openai 2\.30\.0 cannot be recorded"):
+        record(lambda task: 1.0)
+
+
+def test_a_framework_first_imported_inside_an_episode_fails_it(monkeypatch: pytest.MonkeyPatch, record: Recorded):
+    monkeypatch.setattr(integrations, "_waiting", {})
+    monkeypatch.setattr(integrations, "_refused", [])
+    monkeypatch.setattr(versions, "version", lambda _: "2.30.0")
+
+    def app(task: object) -> float:
+        integrations._waiting["openai._base_client"] = ("cotune.integrations.openai_sdk",)
+        integrations._install("openai._base_client")
+        return 1.0
+
+    outcome = record.any(app)
+    assert outcome.error is not None
+    assert "openai 2.30.0 cannot be recorded" in str(outcome.error)
+
+
+def test_the_extras_allow_what_is_supported():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = {pin for extra in project["optional-dependencies"].values() for pin in extra}
+    for name, (oldest, beyond) in SUPPORTED.items():
+        assert f"{name}>={oldest},<{beyond}" in pins

@@ -1,0 +1,164 @@
+"""Runs the tests of each framework in its oldest and its newest supported version, each in an environment of its own.
+
+    python tests/versions.py [NAME ...] [--write]
+
+With --write the table goes into docs/versions.md. The last line is JSON: {"environments", "failed"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WHERE = ROOT / ".versions"
+PAGE = ROOT / "docs" / "versions.md"
+SHOWN = ("openai", "langchain-core", "langgraph", "autogen-agentchat", "crewai")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is installed beside cotune, and the test files that must pass with it."""
+
+    extras: str
+    packages: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+_OPENAI = ("tests/integrations/test_openai_*.py",)
+_LANGGRAPH = ("tests/integrations/test_langgraph_*.py",)
+_AUTOGEN = ("tests/integrations/test_autogen_*.py",)
+_CREWAI = ("tests/integrations/test_crewai_*.py",)
+_NEWEST = ("langgraph", "langchain-core", "langchain", "langchain-openai", "langgraph-swarm", "langgraph-supervisor")
+_OLDEST = (
+    "langgraph==1.0.0",
+    "langchain-core==1.0.0",
+    "langchain==1.0.0",
+    "langchain-openai==1.0.0",
+    "langgraph-swarm",
+    "langgraph-supervisor",
+    "openai==2.45.0",
+)
+_EXT = "autogen-ext[openai]"
+
+ENVIRONMENTS = {
+    "openai-oldest": Environment("langgraph,train", ("openai==2.45.0", "langchain-openai"), _OPENAI),
+    "openai-newest": Environment("langgraph,train", ("openai>=3,<4", "langchain-openai"), _OPENAI),
+    "langgraph-oldest": Environment("langgraph,train", _OLDEST, _LANGGRAPH),
+    "langgraph-newest": Environment("langgraph,train", (*_NEWEST, "openai>=2.45,<3"), _LANGGRAPH),
+    "langgraph-newest-openai-3": Environment("langgraph,train", (*_NEWEST, "openai>=3,<4"), _LANGGRAPH),
+    "autogen-oldest": Environment(
+        "autogen,train",
+        ("autogen-agentchat==0.7.0", "autogen-core==0.7.0", f"{_EXT}==0.7.0", "openai==2.45.0"),
+        _AUTOGEN,
+    ),
+    "autogen-newest": Environment("autogen,train", ("autogen-agentchat", _EXT, "openai>=2.45,<3"), _AUTOGEN),
+    "autogen-newest-openai-3": Environment("autogen,train", ("autogen-agentchat", _EXT, "openai>=3,<4"), _AUTOGEN),
+    "crewai-oldest": Environment("crewai,train", ("crewai==1.15.0",), _CREWAI),
+    "crewai-newest": Environment("crewai,train", ("crewai",), _CREWAI),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENVIRONMENTS)}; default: all")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/versions.md")
+    args = parser.parse_args()
+    for unknown in set(args.names) - set(ENVIRONMENTS):
+        parser.error(f"no environment is called {unknown!r}: choose from {', '.join(ENVIRONMENTS)}")
+    rows, failed = [], []
+    for name in args.names or ENVIRONMENTS:
+        row, ok = _run(name, ENVIRONMENTS[name])
+        print(row, flush=True)
+        rows.append(row)
+        failed += [] if ok else [name]
+    if args.write:
+        _write(rows)
+    print(json.dumps({"environments": len(rows), "failed": failed}))
+    return 1 if failed else 0
+
+
+def _run(name: str, environment: Environment) -> tuple[str, bool]:
+    """One row of the table, and whether all tests passed."""
+    python = WHERE / name / "bin" / "python"
+    installed = _install(name, python, environment)
+    if installed.returncode:
+        print(installed.stderr[-2000:], file=sys.stderr)
+        return f"| {name} | could not be installed |" + " |" * (len(SHOWN) - 1) + " - |", False
+    versions = json.loads(_output(python, "-c", _VERSIONS.format(SHOWN)))
+    files = [str(path) for pattern in environment.tests for path in sorted(ROOT.glob(pattern))]
+    run = subprocess.run(
+        [python, "-m", "pytest", "-p", "no:cacheprovider", *files], cwd=ROOT, capture_output=True, text=True
+    )
+    (WHERE / f"{name}.log").write_text(run.stdout + run.stderr)
+    closing = (run.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
+    closing = re.sub(r" in [0-9.]+s.*", "", closing)
+    return f"| {name} | " + " | ".join(versions[p] for p in SHOWN) + f" | {closing} |", run.returncode == 0
+
+
+def _install(name: str, python: Path, environment: Environment) -> subprocess.CompletedProcess[str]:
+    """uv does not read pip's configuration, so the place of a local torch build is handed on."""
+    links = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "get", "global.find-links"], capture_output=True, text=True
+    ).stdout.split()
+    torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    subprocess.run([_uv(), "venv", "-q", "--clear", "-p", sys.executable, WHERE / name], check=True)
+    install = [
+        _uv(),
+        "pip",
+        "install",
+        "-q",
+        "--compile-bytecode",
+        "-p",
+        python,
+        *(f"--find-links={link}" for link in links),
+    ]
+    tools = ("pytest", "pytest-timeout", "hypothesis", torch)
+    return subprocess.run(
+        [*install, "-e", f"{ROOT}[{environment.extras}]", *environment.packages, *tools],
+        env={**os.environ, "UV_LINK_MODE": "hardlink"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def _uv() -> str:
+    return str(Path(sys.executable).parent / "uv")
+
+
+def _output(python: Path, *args: str) -> str:
+    return subprocess.run([python, *args], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+_VERSIONS = """
+import json
+from importlib.metadata import PackageNotFoundError, version
+found = {{}}
+for name in {0!r}:
+    try:
+        found[name] = version(name)
+    except PackageNotFoundError:
+        found[name] = "-"
+print(json.dumps(found))
+"""
+
+
+def _write(rows: list[str]) -> None:
+    """Replace the rows of the same names in the page's table; keep those that were not run."""
+    text = PAGE.read_text()
+    for row in rows:
+        name = row.split("|")[1].strip()
+        text, found = re.subn(rf"^\| {re.escape(name)} \|.*$", lambda _, row=row: row, text, flags=re.M)
+        if not found:
+            text = text.rstrip("\n") + "\n" + row + "\n"
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
