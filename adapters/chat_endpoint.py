@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import hmac
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
-
-import msgspec
 
 from cotune.adapters.local import Local, Served
-from cotune.adapters.openai_http import ChatRequest, Reply, RequestError, completion, decode_request, events
+from cotune.adapters.openai_http import ChatRequest, Reply, completion, decode_request, events
 from cotune.errors import SamplerError, SampleTimeout
+from cotune.integrations.http_requests import (
+    Access,
+    ClientGone,
+    RequestError,
+    read_body,
+    send_error,
+    send_json,
+    unless_gone,
+)
+from cotune.integrations.http_server import Receive, Scope, Send
 from cotune.records import Candidate, Usage
 from cotune.sampler import Completion, SamplingParams
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
 logger = logging.getLogger("cotune.serve")
-json_bytes = msgspec.json.Encoder().encode
-
-
-class Access:
-    """Checks the bearer token, where one is required."""
-
-    def __init__(self, token: str | None) -> None:
-        self._expected = f"Bearer {token}".encode() if token else None
-
-    def check(self, scope: Scope) -> None:
-        """Raises RequestError (401) when the token is missing or wrong."""
-        if self._expected is None:
-            return
-        given = _header(scope, b"authorization")
-        if not hmac.compare_digest(given, self._expected):
-            raise RequestError(
-                401, "This server needs its token: send it as Authorization: Bearer TOKEN.", code="invalid_api_key"
-            )
 
 
 class ChatEndpoint:
@@ -61,15 +42,16 @@ class ChatEndpoint:
             await self._serve(scope, receive, send)
         except RequestError as error:
             self.counts[f"refused_{error.status}"] += 1
-            await send_json(send, error.status, error.body())
+            await send_error(send, error)
         finally:
             self.in_flight -= 1
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.access.check(scope)
-        request = decode_request(await self._body(scope, receive))
-        reply = await self._unless_gone(receive, request)
-        if reply is None:
+        request = decode_request(await read_body(scope, receive, self.max_body))
+        try:
+            reply = await unless_gone(receive, lambda: self._reply(request))
+        except ClientGone:
             self.counts["disconnected"] += 1
             return
         self.counts["ok"] += 1
@@ -77,37 +59,6 @@ class ChatEndpoint:
             await _send_events(send, events(reply, self._token_text))
         else:
             await send_json(send, 200, completion(reply, self._token_text))
-
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        if not _header(scope, b"content-type").startswith(b"application/json"):
-            raise RequestError(415, "The body must be sent as Content-Type: application/json.")
-        parts: list[bytes] = []
-        size, more = 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise RequestError(400, "The body ended early.")
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            more = message.get("more_body", False)
-            if size > self.max_body:
-                raise RequestError(413, f"The body is larger than {self.max_body} bytes.", code="body_too_large")
-        return b"".join(parts)
-
-    async def _unless_gone(self, receive: Receive, request: ChatRequest) -> Reply | None:
-        """The reply; None when the client went away first, which cancels the request inside the sampler."""
-        answering = asyncio.current_task()
-        assert answering is not None
-        watch = asyncio.create_task(_cancel_when_gone(receive, answering))
-        try:
-            return await self._reply(request)
-        except asyncio.CancelledError:
-            if not watch.done() or watch.cancelled():
-                raise
-            answering.uncancel()
-            return None
-        finally:
-            watch.cancel()
 
     async def _reply(self, request: ChatRequest) -> Reply:
         served = self.find(request.model)
@@ -182,27 +133,7 @@ class ChatEndpoint:
         return text
 
 
-async def send_json(send: Send, status: int, body: Any) -> None:
-    """Send a whole JSON response."""
-    content = json_bytes(body)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
-
-
 async def _send_events(send: Send, content: bytes) -> None:
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": content})
-
-
-async def _cancel_when_gone(receive: Receive, answering: asyncio.Task[Any]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    answering.cancel()
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    with contextlib.suppress(StopIteration):
-        return next(value for key, value in scope["headers"] if key == name)
-    return b""

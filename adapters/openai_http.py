@@ -10,27 +10,12 @@ from typing import Annotated, Any
 import msgspec
 
 from cotune.ids import new_id
+from cotune.integrations.http_requests import RequestError
 from cotune.integrations.sse import to_stream
 from cotune.records import Candidate, Usage
 from cotune.sampler import SamplingParams
 
 TokenText = Callable[[int], str]
-
-
-class RequestError(Exception):
-    """A request that is refused: HTTP status, message, and the OpenAI error's `param` and `code`."""
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-
-    def body(self) -> dict[str, Any]:
-        """The error in OpenAI form."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
