@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from cotune.adapters.manifest import is_export
+from cotune.anywhere import run_anywhere
 from cotune.errors import ConfigError
 from cotune.integrations.chat_format import ChatTemplate
 from cotune.integrations.transformers_sampler import TransformersSampler
@@ -130,7 +130,7 @@ def evaluate(
                 on_mode=stack.enter_context(shown_progress()),
             )
 
-    report = asyncio.run(run())
+    report = run_anywhere(run())
     if out is not None:
         write_atomically(Path(out) / "evaluation.json", json.dumps(report.to_json(), indent=2).encode())
     return report

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
 
+from cotune.anywhere import run_anywhere
 from cotune.errors import WorkflowError
 from cotune.records import Episode
 from cotune.sqlite_store import SqliteStore
@@ -35,7 +35,7 @@ def trace(
     store = SqliteStore.open(Path(out) / "records.db")
     try:
         with episode_bar(console, len(listed)) as advance:
-            episodes = asyncio.run(
+            episodes = run_anywhere(
                 rollout(
                     flow,
                     listed,

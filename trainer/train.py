@@ -7,13 +7,13 @@ import contextlib
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
+from cotune.anywhere import run_anywhere
 from cotune.errors import ConfigError
 from cotune.integrations.model_folder import locate_model
 from cotune.records import Task
@@ -71,7 +71,7 @@ def train(
         tasks=str(Path(tasks).resolve()) if isinstance(tasks, str | Path) else None,
     )
     try:
-        return _run_anywhere(_train(folder, chosen, flow, listed, console))
+        return run_anywhere(_train(folder, chosen, flow, listed, console))
     except BaseException:
         folder.discard_unbegun()
         raise
@@ -95,7 +95,7 @@ def resume(
             raise ConfigError(name, None, "given: the run was started from Python and did not record where it is")
     flow, listed = _workflow(given["workflow"]), _tasks(given["tasks"])
     folder = RunFolder.open(run)
-    return _run_anywhere(_train(folder, folder.config(), flow, listed, console))
+    return run_anywhere(_train(folder, folder.config(), flow, listed, console))
 
 
 def _workflow(given: Any) -> Workflow:
@@ -109,17 +109,6 @@ def _tasks(given: str | Path | Iterable[Any]) -> list[Task]:
 def _config(config: TrainConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> TrainConfig:
     table = msgspec.to_builtins(config) if isinstance(config, TrainConfig) else dict(config or {})
     return convert({**table, **settings})
-
-
-def _run_anywhere(work: Any) -> RunSummary:
-    """asyncio.run, also from a thread whose loop is running (a notebook)."""
-    running = False
-    with contextlib.suppress(RuntimeError):
-        running = asyncio.get_running_loop() is not None
-    if not running:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, work).result()
 
 
 async def _train(
