@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,6 +27,8 @@ class Mark:
     """Ids that name earlier outputs this call reads (LangChain message ids); resolved to parent calls."""
     output: str | None = None
     """Id under which the framework will know this call's output."""
+    unit: Hashable = None
+    """What the enclosing scope is that names this mark, where it is one: two marks of the same scope have the same."""
     done: bool = False
     calls: int = 0
     """Calls that were made under this mark."""
