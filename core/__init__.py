@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from cotune.context import role
@@ -43,3 +44,7 @@ def _graph_runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
 
 activators.append(_activate)
 runners.append(_graph_runner)
+# Now as well: LangChain composes an agent's middleware when the agent is made, as applications do at import. What is
+# refused is raised again by the first episode.
+with suppress(CotuneError):
+    _activate()

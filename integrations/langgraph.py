@@ -16,6 +16,8 @@ from langchain_core.runnables.config import var_child_runnable_config
 from langchain_core.tracers.context import register_configure_hook
 
 from cotune.context import Mark, current_episode, current_mark, scopes
+from cotune.integrations.langchain_middleware import around
+from cotune.integrations.langgraph_graphs import starting
 from cotune.integrations.langgraph_runs import Run, role_of
 from cotune.recorder import LiveEpisode
 
@@ -70,14 +72,13 @@ def _counted(method: Any) -> Any:
         try:
             method(self, episode.notes.get(NAME) or _notes(episode), *args, **kwargs)
         except Exception as error:  # noqa: BLE001
-            episode.warn("langgraph", f"The LangGraph integration failed: {error!r}")
+            episode.warn("langgraph", "The LangGraph integration failed.", error)
 
     return call
 
 
 class _Handler(BaseCallbackHandler):
     run_inline = True
-    ignore_retriever = True
     ignore_custom_event = True
     ignore_retry = True
 
@@ -94,8 +95,11 @@ class _Handler(BaseCallbackHandler):
         name: str | None = None,
         **_: Any,
     ) -> None:
-        runs = notes.runs
-        runs[run_id] = Run.chain(runs.get(parent_run_id), name, metadata or {}, inputs)
+        graph = starting.get()
+        if graph is not None:
+            starting.set(None)
+        parent = _parent(notes, parent_run_id)
+        notes.runs[run_id] = Run.chain(parent, graph or name, metadata or {}, inputs, around.get())
 
     @_counted
     def on_tool_start(
@@ -110,8 +114,22 @@ class _Handler(BaseCallbackHandler):
         name: str | None = None,
         **_: Any,
     ) -> None:
-        runs = notes.runs
-        runs[run_id] = Run.tool(runs.get(parent_run_id), name or (serialized or {}).get("name"), metadata or {})
+        parent, name = _parent(notes, parent_run_id), name or (serialized or {}).get("name")
+        notes.runs[run_id] = Run.tool(parent, name, metadata or {}, around.get())
+
+    @_counted
+    def on_retriever_start(
+        self,
+        notes: _Notes,
+        serialized: Any,
+        query: str,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        notes.runs[run_id] = Run.chain(_parent(notes, parent_run_id), "", metadata or {}, None, around.get())
 
     @_counted
     def on_chat_model_start(
@@ -125,7 +143,7 @@ class _Handler(BaseCallbackHandler):
         metadata: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        run = Run.model(notes.runs.get(parent_run_id), metadata or {})
+        run = Run.model(_parent(notes, parent_run_id), metadata or {}, around.get())
         read = tuple(m.id[:_MESSAGE_ID] for m in messages[0] if m.id and m.id.startswith("lc_run--"))
         mark = Mark(role_of(run), NAME, state=run.state, read=read, output=f"lc_run--{run_id}")
         notes.marks[run_id] = mark
@@ -159,6 +177,8 @@ class _Handler(BaseCallbackHandler):
     on_chain_error = on_chain_end
     on_tool_end = on_chain_end
     on_tool_error = on_chain_end
+    on_retriever_end = on_chain_end
+    on_retriever_error = on_chain_end
 
 
 _HANDLER = _Handler()
@@ -171,13 +191,22 @@ class _Within:
         return _HANDLER if current_episode.get() is not None else None
 
 
+def _parent(notes: _Notes, run_id: UUID | None) -> Run | None:
+    """The run that a new one belongs to: the one told, or where the application replaced its callbacks, the one whose
+    code runs here."""
+    return notes.runs.get(run_id) or notes.runs.get(_here(var_child_runnable_config.get()))
+
+
+def _here(config: Any) -> Any:
+    return getattr((config or {}).get("callbacks"), "parent_run_id", None)
+
+
 def _scope() -> Mark | None:
     """The node around a call that no chat model announces: the plain SDK, or a model called in a tool."""
     episode = current_episode.get()
     config = var_child_runnable_config.get()
     if episode is None or not config:
         return None
-    runs = _notes(episode).runs
-    run = Run.model(runs.get(getattr(config.get("callbacks"), "parent_run_id", None)), config.get("metadata") or {})
+    run = Run.model(_notes(episode).runs.get(_here(config)), config.get("metadata") or {}, around.get())
     role = role_of(run)
-    return Mark(role, NAME, state=run.state) if role != "app" else None
+    return Mark(role, NAME, state=run.state, unit=_here(config)) if role != "app" else None

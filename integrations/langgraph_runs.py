@@ -16,7 +16,8 @@ _UNNAMED = "LangGraph"
 @dataclass(slots=True)
 class Run:
     """A run in progress. `space` is the namespace of the node execution it belongs to; `agent` the agent name that the
-    metadata claims, which is inherited and so may belong to an outer graph."""
+    metadata claims, which is inherited and so may belong to an outer graph; `around` the call of a middleware that it
+    was started in, by identity, which is inherited too."""
 
     parent: Run | None
     kind: Literal["chain", "node", "tool", "model"]
@@ -25,33 +26,36 @@ class Run:
     agent: str | None
     source: str | None = None
     own_state: Any = None
+    around: Any = None
 
     @classmethod
-    def chain(cls, parent: Run | None, name: str | None, metadata: Mapping[str, Any], inputs: Any) -> Run:
+    def chain(
+        cls, parent: Run | None, name: str | None, metadata: Mapping[str, Any], inputs: Any, around: Any = None
+    ) -> Run:
         """A node when it is the first run in its namespace, else a graph or any other runnable."""
         space, agent = _space(metadata), metadata.get("lc_agent_name")
         if not space:
-            return cls(parent, "chain", name or "", "", agent)
+            return cls(parent, "chain", name or "", "", agent, around=around)
         node = metadata.get("langgraph_node")
         if parent is None:
             parent = _from_namespace(space, agent, whole=name != node)
         if parent is None or parent.space != space:
-            return cls(parent, "node", str(node or name), space, agent, None, inputs)
-        return cls(parent, "chain", name or "", space, agent)
+            return cls(parent, "node", str(node or name), space, agent, None, inputs, around)
+        return cls(parent, "chain", name or "", space, agent, around=around)
 
     @classmethod
-    def tool(cls, parent: Run | None, name: str | None, metadata: Mapping[str, Any]) -> Run:
+    def tool(cls, parent: Run | None, name: str | None, metadata: Mapping[str, Any], around: Any = None) -> Run:
         space, agent = _space(metadata), metadata.get("lc_agent_name")
-        return cls(parent or _from_namespace(space, agent), "tool", name or "tool", space, agent)
+        return cls(parent or _from_namespace(space, agent), "tool", name or "tool", space, agent, around=around)
 
     @classmethod
-    def model(cls, parent: Run | None, metadata: Mapping[str, Any]) -> Run:
+    def model(cls, parent: Run | None, metadata: Mapping[str, Any], around: Any = None) -> Run:
         """A model call; where the node is the model itself, or the runs around it are unknown, metadata name them."""
         space, agent = _space(metadata), metadata.get("lc_agent_name")
         parent = parent or _from_namespace(space, agent)
         if space and parent is not None and parent.space != space:
             parent = cls(parent, "node", str(metadata.get("langgraph_node") or ""), space, agent)
-        return cls(parent, "model", "", space, None, metadata.get("lc_source"))
+        return cls(parent, "model", "", space, None, metadata.get("lc_source"), around=around)
 
     @property
     def state(self) -> Any:
@@ -68,22 +72,27 @@ def role_of(run: Run) -> str:
     """Role of a model call: names around it from the outside in, joined with `/`; `app` when there are none."""
     names: list[str] = []
     prebuilt = ""
-    around: Run | None = run
-    while around is not None:
-        if around.kind == "tool":
-            names.append(around.name)
-        elif around.kind == "node":
-            hidden = around.name in _PREBUILT
-            prebuilt = prebuilt or (around.name if hidden else "")
+    source = run.source
+    inner: Run | None = run
+    while inner is not None:
+        if inner.kind == "tool":
+            names.append(inner.name)
+        elif inner.kind == "node":
+            hidden = inner.name in _PREBUILT
+            prebuilt = prebuilt or (inner.name if hidden else "")
             if not hidden:
-                names.append(_trimmed(around.name))
-            agent = _agent(around.parent, hidden or around.name in _HOOKS)
+                source = None if not names and inner.name.endswith(_MIDDLEWARE) else source
+                names.append(_trimmed(inner.name))
+            agent = _agent(inner.parent, hidden or inner.name in _HOOKS)
             if agent:
                 names.append(agent)
                 break
-        around = around.parent
-    if run.source and not (names and "Middleware" in names[0]):
-        names.insert(0, run.source)
+        if inner.around is not None and inner.around is not (inner.parent.around if inner.parent else None):
+            names.append(source or inner.around.name)
+            source = None
+        inner = inner.parent
+    if source:
+        names.insert(0, source)
     if len(names) == 1:
         return names[0]
     return "/".join(reversed(names)) or prebuilt or "app"
