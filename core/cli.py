@@ -1,4 +1,4 @@
-"""The command line: `cotune trace | train | eval | export | serve | show`."""
+"""The command line: `cotune check | trace | train | eval | export | serve | show`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from cotune.errors import ConfigError, CotuneError
 
 _DESCRIPTION = """Train the agents you already have.
 
+  cotune check  app:solve --tasks tasks.jsonl                      a dry run without a model: what would be trained
   cotune trace  app:solve --tasks tasks.jsonl                      record with the model the app uses today
   cotune train  app:solve --tasks tasks.jsonl --model Qwen/Qwen3-1.7B
   cotune eval   app:solve --tasks held_out.jsonl --run runs/r1     against the base, with intervals
@@ -29,6 +30,8 @@ _DESCRIPTION = """Train the agents you already have.
 
 _APP = "MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of a @cotune.workflow"
 _TASKS = "JSON-lines file: one task per line"
+_FUNCTION = "MODULE:FUNCTION"
+_REDACT = "sees each message before it is stored, and returns what to store; see docs/privacy.md"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser("cotune", description=_DESCRIPTION, formatter_class=_Formatter)
     top.add_argument("-v", "--verbose", action="store_true", help="log what happens, and show tracebacks")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_trace, _train, _eval, _export, _serve, _show):
+    for add in (_check, _trace, _train, _eval, _export, _serve, _show):
         add(commands)
     return top
 
@@ -85,11 +88,57 @@ def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], tex
     return command
 
 
+def _check(commands: Any) -> None:
+    def run(a: argparse.Namespace) -> int:
+        from rich.console import Console
+
+        from cotune.trainer.check import check
+        from cotune.trainer.check_report import render
+        from cotune.trainer.config import load_config
+
+        flags = {k: v for k, v in vars(a).items() if "." in k or k in ("policies", "recipe")}
+        config = load_config(a.config, {**flags, "model": a.model or "none", **_settings(a.set)})
+        bounds = {"limit": a.limit, "calls": a.calls, "timeout": a.timeout}
+        report = check(
+            a.workflow, a.tasks, config, model=a.model, answers=a.answer, call_tools=not a.no_tools, **bounds
+        )
+        if a.json:
+            print(report.to_json())
+        else:
+            Console().print(render(report))
+        return 0 if report.trainable else 1
+
+    text = "run an application on a task with made-up answers and say what would be trained, and what not and why"
+    command = _add(commands, "check", run, text, "cotune check app:solve --tasks tasks.jsonl")
+    command.add_argument("workflow", help=_APP)
+    command.add_argument("--tasks", required=True, help=_TASKS)
+    command.add_argument("--limit", type=int, default=1, help="take the first N tasks (default: %(default)s)")
+    command.add_argument("--config", help="TOML file of the training run; see docs/config.md")
+    command.add_argument("--model", help="count tokens with this model's tokenizer; it is not loaded")
+    command.add_argument("--policies", choices=("shared", "lora", "full"), help="default: lora")
+    command.add_argument("--plan", dest="plan.kind", choices=("tree", "independent"), help="as in cotune train")
+    command.add_argument("-k", dest="plan.k", type=int, metavar="K", help="candidates per call, or episodes per task")
+    command.add_argument("--recipe", help="as in cotune train")
+    command.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as in cotune train")
+    command.add_argument(
+        "--answer",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a text that the made-up answers use; repeatable, used in turn",
+    )
+    command.add_argument("--no-tools", action="store_true", help="never answer with a tool call: no tool is run")
+    command.add_argument("--calls", type=int, default=64, help="most calls of an episode (default: %(default)s)")
+    command.add_argument("--timeout", type=float, default=60.0, help="seconds for one episode (default: %(default)s)")
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
 def _trace(commands: Any) -> None:
     def run(a: argparse.Namespace) -> int:
         from cotune.trainer.trace import trace
 
-        return trace(a.workflow, a.tasks, a.out, concurrency=a.concurrency, limit=a.limit, timeout=a.timeout)
+        settings = {"concurrency": a.concurrency, "limit": a.limit, "timeout": a.timeout, "redact": a.redact}
+        return trace(a.workflow, a.tasks, a.out, **settings)
 
     text = "record episodes of an application with the model that it uses today"
     command = _add(commands, "trace", run, text, "cotune trace app:solve --tasks tasks.jsonl --out runs/traced")
@@ -101,6 +150,7 @@ def _trace(commands: Any) -> None:
     command.add_argument("--concurrency", type=int, default=8, help="episodes in flight (default: %(default)s)")
     command.add_argument("--limit", type=int, help="take only the first N tasks")
     command.add_argument("--timeout", type=float, default=600.0, help="seconds for one episode (default: %(default)s)")
+    command.add_argument("--redact", metavar=_FUNCTION, help=_REDACT)
 
 
 def _train(commands: Any) -> None:
@@ -141,6 +191,13 @@ def _train(commands: Any) -> None:
     )
     command.add_argument("--seed", type=int, help="default: 0")
     command.add_argument(
+        "--on-failure",
+        dest="on_failure",
+        metavar="HOW",
+        help="what failed episodes teach: exclude (nothing) or reward:NUMBER (default: exclude)",
+    )
+    command.add_argument("--redact", metavar=_FUNCTION, help=_REDACT)
+    command.add_argument(
         "--set",
         action="append",
         default=[],
@@ -172,7 +229,7 @@ def _run_train(a: argparse.Namespace) -> int:
     return 0 if summary.finished else 130
 
 
-_FLAGS = ("model", "policies", "recipe", "steps", "tasks_per_step", "concurrency", "seed")
+_FLAGS = ("model", "policies", "recipe", "steps", "tasks_per_step", "concurrency", "seed", "on_failure", "redact")
 
 
 def _settings(pairs: Sequence[str]) -> dict[str, Any]:

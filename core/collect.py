@@ -34,19 +34,23 @@ def collect(
     versions: Mapping[str, int] | None = None,
     max_lag: int = 0,
     drop_truncated: bool = False,
+    on_failure: float | None = None,
 ) -> Collected:
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
 
     Under a tree plan all candidates of a call are samples and need rewards of their own; under independent rollouts
     only the chosen one is, and the episode's outcome will do. `roles` are the trained roles (None: all). `versions`
     is the version of each policy that is trained now; a candidate from more than `max_lag` versions before it, or
-    from a version after it (of a run that was rolled back), is stale.
+    from a version after it (of a run that was rolled back), is stale. `on_failure` is the outcome of an episode that
+    failed, under every name that the others' outcomes have, else `team`; None leaves such episodes out. A call that
+    failed is left out of every episode.
     """
     left_out: Counter[str] = Counter()
     usable: list[tuple[Episode, Call]] = []
     for episode in episodes:
         for call in store.calls(episode.id):
-            reason = "failed_episode" if episode.status != "ok" else _call_reason(call, roles, versions or {}, max_lag)
+            lost = episode.status != "ok" and not _punished(episode, on_failure)
+            reason = "failed_episode" if lost else _call_reason(call, roles, versions or {}, max_lag)
             if reason is None:
                 usable.append((episode, call))
             else:
@@ -54,9 +58,13 @@ def collect(
     targets = list(dict.fromkeys(episode.id for episode, _ in usable))
     targets += [candidate_id(call.id, c.index) for _, call in usable for c in call.candidates]
     rewards = store.rewards(targets)
+    names = {name: None for episode, _ in usable if episode.status == "ok" for name in rewards.get(episode.id) or ()}
+    failure = {} if on_failure is None else dict.fromkeys(names or ("team",), on_failure)
     samples: list[Sample] = []
     for episode, call in usable:
         outcome = rewards.get(episode.id) or {}
+        if episode.status != "ok":
+            outcome = {**failure, **outcome}
         for candidate in call.candidates:
             own = rewards.get(candidate_id(call.id, candidate.index)) or {}
             reason = _candidate_reason(candidate, call, plan, drop_truncated) or _reward_reason(
@@ -77,15 +85,36 @@ def temperature(call: Call) -> float:
     return 1.0
 
 
+def failure_reward(on_failure: str) -> float | None:
+    """The reward of failed episodes under `on_failure`: None for `exclude`, the number of `reward:<number>`.
+
+    Raises ValueError for anything else.
+    """
+    if on_failure == "exclude":
+        return None
+    kind, _, number = on_failure.partition(":")
+    if kind != "reward" or not math.isfinite(float(number)):
+        raise ValueError(f"{on_failure!r} is neither exclude nor reward:<number>")
+    return float(number)
+
+
+def _punished(episode: Episode, on_failure: float | None) -> bool:
+    """Whether the episode failed by itself and has a reward for it; one that was cancelled has none."""
+    return on_failure is not None and episode.status == "error"
+
+
+_FAILED = {"timeout": "timed_out_call", "cancelled": "cancelled_call", "malformed": "malformed_call"}
+
+
 def _call_reason(call: Call, roles: Collection[str] | None, versions: Mapping[str, int], max_lag: int) -> str | None:
     if call.status != "ok" or not call.candidates:
-        return "failed_call"
+        return _FAILED.get(call.status, "failed_call")
     if roles is not None and call.role not in roles:
         return "untrained_role"
     if call.policy is None:
         return "no_policy"
     if call.prompt is None:
-        return "no_token_ids"
+        return "redacted" if call.redacted else "no_token_ids"
     current = versions.get(call.policy.name)
     if current is not None and not current - max_lag <= call.policy.version <= current:
         return "stale_version"
@@ -95,6 +124,8 @@ def _call_reason(call: Call, roles: Collection[str] | None, versions: Mapping[st
 def _candidate_reason(candidate: Candidate, call: Call, plan: PlanKind, drop_truncated: bool) -> str | None:
     if plan == "independent" and candidate.index != call.chosen:
         return "not_chosen"
+    if not candidate.token_ids and call.redacted and (candidate.text or candidate.tool_calls):
+        return "redacted"
     if not candidate.token_ids:
         return "no_token_ids" if candidate.text or candidate.tool_calls else "empty_response"
     if not candidate.logprobs:

@@ -71,6 +71,8 @@ async def run_episode(
         training_step=training_step,
         rollout=rollout,
         offline=offline,
+        redactors=tuple(workflow.redactors),
+        keep_token_ids=workflow.keep_token_ids,
     )
     try:
         async with asyncio.timeout(timeout) as limit:

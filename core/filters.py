@@ -9,11 +9,15 @@ from cotune.groups import Group
 from cotune.recipes import Filters
 
 REASONS: Mapping[str, str] = {
-    "failed_episode": "the workflow raised or was cancelled",
+    "failed_episode": "the workflow raised, timed out or was cancelled",
     "failed_call": "the request failed, so there is no answer to learn from",
+    "timed_out_call": "the request timed out",
+    "cancelled_call": "the request was cancelled, or its answer not read to the end",
+    "malformed_call": "what the provider sent is no answer, or breaks off",
     "untrained_role": "no trained policy plays the role",
     "no_policy": "an outside provider answered",
     "no_token_ids": "the engine or provider gave no token ids",
+    "redacted": "a redactor changed its text, so its token ids are not stored",
     "no_logprobs": "the engine or provider gave no log-probabilities",
     "broken_logprobs": "log-probabilities are not finite, or not one per token",
     "empty_response": "the candidate has no token",

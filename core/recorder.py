@@ -25,10 +25,12 @@ from cotune.records import (
     PolicyRef,
     Record,
     Reward,
+    Segment,
     Task,
     Usage,
     candidate_id,
 )
+from cotune.redaction import Redaction, Redactor, Told
 
 log = logging.getLogger("cotune")
 _said: set[str] = set()
@@ -80,6 +82,8 @@ class LiveCall:
         self.ended = False
         self.on_wire = False
         """Whether a wire request has been made for it."""
+        self.obstacle = ""
+        """What in the request no policy can serve, so that only the application's own provider can answer it."""
         self.cancel: Callable[[], object] | None = None
         """Stops whatever is answering the call, when its episode ends first. Safe from any thread."""
         self.read(body)
@@ -134,6 +138,8 @@ class LiveEpisode:
         training_step: int | None = None,
         rollout: int = 0,
         offline: bool = False,
+        redactors: Sequence[Redactor] = (),
+        keep_token_ids: bool = False,
     ) -> None:
         self.id = new_id()
         self.sink = sink
@@ -166,6 +172,9 @@ class LiveEpisode:
         self._outputs: dict[Hashable, str] = {}
         self._stored: set[str] = set()
         self._prompts = PromptTree()
+        self.redaction = Redaction(redactors, keep_token_ids, self.warn) if redactors else None
+        """What is stored goes through it first; scorers, responders and the application see everything as it is."""
+        self._withheld: set[str] = set()
         self._token: Any = None
 
     def start(self, mark: Mark, body: Mapping[str, Any]) -> LiveCall:
@@ -181,8 +190,15 @@ class LiveEpisode:
             mark.calls += 1
         return call
 
-    def warn(self, kind: str, message: str) -> None:
-        """Count something that the user should know about; say it once per process."""
+    def warn(self, kind: str, message: str, error: BaseException | None = None) -> None:
+        """Count something that the user should know about; say it once per process.
+
+        `message` must quote nothing that the application said; the text of an `error` that is no OSError is
+        logged at level DEBUG only.
+        """
+        if error is not None:
+            log.debug("%s", message, exc_info=error)
+            message = f"{message} ({error!r})" if isinstance(error, OSError) else f"{message} ({type(error).__name__})"
         with self._lock:
             self.warnings[kind] = self.warnings.get(kind, 0) + 1
             self.explained.setdefault(kind, message)
@@ -221,13 +237,13 @@ class LiveEpisode:
             call.fail("cancelled", "the episode ended before the call did")
         record = Episode(
             id=self.id,
-            task=self.task,
+            task=self.task if self.redaction is None else self.redaction.task(self.task),
             workflow=self.workflow,
             phase=self.phase,
             training_step=self.training_step,
             rollout=self.rollout,
             status=status,
-            error=error,
+            error=error if self.redaction is None else self.redaction.text(error),
             started=self.started,
             latency=time.time() - self.started,
             calls=self._steps,
@@ -248,8 +264,9 @@ class LiveEpisode:
         try:
             records = self._records(call, answer, status, error)
         except Exception as broken:  # noqa: BLE001
-            self.warn("unrecorded", f"The content of a call of role {call.role!r} could not be recorded: {broken!r}")
-            records = [self._call(call, None, "malformed", f"not recorded: {broken!r}")]
+            self.warn("unrecorded", f"The content of a call of role {call.role!r} could not be recorded.", broken)
+            told, what = (call, repr(broken)) if self.redaction is None else (Told(), type(broken).__name__)
+            records = [self._call(call, told, None, "malformed", f"not recorded: {what}")]
         self._write(records)
 
     def _write(self, records: list[Record]) -> None:
@@ -257,13 +274,14 @@ class LiveEpisode:
         try:
             self.sink.write(records)
         except Exception as broken:  # noqa: BLE001
-            self.warn("lost", f"The store refused {len(records)} records: {broken!r}")
+            self.warn("lost", f"The store refused {len(records)} records.", broken)
 
     def _records(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> list[Record]:
-        bodies = [(message_id(m), m) for m in call.messages]
-        tools = message_id({"tools": call.tools}) if call.tools else None
+        told = call if self.redaction is None else self.redaction.told(call, answer, error)
+        bodies = [(message_id(m), m) for m in told.messages]
+        tools = message_id({"tools": told.tools}) if told.tools else None
         if tools:
-            bodies.append((tools, call.tools))  # type: ignore[arg-type]
+            bodies.append((tools, told.tools))  # type: ignore[arg-type]
         with self._lock:
             records: list[Record] = [Message(i, b) for i, b in dict(bodies).items() if i not in self._stored]
             self._stored.update(i for i, _ in bodies)
@@ -271,18 +289,33 @@ class LiveEpisode:
             if answer and answer.prompt_ids:
                 chosen = answer.candidates[answer.chosen].token_ids if answer.candidates else ()
                 prompt, segments = self._prompts.add(call.role, answer.prompt_ids, chosen)
+                if isinstance(told, Told):
+                    prompt, segments = self._withhold(prompt, segments, told.withheld)
                 records.extend(segments)
             parents = self._parents(call, answer)
+        if isinstance(told, Told):
+            answer, error = told.answer, told.error
         names = tuple(i for i, _ in bodies if i != tools)
-        records.append(self._call(call, answer, status, error, parents, names, tools, prompt))
+        records.append(self._call(call, told, answer, status, error, parents, names, tools, prompt))
         now = time.time()
         for i, components in enumerate(answer.rewards if answer else ()):
             records.extend(Reward(candidate_id(call.id, i), k, v, now) for k, v in components.items())
         return records
 
+    def _withhold(self, prompt: str, segments: list[Segment], all_of_it: bool) -> tuple[str | None, list[Segment]]:
+        """The prompt and its new segments without those whose token ids must not be stored, or that go on from such."""
+        kept: list[Segment] = []
+        for segment in segments:
+            if all_of_it or segment.parent in self._withheld:
+                self._withheld.add(segment.id)
+            else:
+                kept.append(segment)
+        return (None if all_of_it or prompt in self._withheld else prompt), kept
+
     def _call(
         self,
         call: LiveCall,
+        told: LiveCall | Told,
         answer: Answer | None,
         status: CallStatus,
         error: str | None,
@@ -301,14 +334,14 @@ class LiveEpisode:
             messages=messages,
             tools=tools,
             model=call.model,
-            params=call.params,
+            params=told.params,
             sampling=dict(answer.sampling) if answer else {},
             prompt=prompt,
             prompt_tokens=len(answer.prompt_ids) if answer else 0,
             policy=answer.policy if answer else None,
             status=status,
             error=error,
-            attempts=tuple(call.attempts),
+            attempts=tuple(told.attempts),
             streamed=call.streamed,
             started=call.started,
             latency=time.time() - call.started,
@@ -316,6 +349,7 @@ class LiveEpisode:
             candidates=answer.candidates if answer else (),
             chosen=answer.chosen if answer and answer.candidates else None,
             integration=call.mark.integration,
+            redacted=isinstance(told, Told) and (told.changed or told.withheld or prompt in self._withheld),
         )
 
     def _parents(self, call: LiveCall, answer: Answer | None) -> tuple[str, ...]:

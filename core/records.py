@@ -81,7 +81,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
 
     `step` counts calls in the episode, `turn` counts calls of this role in it, both from 0 and both taken
     when the call started. `messages` and `tools` are `Message` ids, `prompt` is the id of the last `Segment`
-    of its prompt path (None where token ids are unknown). `attempts` lists SDK retries folded into the call.
+    of its prompt path (None where token ids are unknown). `attempts` lists the requests that failed before
+    the SDK's retry of them, each as `<status>: <cause>`. `redacted` says whether a redactor changed anything of it.
     `params` is what the application asked, `sampling` what was really used.
     `parents` are the calls of this episode whose outputs the prompt contains. `policy` is None when an outside
     provider answered.
@@ -111,6 +112,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
     candidates: tuple[Candidate, ...] = ()
     chosen: int | None = None
     integration: str = ""
+    redacted: bool = False
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):

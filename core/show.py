@@ -200,6 +200,8 @@ def _call_details(store: SqliteStore, call: Call) -> Iterable[Text]:
         except RecordError:
             asked = "lost"
         yield _short(Text(f"< {asked}", style=QUIET))
+    for attempt in call.attempts:
+        yield _short(Text(f"retried after {attempt}", style=QUIET))
     if call.error:
         yield _short(Text(call.error, style=BAD))
     rewards = store.rewards(candidate_id(call.id, c.index) for c in call.candidates)

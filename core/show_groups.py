@@ -12,7 +12,7 @@ import numpy as np
 
 from cotune.advantages import FLAT
 from cotune.attribution import attribute
-from cotune.collect import collect
+from cotune.collect import collect, failure_reward
 from cotune.errors import GroupError
 from cotune.filters import REASONS
 from cotune.groups import build_groups
@@ -76,8 +76,7 @@ def recipe_of(store: SqliteStore) -> tuple[Recipe, str]:
     """The run's recipe as its run.json tells, else the default one for the plan that the records look like."""
     several = store.rows("SELECT 1 FROM calls WHERE json_array_length(candidates) > 1 LIMIT 1")
     plan: PlanKind = "tree" if several else "independent"
-    file = store.path.with_name("run.json")
-    config: dict[str, Any] = json.loads(file.read_text()).get("config", {}) if file.is_file() else {}
+    config = _config_of(store)
     plan = (config.get("plan") or {}).get("kind") or plan
     name = config.get("recipe") or ("at_grpo" if plan == "tree" else "dr_mas")
     settings = {"plan": plan, "alpha": config.get("alpha", 1.0), **(config.get("overrides") or {})}
@@ -85,11 +84,19 @@ def recipe_of(store: SqliteStore) -> tuple[Recipe, str]:
     return recipe(name, **settings), f"plan {plan}, recipe {name}, {source}"
 
 
+def _config_of(store: SqliteStore) -> dict[str, Any]:
+    """The configuration in the run.json beside the records; empty where there is none."""
+    file = store.path.with_name("run.json")
+    found: dict[str, Any] = json.loads(file.read_text()).get("config", {}) if file.is_file() else {}
+    return found
+
+
 def _count(
     tally: Tally, store: SqliteStore, chosen: Recipe, phase: str | None, step: int | None, consumed: Iterable[str]
 ) -> None:
     episodes = store.episodes(phase=phase, training_step=step)
-    collected = collect(store, episodes, plan=chosen.plan)
+    on_failure = failure_reward(_config_of(store).get("on_failure", "exclude"))
+    collected = collect(store, episodes, plan=chosen.plan, on_failure=on_failure)
     tally.left_out.update(collected.left_out)
     tally.candidates += len(collected.samples) + sum(collected.left_out.values())
     samples = collected.samples

@@ -7,13 +7,14 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, cast
 
 from cotune.context import current_episode
 from cotune.errors import ConfigError, WorkflowError
+from cotune.redaction import Redactor, check_redactor, load_redactor
 from cotune.scoring import Scorer
 
 GraphRunner = Callable[[Any], Awaitable[Any]]
@@ -32,6 +33,22 @@ class Workflow:
     name: str
     fn: Callable[[Any], Any]
     scorers: dict[str, Scorer] = field(default_factory=dict)
+    redactors: list[Redactor] = field(default_factory=list)
+    keep_token_ids: bool = False
+    """Whether token ids of redacted messages are stored."""
+
+    def redactor(self, fn: Redactor) -> Redactor:
+        """Decorate a function that sees each message before it is stored, and returns the message to store.
+
+        Several apply in order. Raises WorkflowError for what is no plain function of one argument.
+        """
+        self.redactors.append(check_redactor(fn))
+        return fn
+
+    def redacted(self, redact: str | None, *, keep_token_ids: bool = False) -> Workflow:
+        """This workflow with one redactor more, `module:function` (if any). Raises ConfigError where there is none."""
+        more = [load_redactor(redact)] if redact else []
+        return replace(self, redactors=[*self.redactors, *more], keep_token_ids=keep_token_ids or self.keep_token_ids)
 
     def scorer(self, role: str) -> Callable[[Scorer], Scorer]:
         """Decorate the scorer of `role`: `(candidate, call, task)` -> a number (the component `local`) or a dict of
@@ -51,13 +68,15 @@ class Workflow:
 
 
 class WorkflowFunction(Protocol):
-    """What `cotune.workflow` returns: the function itself, with two attributes more."""
+    """What `cotune.workflow` returns: the function itself, with three attributes more."""
 
     cotune: Workflow
 
     def __call__(self, task: Any) -> Any: ...
 
     def scorer(self, role: str) -> Callable[[Scorer], Scorer]: ...
+
+    def redactor(self, fn: Redactor) -> Redactor: ...
 
 
 def workflow(
@@ -116,7 +135,7 @@ def load_workflow(spec: str) -> Workflow:
 def _attach(fn: Any, name: str) -> WorkflowFunction:
     made = Workflow(name, fn)
     try:
-        fn.cotune, fn.scorer = made, made.scorer
+        fn.cotune, fn.scorer, fn.redactor = made, made.scorer, made.redactor
     except AttributeError:
         raise WorkflowError(
             f"{fn!r} cannot carry a workflow.", f"Wrap it in a function of its own. For example: {_EXAMPLE}"

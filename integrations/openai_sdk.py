@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,40 +16,20 @@ import msgspec
 from cotune.answering import answer, answer_blocking, failed, reason_of
 from cotune.context import Mark, current_episode, identify, opened_call
 from cotune.errors import CotuneError, RecordError, SamplerError
-from cotune.integrations import openai_forms as forms
-from cotune.integrations.chat_completions import answer_of, completion_of
+from cotune.integrations.openai_forms import Form, asked_in, form_of
+from cotune.integrations.openai_response_body import ProviderFailed
 from cotune.integrations.openai_tee import tee
-from cotune.integrations.sse import from_stream, part_of_stream, to_stream
 from cotune.recorder import Answer, LiveCall, LiveEpisode
-
-
-@dataclass(frozen=True)
-class _Api:
-    """How to read one of the SDK's interfaces: the request as chat, a body and a stream as an answer."""
-
-    name: str
-    chat: Callable[[Any], dict[str, Any]]
-    answer: Callable[[Any], Answer]
-    stream: Callable[[bytes], dict[str, Any] | None]
-    part: Callable[[bytes], dict[str, Any] | None] = lambda raw: None
-    """What a stream that was not read to its end says so far."""
-
-
-_CHAT = _Api("chat", lambda body: body, answer_of, from_stream, part_of_stream)
-_APIS = (
-    ("/chat/completions", _CHAT),
-    ("/responses", _Api("responses", forms.chat_of_responses, forms.answer_of_responses, forms.responses_from_stream)),
-    ("/completions", _Api("completions", forms.chat_of_text, forms.answer_of_text, forms.text_from_stream)),
-)
 
 
 class _Exchange:
     """One request of the application with all the retries that the SDK makes of it."""
 
-    __slots__ = ("call", "failure")
+    __slots__ = ("asked", "call", "failure")
 
     def __init__(self) -> None:
         self.call: LiveCall | None = None
+        self.asked: dict[str, Any] = {}
         self.failure: str | None = None
 
     def fail(self, error: BaseException) -> None:
@@ -115,20 +93,20 @@ def _sync_send(original: Any) -> Any:
     @functools.wraps(original)
     def send(self: Any, request: Any, **kwargs: Any) -> Any:
         episode = current_episode.get()
-        api = None if episode is None else _api(request)
-        if episode is None or api is None:
+        form = None if episode is None else form_of(request)
+        if episode is None or form is None:
             return original(self, request, **kwargs)
         exchange = _exchange.get() or _Exchange()
-        call = _open(episode, api, request, exchange)
+        call = _open(episode, form, request, exchange)
         if call is None:
             return original(self, request, **kwargs)
         if not isinstance(call, LiveCall):
             return call
-        if _answers(call, api):
+        if episode.responder is not None:
             try:
                 found = answer_blocking(call)
                 if found is not None:
-                    return _answered(request, call, found)
+                    return _answered(request, call, form, exchange.asked, found)
             except Exception as error:  # noqa: BLE001
                 return _refused(request, call, error)
         if episode.offline:
@@ -138,7 +116,7 @@ def _sync_send(original: Any) -> Any:
         except BaseException as error:
             _attempt_failed(exchange, error)
             raise
-        return _observed(response, call, api, exchange)
+        return _observed(response, call, form, exchange)
 
     return send
 
@@ -147,20 +125,20 @@ def _async_send(original: Any) -> Any:
     @functools.wraps(original)
     async def send(self: Any, request: Any, **kwargs: Any) -> Any:
         episode = current_episode.get()
-        api = None if episode is None else _api(request)
-        if episode is None or api is None:
+        form = None if episode is None else form_of(request)
+        if episode is None or form is None:
             return await original(self, request, **kwargs)
         exchange = _exchange.get() or _Exchange()
-        call = _open(episode, api, request, exchange)
+        call = _open(episode, form, request, exchange)
         if call is None:
             return await original(self, request, **kwargs)
         if not isinstance(call, LiveCall):
             return call
-        if _answers(call, api):
+        if episode.responder is not None:
             try:
                 found = await answer(call)
                 if found is not None:
-                    return _answered(request, call, found)
+                    return _answered(request, call, form, exchange.asked, found)
             except Exception as error:  # noqa: BLE001
                 return _refused(request, call, error)
         if episode.offline:
@@ -170,19 +148,12 @@ def _async_send(original: Any) -> Any:
         except BaseException as error:
             _attempt_failed(exchange, error)
             raise
-        return _observed(response, call, api, exchange)
+        return _observed(response, call, form, exchange)
 
     return send
 
 
-def _api(request: Any) -> _Api | None:
-    if request.method != "POST":
-        return None
-    path = request.url.path
-    return next((api for suffix, api in _APIS if path.endswith(suffix)), None)
-
-
-def _open(episode: LiveEpisode, api: _Api, request: Any, exchange: _Exchange) -> LiveCall | Any | None:
+def _open(episode: LiveEpisode, form: Form, request: Any, exchange: _Exchange) -> LiveCall | Any | None:
     """The call of this request: a new one, the one that a model class has opened, or the one that is being retried.
 
     None lets the request pass unrecorded (counted); anything else is a response that refuses it.
@@ -191,7 +162,8 @@ def _open(episode: LiveEpisode, api: _Api, request: Any, exchange: _Exchange) ->
         exchange.call.attempts.append(exchange.failure or "unknown")
         return exchange.call
     try:
-        body = api.chat(msgspec.json.decode(request.content))
+        asked = asked_in(request)
+        body = form.chat(asked, episode)
         opened = opened_call.get()
         if opened is not None and not opened.on_wire and not opened.ended:
             opened.read(body)
@@ -204,12 +176,13 @@ def _open(episode: LiveEpisode, api: _Api, request: Any, exchange: _Exchange) ->
         episode.warn("late_call", f"A call was made after its episode had ended and is not recorded. {error}")
         return None
     except (ValueError, TypeError, AttributeError) as error:
+        episode.warn("unread_call", "A request could not be read and is not recorded.", error)
         if episode.responder is not None:
             return _error_response(request, 400, f"the request cannot be read: {error!r}")
-        episode.warn("unread_call", f"A request could not be read and is not recorded: {error!r}")
         return None
     call.on_wire = True
-    exchange.call = call
+    call.obstacle = form.obstacle(asked, call)
+    exchange.call, exchange.asked = call, asked
     return call
 
 
@@ -217,29 +190,17 @@ def _identity(episode: LiveEpisode) -> Mark:
     try:
         return identify()
     except Exception as error:  # noqa: BLE001
-        episode.warn("unidentified_call", f"The role of a call could not be found, it is recorded as app: {error!r}")
+        episode.warn("unidentified_call", "The role of a call could not be found, it is recorded as app.", error)
         return Mark("app", "openai")
 
 
-def _answers(call: LiveCall, api: _Api) -> bool:
-    """Whether the responder is asked: for chat completions only."""
-    if call.episode.responder is None or api is _CHAT:
-        return call.episode.responder is not None
-    call.episode.warn(
-        "unsupported_api",
-        f"Role {call.role!r} uses the {api.name} interface, which only its own provider answers: such calls are "
-        "recorded but not trained. Use chat completions (ChatOpenAI: use_responses_api=False).",
-    )
-    return False
-
-
-def _answered(request: Any, call: LiveCall, found: Answer) -> Any:
-    completion = completion_of(call, found)
+def _answered(request: Any, call: LiveCall, form: Form, asked: dict[str, Any], found: Answer) -> Any:
+    body = form.body(call, found, asked)
+    form.keep(call, asked, body)
     if call.streamed:
-        usage = bool((call.params.get("stream_options") or {}).get("include_usage"))
-        response = _response(request, 200, "text/event-stream", to_stream(completion, usage=usage), call.id)
+        response = _response(request, 200, "text/event-stream", form.events(body, asked), call.id)
     else:
-        response = _response(request, 200, "application/json", msgspec.json.encode(completion), call.id)
+        response = _response(request, 200, "application/json", msgspec.json.encode(body), call.id)
     call.finish(found)
     return response
 
@@ -268,44 +229,61 @@ def _attempt_failed(exchange: _Exchange, error: BaseException) -> None:
         exchange.fail(error)
 
 
-def _observed(response: Any, call: LiveCall, api: _Api, exchange: _Exchange) -> Any:
+def _observed(response: Any, call: LiveCall, form: Form, exchange: _Exchange) -> Any:
     """Record what the provider sent: now, or when the application has read the stream."""
     if response.status_code >= 400:
         cause = f"HTTP {response.status_code} {response.reason_phrase}".strip()
         exchange.failure = f"error: {cause}"
         if _exchange.get() is None:
             call.fail("error", cause)
-    elif response.is_stream_consumed:
-        _settle(call, api, response.headers, response.content, None, True)
+        return response
+    settle = functools.partial(_settle, call, form, exchange.asked, response.headers)
+    if response.is_stream_consumed:
+        settle(response.content, None, True)
     else:
-        call.cancel = tee(response, functools.partial(_settle, call, api, response.headers))
+        call.cancel = tee(response, settle)
     return response
 
 
-def _settle(call: LiveCall, api: _Api, headers: Any, raw: bytes, error: BaseException | None, ended: bool) -> None:
+def _settle(
+    call: LiveCall,
+    form: Form,
+    asked: dict[str, Any],
+    headers: Any,
+    raw: bytes,
+    error: BaseException | None,
+    ended: bool,
+) -> None:
     """End the call with the decoded body; `error` is what interrupted its stream, `ended` whether all of it came."""
     streamed = call.streamed and "text/event-stream" in headers.get("content-type", "")
     if error is not None:
-        call.fail(*reason_of(error), _part(api, raw) if streamed else None)
+        call.fail(*reason_of(error), _part(form, raw) if streamed else None)
+        return
+    if not ended and not streamed:
+        call.fail("cancelled", f"the application stopped reading the answer after {len(raw)} bytes")
         return
     try:
-        body = api.stream(raw) if streamed else msgspec.json.decode(raw)
-        found = None if body is None else api.answer(body)
+        body = form.stream(raw) if streamed else msgspec.json.decode(raw)
+        found = None if body is None else form.answer(body)
+    except ProviderFailed as failure:
+        call.fail("error", str(failure), _part(form, raw) if streamed else None)
+        return
     except (ValueError, TypeError, AttributeError, KeyError) as broken:
-        call.fail("malformed", reason_of(broken)[1], _part(api, raw) if streamed else None)
+        call.fail("malformed", reason_of(broken)[1], _part(form, raw) if streamed else None)
         return
     if found is not None:
+        form.keep(call, asked, body)
         call.finish(found)
     elif ended:
-        call.fail("malformed", f"the stream ended after {len(raw)} bytes, before its answer did", _part(api, raw))
+        call.fail("malformed", f"the stream ended after {len(raw)} bytes, before its answer did", _part(form, raw))
     else:
-        call.fail("cancelled", f"the application stopped reading the stream after {len(raw)} bytes", _part(api, raw))
+        call.fail("cancelled", f"the application stopped reading the stream after {len(raw)} bytes", _part(form, raw))
 
 
-def _part(api: _Api, raw: bytes) -> Answer | None:
+def _part(form: Form, raw: bytes) -> Answer | None:
     """The answer as far as a broken or half-read stream tells it."""
     try:
-        body = api.part(raw)
-        return None if body is None else api.answer(body)
+        body = form.part(raw)
+        return None if body is None else form.answer(body)
     except (ValueError, TypeError, AttributeError, KeyError):
         return None

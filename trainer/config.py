@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
+from cotune.collect import failure_reward
 from cotune.errors import ConfigError
 from cotune.plans import Plan, PlanKind, Select
 from cotune.policies import ALL_LINEAR, LoraSpec, Policies, PolicyKind, PolicySpec, policies_for
@@ -103,6 +104,12 @@ class TrainConfig(_Table):
     """Episodes in flight."""
     episode_timeout: float = 600.0
     """Seconds until an episode fails."""
+    on_failure: str = "exclude"
+    """What a failed episode teaches: exclude (nothing) | reward:<number> (its calls train with that team reward)."""
+    redact: str = ""
+    """module:function that sees each message before it is stored; beside the workflow's own redactors."""
+    keep_token_ids: bool = False
+    """Whether token ids of redacted messages are stored: needed to train on them, and readable as text."""
     seed: int = 0
     checkpoint_every: int = 1
     """Steps between checkpoints; Ctrl-C saves one too."""
@@ -121,6 +128,7 @@ class TrainConfig(_Table):
         _positive("sampling.temperature", self.sampling.temperature)
         _positive("sampling.max_tokens", self.sampling.max_tokens)
         _positive("lora.rank", self.lora.rank)
+        _failure("on_failure", self.on_failure)
         for name, count in Counter(p.name for p in self.policy).items():
             if count > 1:
                 raise ConfigError("policy.name", name, "one policy of each name", "Rename one of the two policies.")
@@ -261,6 +269,13 @@ def _choices(dotted: str) -> list[str]:
         kind = next((a for a in get_args(kind) if isinstance(a, type) and issubclass(a, msgspec.Struct)), kind)
     words = [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)]
     return sorted(map(str, words))
+
+
+def _failure(name: str, value: str) -> None:
+    try:
+        failure_reward(value)
+    except ValueError:
+        raise ConfigError(name, value, "exclude or reward:<number>", "For example: reward:-1") from None
 
 
 def _positive(name: str, value: float) -> None:

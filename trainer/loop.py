@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from cotune.adapters.publish import Proof, prove_publish
-from cotune.collect import Collected, collect
+from cotune.collect import Collected, collect, failure_reward
 from cotune.errors import GroupError
 from cotune.policies import PolicySpec
 from cotune.prepare import Prepared, prepare, train_rows
@@ -50,7 +50,14 @@ async def train_steps(run: Run, progress: Progress) -> None:
         if episodes is None:
             break
         with clock("group"):
-            collected = collect(run.store, episodes, plan=run.plan.kind, roles=run.trained_roles, versions=run.versions)
+            collected = collect(
+                run.store,
+                episodes,
+                plan=run.plan.kind,
+                roles=run.trained_roles,
+                versions=run.versions,
+                on_failure=failure_reward(config.on_failure),
+            )
             prepared = prepare(collected.samples, run.recipe, run.state, consumed=run.consumed)
             rows = by_policy(run, train_rows(prepared, collected, run.store))
         left_out = Counter(collected.left_out) + Counter(prepared.left_out)

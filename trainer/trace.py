@@ -25,10 +25,14 @@ def trace(
     concurrency: int = 8,
     limit: int | None = None,
     timeout: float | None = None,
+    redact: str | None = None,
     console: Console | None = None,
 ) -> int:
-    """Run every task once and record it in `out`; return 1 when every episode failed."""
-    flow = load_workflow(workflow)
+    """Run every task once and record it in `out`; return 1 when every episode failed.
+
+    `redact` names a `module:function` that sees each message before it is stored.
+    """
+    flow = load_workflow(workflow).redacted(redact)
     listed = load_tasks(tasks)[:limit]
     console = console or Console()
     Path(out).mkdir(parents=True, exist_ok=True)

@@ -63,6 +63,7 @@ def train(
     chosen = _config(config, settings)
     chosen.resolve_plan(list(flow.scorers))
     locate_model(chosen.model)
+    flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids)
     path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     folder = RunFolder.create(
         path,
@@ -95,7 +96,9 @@ def resume(
             raise ConfigError(name, None, "given: the run was started from Python and did not record where it is")
     flow, listed = _workflow(given["workflow"]), _tasks(given["tasks"])
     folder = RunFolder.open(run)
-    return run_anywhere(_train(folder, folder.config(), flow, listed, console))
+    config = folder.config()
+    flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids)
+    return run_anywhere(_train(folder, config, flow, listed, console))
 
 
 def _workflow(given: Any) -> Workflow:

@@ -44,7 +44,11 @@ def test_independent_rollouts_give_the_chosen_candidate_and_branch_by_prompt(boo
 @pytest.mark.parametrize(
     ("reason", "fields"),
     [
-        ("failed_call", {"status": "timeout"}),
+        ("failed_call", {"status": "error"}),
+        ("timed_out_call", {"status": "timeout"}),
+        ("cancelled_call", {"status": "cancelled"}),
+        ("malformed_call", {"status": "malformed"}),
+        ("redacted", {"unknown_prompt": True, "redacted": True}),
         ("failed_call", {"candidates": []}),
         ("no_policy", {"policy": None}),
         ("no_token_ids", {"unknown_prompt": True}),

@@ -223,7 +223,7 @@ def test_a_sink_that_fails_is_counted_and_said_once(caplog: pytest.LogCaptureFix
             episode.start(MARK, body("x")).finish(answer())
             assert episode.end("ok").status == "ok"
             assert episode.warnings == {"lost": 2}
-    assert [r.message for r in caplog.records] == ["The store refused 2 records: OSError('disk full')"]
+    assert [r.message for r in caplog.records] == ["The store refused 2 records. (OSError('disk full'))"]
 
 
 def test_content_that_cannot_be_recorded_leaves_the_call():

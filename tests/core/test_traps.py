@@ -186,7 +186,7 @@ def test_a_failed_call_is_never_a_sample(book):
     book.call("none", "e", turn=5, status="error", candidates=[])
     collected = collect(book.store, book.store.episodes())
     assert {s.call for s in collected.samples} == {"c"}
-    assert collected.left_out == {"failed_call": 9}
+    assert collected.left_out == {"failed_call": 3, "timed_out_call": 2, "cancelled_call": 2, "malformed_call": 2}
 
 
 def test_a_role_per_policy_gives_as_many_policies_as_roles():
