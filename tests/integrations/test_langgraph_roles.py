@@ -25,70 +25,10 @@ from langgraph.types import Send
 from pydantic import BaseModel
 
 import cotune
+from tests.integrations.graphs import HELLO, URL, asays, chain, client, look, model, running, says, scripted
 from tests.integrations.recorded import Recorded, asks, tool_call
 
 pytestmark = pytest.mark.usefixtures("nowhere")
-HELLO = {"messages": [HumanMessage("hello")]}
-URL = "http://127.0.0.1:9/v1"
-model = ChatOpenAI(model="m", base_url=URL, api_key="none", max_retries=0)
-client = openai.OpenAI(base_url=URL, api_key="none", max_retries=0)
-
-
-def chain(*nodes, name=None, state=MessagesState):
-    """A graph of nodes one after the other: functions by their own name, others as (name, node)."""
-    builder, last = StateGraph(state), START
-    for node in nodes:
-        label, run = node if isinstance(node, tuple) else (node.__name__, node)
-        builder.add_node(label, run)
-        builder.add_edge(last, label)
-        last = label
-    return builder.compile(name=name)
-
-
-def says(state):
-    return {"messages": [model.invoke(state["messages"])]}
-
-
-async def asays(state):
-    return {"messages": [await model.ainvoke(state["messages"])]}
-
-
-def running(graph, way="invoke", given=None):
-    """A workflow that runs the graph once."""
-    given = given or HELLO
-
-    def run(task):
-        if way == "invoke":
-            graph.invoke(given)
-        else:
-            list(graph.stream(given, stream_mode=way))
-        return 1
-
-    async def run_async(task):
-        if way == "ainvoke":
-            await graph.ainvoke(given)
-        else:
-            [part async for part in graph.astream(given, stream_mode=way.removeprefix("a"))]
-        return 1
-
-    return run_async if way.startswith("a") else run
-
-
-def scripted(*first):
-    """Says what is scripted for a role's first turns, then its name."""
-    script = dict(first)
-
-    def reply(call):
-        turns = script.get(call.role, ())
-        return turns[call.turn] if call.turn < len(turns) else f"{call.role} {call.turn}"
-
-    return reply
-
-
-@tool
-def look(q: str) -> str:
-    """Look something up."""
-    return "42"
 
 
 # Ways to run, and ways to call
