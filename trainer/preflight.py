@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -65,42 +66,52 @@ async def look_around(
     ]
     store.flush()
     calls = [call for outcome in outcomes for call in store.calls(outcome.episode.id)]
-    _check_outcomes(workflow, outcomes, calls)
-    _check_scorers(workflow, calls)
+    for fault in faults(workflow, outcomes, calls, config.roles):
+        raise fault
+    return sorted({call.role for call in calls}), _notes(outcomes, calls)
+
+
+def faults(
+    workflow: Workflow, outcomes: Sequence[Outcome], calls: Sequence[Call], rare: Sequence[str] = ()
+) -> Iterator[CotuneError]:
+    """What would make training on these episodes pointless, worst first. `rare` roles need not have been seen."""
+    yield from _outcome_faults(workflow, outcomes, calls)
+    for role in workflow.scorers:
+        errors = [call.error for call in calls if call.role == role and call.status == "ok"]
+        if errors and all(errors):
+            yield WorkflowError(f"{errors[0]} So it went on all {len(errors)} calls.", "Nothing was trained.")
     seen = sorted({call.role for call in calls})
     for role in workflow.scorers:
-        if role not in seen and role not in config.roles:
-            raise ConfigError(
+        if role not in seen and role not in rare:
+            yield ConfigError(
                 "scorer",
                 role,
                 f"a role of the application; seen in {len(outcomes)} episodes: {', '.join(seen)}",
-                "Correct the name, or list it under `roles` in the configuration if it shows only on some tasks.",
+                f"{_nearest(role, seen)}Correct the name, or list it under `roles` in the configuration if it shows "
+                "only on some tasks.",
             )
-    return seen, _notes(outcomes, calls)
 
 
-def _check_outcomes(workflow: Workflow, outcomes: Sequence[Outcome], calls: Sequence[Call]) -> None:
+def _outcome_faults(workflow: Workflow, outcomes: Sequence[Outcome], calls: Sequence[Call]) -> Iterator[CotuneError]:
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     failed = [call for call in calls if call.status != "ok"]
     if len(errors) == len(outcomes):
-        raise _with_calls(errors[0], failed)
-    if not calls:
-        raise WorkflowError(
+        yield _with_calls(errors[0], failed)
+    elif not calls:
+        yield WorkflowError(
             f"The workflow {workflow.name!r} made no LLM call that cotune can see.",
             "Call models through the OpenAI SDK or a LangChain chat model, inside the workflow function.",
         )
-    if len(failed) == len(calls):
-        raise WorkflowError(
+    elif len(failed) == len(calls):
+        yield WorkflowError(
             f"All {len(calls)} calls of the workflow {workflow.name!r} failed; the first: {failed[0].error}",
             "Nothing was trained.",
         )
 
 
-def _check_scorers(workflow: Workflow, calls: Sequence[Call]) -> None:
-    for role in workflow.scorers:
-        errors = [call.error for call in calls if call.role == role and call.status == "ok"]
-        if errors and all(errors):
-            raise WorkflowError(f"{errors[0]} So it went on all {len(errors)} calls.", "Nothing was trained.")
+def _nearest(role: str, seen: Sequence[str]) -> str:
+    near = difflib.get_close_matches(role, seen, n=2, cutoff=0.5)
+    return f"Did you mean {' or '.join(near)}? " if near else ""
 
 
 def _with_calls(error: CotuneError, failed: Sequence[Call]) -> CotuneError:

@@ -1,0 +1,387 @@
+"""The dry run: what it says of applications that are trainable, and of those that are not."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+import cotune
+from cotune.cli import main
+from cotune.errors import ConfigError
+from cotune.trainer.check import check
+from cotune.trainer.check_report import CheckReport, Finding, render
+from cotune.trainer.config import TrainConfig, convert
+from tests.integrations.provider import Provider, serving
+from tests.trainer.tiny_app import TASKS, application, ask, client, converse, letters
+
+GRAPH = """
+import cotune
+from langchain_openai import ChatOpenAI
+from langgraph.graph import START, StateGraph
+
+model = ChatOpenAI(model="m", api_key="none", temperature=0.2)
+
+async def writer(state: dict) -> dict:
+    return {"text": (await model.ainvoke(state["question"])).text}
+
+async def critic(state: dict) -> dict:
+    reply = await model.ainvoke([("user", state["question"]), ("assistant", state["text"]), ("user", "Good?")])
+    return {"verdict": reply.text}
+
+from typing import TypedDict
+class State(TypedDict, total=False):
+    question: str
+    text: str
+    verdict: str
+
+builder = StateGraph(State)
+builder.add_node("writer", writer)
+builder.add_node("critic", critic)
+builder.add_edge(START, "writer")
+builder.add_edge("writer", "critic")
+graph = builder.compile()
+
+@cotune.workflow
+async def solve(task):
+    state = await graph.ainvoke({"question": task["question"]})
+    return {"team": float("1" in state["verdict"])}
+
+@solve.scorer("writer")
+def short(candidate, call, task):
+    return -len(candidate.text)
+"""
+
+
+@pytest.fixture
+def provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[Provider]:
+    """A provider that must not be contacted."""
+    with serving() as made:
+        monkeypatch.setenv("OPENAI_BASE_URL", made.url)
+        monkeypatch.setenv("OPENAI_API_KEY", "none")
+        yield made
+        assert made.requests == []
+
+
+def dry(app: Any, tasks: Any = TASKS, *, config: dict[str, Any] | None = None, **options: Any) -> CheckReport:
+    return check(app, tasks, convert({"model": "none", **(config or {})}), **options)
+
+
+def said(report: CheckReport, level: str, about: str) -> list[str]:
+    return [f"{f.text} {f.remedy}".strip() for f in report.findings if (f.level, f.about) == (level, about)]
+
+
+def texts(report: CheckReport) -> str:
+    return "\n".join(f"{f.level} {f.about}: {f.text} {f.remedy}" for f in report.findings)
+
+
+def test_a_graph_is_checked_in_seconds_without_loading_a_model_or_another_framework(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(GRAPH)
+    (tmp_path / "tasks.jsonl").write_text('{"id": "q", "question": "why"}\n')
+    code = (
+        "import json, sys; from cotune.cli import main; "
+        "status = main(['check', 'app:solve', '--tasks', 'tasks.jsonl', '--json']); "
+        "print(json.dumps([status, sorted({m.split('.')[0] for m in sys.modules})]))"
+    )
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "LANGSMITH_TRACING": "false"},
+        check=False,
+    )
+    seconds = time.perf_counter() - started
+    report, (status, modules) = map(json.loads, done.stdout.splitlines())
+    assert {"torch", "transformers", "crewai", "autogen_core"} & set(modules) == set()
+    assert status == 0 and report["trainable"]
+    assert seconds < 10
+    assert [(c["role"], c["turn"], c["step"], c["parents"], c["characters"]) for c in report["calls"]] == [
+        ("writer", 0, 0, [], 3),
+        ("critic", 0, 1, [0], 3 + 13 + 5),
+    ]
+    assert [c["temperature"] for c in report["calls"]] == [0.2, 0.2]
+    assert report["groups"] == [{"task": "q", "roles": ["writer"], "turns": [0], "size": 4}]
+    assert [(r["role"], r["trained"], r["reason"]) for r in report["roles"]] == [
+        ("writer", True, ""),
+        ("critic", False, "no scorer"),
+    ]
+    assert {f["name"] for f in report["frameworks"]} == {"openai", "langchain-core", "langgraph"}
+    assert report["team"] == {"team": 1.0} and report["local"] == {"writer": {"local": [-13.0, -13.0]}}
+
+
+def test_every_call_of_a_trained_role_is_a_group_of_k(provider: Provider) -> None:
+    report = dry(application(first=letters, second=letters), config={"plan": {"k": 3}})
+    assert report.trainable
+    assert [(g.roles, g.turns, g.size) for g in report.groups] == [(("first",), (0,), 3), (("second",), (0,), 3)]
+    assert [(c.role, c.step, c.status, c.model) for c in report.calls] == [
+        ("first", 0, "ok", "m"),
+        ("second", 1, "ok", "m"),
+    ]
+    assert report.left_out == {}
+
+
+def test_independent_rollouts_compare_the_episodes_of_a_task(provider: Provider) -> None:
+    report = dry(application(), config={"plan": {"k": 5}})
+    assert report.plan.startswith("plan independent (k=5), recipe dr_mas")
+    assert [(g.roles, g.size) for g in report.groups] == [(("first",), 5), (("second",), 5)]
+    assert report.trainable
+
+
+def test_a_recipe_that_shares_prompts_finds_only_first_turns_alike(provider: Provider) -> None:
+    async def talk(task: dict[str, str]) -> float:
+        with cotune.role("talker"):
+            history: list[Any] = [{"role": "user", "content": "go"}]
+            for _ in range(2):
+                chat = client(os.environ["OPENAI_BASE_URL"]).chat.completions
+                reply = await chat.create(model="m", messages=history)
+                history += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "on"}]
+        return 1.0
+
+    report = dry(application(talk), config={"recipe": "at_grpo", "plan": {"kind": "independent"}})
+    assert [(g.turns, g.size) for g in report.groups] == [((0,), 4)]
+    assert report.left_out == {"group_of_one": 4}
+
+
+def test_only_the_first_tasks_are_run(provider: Provider) -> None:
+    assert dry(application(first=letters), limit=2).tasks == ("a", "b")
+
+
+def test_a_role_without_scorer_is_not_trained_under_a_tree(provider: Provider) -> None:
+    report = dry(application(first=letters))
+    assert report.trainable
+    assert said(report, "warns", "second") == [
+        'not trained: no scorer Add @workflow.scorer("second"), or use --plan independent.'
+    ]
+
+
+def test_a_scorer_of_a_role_that_never_calls_names_the_nearest(provider: Provider) -> None:
+    report = dry(application(secnd=letters, first=letters))
+    assert not report.trainable
+    assert "Did you mean second?" in said(report, "blocks", "")[0]
+
+
+def test_a_rare_role_may_be_listed(provider: Provider) -> None:
+    assert dry(application(first=letters, rare=letters), config={"roles": ["rare"]}).trainable
+
+
+def test_a_scorer_that_fails_blocks(provider: Provider) -> None:
+    def broken(candidate: Any, call: Any, task: Any) -> float:
+        return 1 / 0
+
+    report = dry(application(first=broken))
+    assert not report.trainable and report.groups == ()
+    assert "The scorer of role 'first' raised ZeroDivisionError" in texts(report)
+    assert report.left_out == {"scorer_failed": 4, "untrained_role": 1}
+
+
+def test_a_workflow_that_raises_blocks(provider: Provider) -> None:
+    async def broken(task: Any) -> float:
+        return float(await ask("first", "how many?"))
+
+    report = dry(application(broken, first=letters))
+    assert not report.trainable
+    assert "could not convert string to float: 'stub answer 1'" in said(report, "blocks", "")[0]
+    assert [call.role for call in report.calls] == ["first"]
+
+
+def test_made_up_answers_can_be_given(provider: Provider) -> None:
+    async def counts(task: Any) -> float:
+        return float(await ask("first", "how many?"))
+
+    report = dry(application(counts), answers=["12"])
+    assert report.trainable and report.team == {"team": 12.0}
+
+
+def test_a_workflow_without_calls_blocks(provider: Provider) -> None:
+    async def silent(task: Any) -> float:
+        return 1.0
+
+    assert "made no LLM call that cotune can see" in said(dry(application(silent)), "blocks", "")[0]
+
+
+async def _until_approved(task: Any) -> float:
+    said = ""
+    while "APPROVE" not in said:
+        said = await ask("judge", "go on")
+    return 1.0
+
+
+def test_an_endless_loop_is_stopped_with_a_reason(provider: Provider) -> None:
+    report = dry(application(_until_approved), calls=10)
+    assert len(report.calls) == 11 and not report.trainable
+    (text,) = said(report, "blocks", "")
+    assert "made 10 calls on one task and did not stop; the last one by 'judge'" in text and "--answer" in text
+
+
+def test_an_answer_that_ends_the_loop_is_used_in_turn(provider: Provider) -> None:
+    report = dry(application(_until_approved), answers=["go on", "APPROVE"])
+    assert report.trainable and len(report.calls) == 2
+
+
+def test_a_loop_that_swallows_every_error_is_stopped_too(provider: Provider) -> None:
+    async def stubborn(task: Any) -> float:
+        while True:
+            try:
+                await ask("judge", "go on")
+            except Exception:  # noqa: BLE001
+                continue
+
+    report = dry(application(stubborn), calls=3)
+    assert not report.trainable and len(report.calls) == 13
+
+
+def test_swallowed_failures_are_told(provider: Provider) -> None:
+    async def careless(task: Any) -> float:
+        await ask("first", "hello")
+        try:
+            with cotune.role("searcher"):
+                await client(os.environ["OPENAI_BASE_URL"]).responses.create(
+                    model="m", input="hello", tools=[{"type": "web_search"}]
+                )
+        except openai.OpenAIError:
+            pass
+        return 1.0
+
+    report = dry(application(careless))
+    assert "1 calls failed and the application went on" in said(report, "warns", "task a")[0]
+    assert any("1 of 1 calls are not trained on" in text for text in said(report, "warns", "searcher"))
+    assert [(r.role, r.trained, r.reason) for r in report.roles] == [
+        ("first", True, ""),
+        ("searcher", False, "all its calls failed"),
+    ]
+
+
+def test_calls_outside_a_role_are_told(provider: Provider) -> None:
+    async def bare(task: Any) -> float:
+        messages: Any = [{"role": "user", "content": "hi"}]
+        await client(os.environ["OPENAI_BASE_URL"]).chat.completions.create(model="m", messages=messages)
+        return 1.0
+
+    assert "made outside any agent or node" in said(dry(application(bare)), "warns", "app")[0]
+
+
+def test_what_calls_ask_for_is_told(provider: Provider) -> None:
+    async def asks(task: Any) -> float:
+        await ask("first", "hello", n=3, temperature=0.5)
+        return 1.0
+
+    report = dry(application(asks))
+    assert said(report, "warns", "first") == ["asks for n = 3 choices; only the first is trained."]
+    assert said(report, "note", "first") == ["asks for temperature 0.5; training samples at 1."]
+    assert (report.calls[0].n, report.calls[0].temperature) == (3, 0.5)
+
+
+def test_a_stream_under_a_tree_is_told(provider: Provider) -> None:
+    async def streams(task: Any) -> float:
+        with cotune.role("first"):
+            chat = client(os.environ["OPENAI_BASE_URL"]).chat.completions
+            async for _ in await chat.create(model="m", messages=[{"role": "user", "content": "hi"}], stream=True):
+                pass
+        return 1.0
+
+    report = dry(application(streams, first=letters))
+    assert report.calls[0].stream
+    assert "with 4 candidates per call the answer comes at once" in said(report, "note", "first")[0]
+
+
+def test_a_blocked_loop_is_told(provider: Provider) -> None:
+    async def blocking(task: Any) -> float:
+        with cotune.role("first"):
+            made = openai.OpenAI(base_url=os.environ["OPENAI_BASE_URL"], api_key="none")
+            made.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        return 1.0
+
+    assert "blocks its event loop" in said(dry(application(blocking)), "warns", "blocked_loop (1)")[0]
+
+
+def test_connections_of_the_application_are_told(provider: Provider) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+
+        async def fetches(task: Any) -> float:
+            await ask("first", "hello")
+            socket.create_connection(address).close()
+            return 1.0
+
+        report = dry(application(fetches))
+    assert "connected there 1 times" in said(report, "warns", f"127.0.0.1:{address[1]}")[0]
+
+
+def test_policies_decide_what_is_trained(provider: Provider) -> None:
+    policy = [{"name": "p", "roles": ["first"]}, {"name": "outside", "roles": ["second"], "kind": "provider"}]
+    report = dry(application(), config={"policy": policy})
+    assert [(r.role, r.policy, r.kind, r.reason) for r in report.roles] == [
+        ("first", "p", "lora", ""),
+        ("second", "outside", "provider", "left to the application's provider"),
+    ]
+    assert [(g.roles, g.size) for g in report.groups] == [(("first",), 4)]
+
+
+def test_policies_that_do_not_fit_block(provider: Provider) -> None:
+    report = dry(application(), config={"policy": [{"name": "p", "roles": ["first"]}]})
+    assert "a policy for every role" in said(report, "blocks", "policies")[0]
+
+
+def test_tokens_are_counted_with_a_model(provider: Provider, tiny_base: Path) -> None:
+    report = dry(application(), model=str(tiny_base))
+    assert [call.tokens for call in report.calls] == [len("say a") + 3, len("after stub answer 1: a") + 3]
+
+
+def test_bad_input_is_refused_before_work(provider: Provider, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tasks = "):
+        dry(application(), tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="limit = 0"):
+        dry(application(), limit=0)
+    with pytest.raises(ConfigError, match=r"plan\.kind = 'tree'"):
+        dry(application(), config={"plan": {"kind": "tree"}})
+    with pytest.raises(ConfigError, match="model = "):
+        dry(application(), model=str(tmp_path))
+
+
+def test_the_command_tells_by_its_status(
+    provider: Provider, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tasks.jsonl").write_text("1\n")
+    (tmp_path / "checked.py").write_text(
+        "import cotune\nfrom tests.trainer.tiny_app import ask\n"
+        "@cotune.workflow\nasync def good(task): return len(await ask('first', 'hi'))\n"
+        "@cotune.workflow\nasync def bad(task): return 1.0\n"
+    )
+    command = ["--tasks", str(tmp_path / "tasks.jsonl")]
+    assert main(["check", f"{tmp_path}/checked.py:good", *command]) == 0
+    assert "trainable" in capsys.readouterr().out
+    assert main(["check", f"{tmp_path}/checked.py:bad", *command]) == 1
+    assert "not trainable as it is" in capsys.readouterr().out
+    assert main(["check", f"{tmp_path}/checked.py:good", *command, "--plan", "tree"]) == 1
+    assert "plan.kind = 'tree'" in capsys.readouterr().err
+
+
+def test_the_report_fits_a_terminal(provider: Provider) -> None:
+    from rich.console import Console
+
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    console.print(render(dry(application(converse, first=letters))))
+    shown = console.export_text()
+    assert "dry run of solve on 1 task (a)" in shown
+    assert "no: no scorer" in shown
+    assert "warns second: not trained: no scorer" in shown
+
+
+def test_findings_are_plain_data() -> None:
+    report = CheckReport(
+        workflow="w", tasks=("t",), seconds=1.0, plan="", frameworks=(), roles=(), calls=(), groups=(), team={},
+        local={}, left_out={}, findings=(Finding(level="blocks", about="x", text="no"),),
+    )  # fmt: skip
+    assert json.loads(report.to_json())["trainable"] is False
+    assert isinstance(TrainConfig(model="m"), TrainConfig)

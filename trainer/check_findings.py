@@ -1,0 +1,116 @@
+"""What a dry run says against training: what blocks it, what will not be trained and why."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from cotune.episodes import Outcome
+from cotune.errors import CotuneError
+from cotune.plans import Plan
+from cotune.records import Call
+from cotune.trainer.check_report import Finding, RoleCheck
+from cotune.trainer.config import TrainConfig
+
+_CLIENTS = {
+    "anthropic": "anthropic",
+    "cohere": "cohere",
+    "google.genai": "google-genai",
+    "groq": "groq",
+    "litellm": "litellm",
+    "mistralai": "mistralai",
+    "ollama": "ollama",
+}
+"""Client libraries of models that are seen only through a framework's own model class, by module."""
+
+
+def blocking(error: CotuneError, about: str = "") -> Finding:
+    """A finding of an error that training would raise."""
+    return Finding(level="blocks", about=about, text=error.cause, remedy=error.remedy)
+
+
+def role_findings(roles: Sequence[RoleCheck], calls: Sequence[Call], plan: Plan) -> Iterator[Finding]:
+    """Roles that are not trained, and calls that belong to none."""
+    for role in roles:
+        if not role.trained:
+            scorer = role.reason == "no scorer"
+            yield Finding(
+                level="warns" if scorer else "note",
+                about=role.role,
+                text=f"not trained: {role.reason}",
+                remedy=f'Add @workflow.scorer("{role.role}"), or use --plan independent.' if scorer else "",
+            )
+    outside = [call for call in calls if call.role == "app"]
+    if outside:
+        yield Finding(
+            level="warns",
+            about="app",
+            text=f"{len(outside)} calls are made outside any agent or node and share the role `app`.",
+            remedy='Name them: with cotune.role("name"): ...',
+        )
+
+
+def call_findings(calls: Sequence[Call], plan: Plan, config: TrainConfig) -> Iterator[Finding]:
+    """What calls ask for that training does otherwise, and calls that failed."""
+    for role in dict.fromkeys(call.role for call in calls):
+        own = [call for call in calls if call.role == role]
+        yield from _failures(role, own)
+        n = max(_asked_n(call) for call in own)
+        if n > 1:
+            kept = f"{max(n, plan.k)} are drawn and compared" if plan.kind == "tree" else "only the first is trained"
+            yield Finding(level="warns", about=role, text=f"asks for n = {n} choices; {kept}.")
+        asked = sorted({float(t) for call in own if (t := call.params.get("temperature")) is not None})
+        if asked and asked != [config.sampling.temperature]:
+            said = ", ".join(f"{t:g}" for t in asked)
+            text = f"asks for temperature {said}; training samples at {config.sampling.temperature:g}."
+            yield Finding(level="note", about=role, text=text)
+        if plan.kind == "tree" and any(call.streamed and len(call.candidates) > 1 for call in own):
+            text = f"streams; with {plan.k} candidates per call the answer comes at once, when one is chosen."
+            yield Finding(level="note", about=role, text=text)
+
+
+def episode_findings(outcomes: Sequence[Outcome], connections: Mapping[str, int]) -> Iterator[Finding]:
+    """What the recorder warned of, failures that the application swallowed, and what it did beside."""
+    for outcome in outcomes:
+        if outcome.error is None and outcome.live.failures:
+            count = sum(outcome.live.failures.values())
+            text = f"{count} calls failed and the application went on as if nothing had happened."
+            remedy = "Such an episode ends well and is trained on, without these calls. Let the error through."
+            yield Finding(level="warns", about=f"task {outcome.episode.task.id}", text=text, remedy=remedy)
+    counts: Counter[str] = Counter()
+    texts: dict[str, str] = {}
+    for outcome in outcomes:
+        counts.update(outcome.live.warnings)
+        texts = {**outcome.live.explained, **texts}
+    for kind, count in counts.items():
+        yield Finding(level="warns", about=f"{kind} ({count})", text=texts[kind])
+    for address, count in connections.items():
+        yield Finding(
+            level="warns",
+            about=address,
+            text=f"the application itself connected there {count} times: a tool, or a model that cotune does not see.",
+            remedy="Calls of such a model are neither recorded nor trained.",
+        )
+
+
+def client_findings() -> Iterator[Finding]:
+    """Loaded client libraries whose direct use is not seen."""
+    for module, name in _CLIENTS.items():
+        if module in sys.modules:
+            text = f"{name} is loaded: it is seen through the model classes of LangChain, AutoGen and CrewAI only."
+            yield Finding(level="note", about=name, text=text)
+
+
+def _failures(role: str, calls: Sequence[Call]) -> Iterator[Finding]:
+    reasons = Counter(f"{call.status}: {call.error}" for call in calls if call.status != "ok")
+    for reason, count in reasons.items():
+        yield Finding(level="warns", about=role, text=f"{count} of {len(calls)} calls are not trained on ({reason}).")
+    errors = Counter(call.error for call in calls if call.status == "ok" and call.error)
+    for error, count in errors.items():
+        yield Finding(level="warns", about=role, text=f"{count} of {len(calls)} calls got no reward. {error}")
+
+
+def _asked_n(call: Call) -> int:
+    n = call.params.get("n")
+    return n if isinstance(n, int) else 1
