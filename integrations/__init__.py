@@ -20,7 +20,12 @@ _INSTALL = {
     "langchain_core.runnables.config": ("cotune.integrations.langgraph",),
     "langchain_core.language_models.chat_models": ("cotune.integrations.langchain_models",),
     "langgraph.pregel.main": ("cotune.integrations.langgraph_graphs",),
+    "autogen_core.models": ("cotune.integrations.autogen_models",),
+    "autogen_agentchat.agents": ("cotune.integrations.autogen",),
+    "autogen_agentchat.teams": ("cotune.integrations.autogen_teams",),
     "langchain.agents.middleware.types": ("cotune.integrations.langchain_middleware",),
+    "crewai": ("cotune.integrations.crewai",),
+    "crewai.memory.unified_memory": ("cotune.integrations.crewai_memory",),
 }
 """By foreign module: the integrations whose `install()` runs once that module is loaded."""
 
@@ -28,7 +33,10 @@ _REQUIRES = {
     "cotune.integrations.openai_sdk": ("openai",),
     "cotune.integrations.langgraph": ("langchain-core", "langgraph"),
     "cotune.integrations.langchain_models": ("langchain-core",),
+    "cotune.integrations.langgraph_graphs": ("langgraph",),
     "cotune.integrations.autogen": ("autogen-agentchat", "autogen-core"),
+    "cotune.integrations.autogen_teams": ("autogen-agentchat", "autogen-core"),
+    "cotune.integrations.autogen_models": ("autogen-core",),
     "cotune.integrations.crewai": ("crewai",),
 }
 """By integration: the distributions whose installed version it must support."""
@@ -56,6 +64,14 @@ def graph_runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
         from cotune.integrations.langgraph import runner
 
         return runner(app)
+    if any(base.__module__.startswith("autogen_agentchat.") for base in type(app).__mro__):
+        from cotune.integrations.autogen_teams import runner as team_runner
+
+        return team_runner(app)
+    if any(base.__module__.startswith("crewai.") for base in (app if isinstance(app, type) else type(app)).__mro__):
+        from cotune.integrations.crewai import runner as crew_runner
+
+        return crew_runner(app)
     return None
 
 

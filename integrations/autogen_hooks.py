@@ -1,0 +1,40 @@
+"""AutoGen: replacing methods of classes, those there are and those to come."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_MARK = "__cotune__"
+
+
+def each_subclass(base: type, wrap: Callable[[type], None]) -> None:
+    """Apply `wrap` to a class and all its subclasses, those there are and those to come."""
+    for cls in [base, *_subclasses(base)]:
+        wrap(cls)
+    own = base.__dict__.get("__init_subclass__")
+
+    def init_subclass(cls: type, **kwargs: Any) -> None:
+        if own is None:
+            super(base, cls).__init_subclass__(**kwargs)
+        else:
+            own.__get__(None, cls)(**kwargs)
+        wrap(cls)
+
+    base.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
+
+
+def replace_method(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Wrap a method that the class itself defines, once."""
+    original = cls.__dict__.get(name)
+    if callable(original) and not hasattr(original, _MARK):
+        wrapped = functools.wraps(original)(wrapper(original))
+        setattr(wrapped, _MARK, True)
+        setattr(cls, name, wrapped)
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for sub in cls.__subclasses__():
+        yield sub
+        yield from _subclasses(sub)

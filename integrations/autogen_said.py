@@ -1,0 +1,53 @@
+"""AutoGen: which call said what. Agents pass each other texts without ids, so a text is known by its source."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+from autogen_core import FunctionCall
+from autogen_core.models import AssistantMessage, FunctionExecutionResultMessage, UserMessage
+
+
+class Said:
+    """Outputs of the calls of one episode, by who said them and what they say."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[Hashable, list[str]] = {}
+
+    def add(self, source: str, content: Any, output: str) -> None:
+        """Note that the call with this output said a text, or asked for function calls."""
+        for key in _keys(source, content):
+            known = self._outputs.setdefault(key, [])
+            if output not in known[-2:]:
+                known.append(output)
+
+    def answered(self, call_id: str, output: str) -> None:
+        """Note that the result of a function call came from the call with this output."""
+        self._outputs.setdefault(("call", call_id), []).append(output)
+
+    def read(self, messages: Sequence[Any]) -> tuple[str, ...]:
+        """Outputs that LLM messages contain; of calls that said the same, the newest, as often as it occurs."""
+        counts = Counter(key for message in messages for key in _keys_of(message))
+        found = (output for key, n in counts.items() for output in self._outputs.get(key, ())[-_most(key, n) :])
+        return tuple(dict.fromkeys(found))
+
+
+def _most(key: Any, count: int) -> int:
+    """A function call and its result name the call that asked, and the calls that answered it."""
+    return 0 if key[0] == "call" else count
+
+
+def _keys_of(message: Any) -> Iterator[Hashable]:
+    if isinstance(message, FunctionExecutionResultMessage):
+        yield from (("call", result.call_id) for result in message.content)
+    elif isinstance(message, UserMessage | AssistantMessage):
+        yield from _keys(message.source, message.content)
+
+
+def _keys(source: str, content: Any) -> Iterator[Hashable]:
+    if isinstance(content, str):
+        yield "text", source, content
+    elif isinstance(content, list):
+        yield from (("call", part.id) for part in content if isinstance(part, FunctionCall))
