@@ -78,6 +78,8 @@ class LiveCall:
         self.step = step
         self.turn = turn
         self.attempts: list[str] = []
+        self.copies: tuple[LiveCall, ...] = ()
+        """The same call in episodes inside this one (`cotune.trace`); they end with it."""
         self.started = time.time()
         self.ended = False
         self.on_wire = False
@@ -121,6 +123,12 @@ class LiveCall:
         `part` is what had been answered by then: it is recorded and never trained on.
         """
         self.episode._end(self, part, status, error)
+
+    def ends_like(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> None:
+        """Record an end of this copy of `call`, with what became of the call since it started."""
+        self.messages, self.tools, self.model, self.params = call.messages, call.tools, call.model, call.params
+        self.streamed, self.attempts = call.streamed, call.attempts
+        self.episode._end(self, answer, status, error)
 
 
 class LiveEpisode:
@@ -268,6 +276,8 @@ class LiveEpisode:
             told, what = (call, repr(broken)) if self.redaction is None else (Told(), type(broken).__name__)
             records = [self._call(call, told, None, "malformed", f"not recorded: {what}")]
         self._write(records)
+        for copy in call.copies:
+            copy.ends_like(call, answer, status, error)
 
     def _write(self, records: list[Record]) -> None:
         """A sink that fails costs records, never the application its answer."""
