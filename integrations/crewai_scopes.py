@@ -1,0 +1,184 @@
+"""CrewAI: who makes a call, by the agent, task and flow method that are running around it.
+
+The role is the agent's `role` as it was written, before inputs are filled in, without white space around it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from cotune.context import Mark, current_mark, opened_call, scopes
+from cotune.ids import new_id
+
+NAME = "crewai"
+calling: ContextVar[bool] = ContextVar("cotune_crewai_calling", default=False)
+"""Whether a model's `call` is running here: the calls it makes of itself or of another model are part of it."""
+
+
+@dataclass(frozen=True)
+class CrewState:
+    """What scorers see as `call.state`."""
+
+    agent: str
+    """The agent's role with the inputs filled in; empty where no agent is at work."""
+    task: str
+    """Description of the task, with the inputs filled in."""
+    expected_output: str
+    inputs: Mapping[str, Any]
+    """Inputs of the crew."""
+    flow: Mapping[str, Any]
+    """State of the innermost flow around the call, at the time of the call."""
+
+
+@dataclass(eq=False, slots=True)
+class Scope:
+    """An agent, a task or a flow method at work. `key` names its latest output, `reads` outputs that it was given."""
+
+    role: str
+    key: str
+    agent: Any = None
+    task: Any = None
+    flow: Any = None
+    outer: Scope | None = None
+    reads: list[str] = field(default_factory=list)
+    units: tuple[Any, ...] = ()
+    """Scopes of other frameworks that were open when this one began."""
+
+
+_current: ContextVar[Scope | None] = ContextVar("cotune_crewai_scope", default=None)
+_templates: dict[int, str] = {}
+"""Role as written of agents that were copied after inputs had been filled in, by object."""
+
+
+def install() -> None:
+    """Name the scope of calls that no model class announces: the SDK used in a tool or a flow method."""
+    scopes.insert(0, _innermost)
+
+
+def role_of(agent: Any) -> str:
+    """An agent's role as it was written: the template where it has one."""
+    written = _templates.get(id(agent)) or getattr(agent, "_original_role", None) or getattr(agent, "role", None)
+    return str(written or "").strip() or type(agent).__name__
+
+
+def remember_template(original: Any, copied: Any) -> None:
+    """A copy of an agent whose inputs were filled in keeps the role as it was written."""
+    written = _templates.get(id(original)) or getattr(original, "_original_role", None)
+    if written and written != getattr(copied, "role", None):
+        _templates[id(copied)] = written
+        weakref.finalize(copied, _templates.pop, id(copied), None)
+
+
+def agent_scope(agent: Any, task: Any = None) -> Scope:
+    """An agent that begins to work, on a task of a crew or on its own."""
+    outer = _current.get()
+    if outer is not None and task is not None and outer.task is task:
+        return Scope(role_of(agent), outer.key, agent, task, outer.flow, outer.outer, outer.reads)
+    return Scope(role_of(agent), _key(task), agent, task, outer and outer.flow, outer, _context(agent, task))
+
+
+def flow_scope(flow: Any, method: str) -> Scope:
+    """A method of a flow: the role of calls that no agent makes."""
+    return Scope(method, _key(None), flow=flow, outer=_current.get())
+
+
+def part_scope(name: str, *, inside: bool) -> Scope:
+    """Something that CrewAI does with a model of its own accord; `inside` the agent that it does it for."""
+    outer = _current.get()
+    if outer is None:
+        return Scope(name, _key(None))
+    role = f"{outer.role}/{name}" if inside else name
+    return Scope(role, outer.key, outer.agent, outer.task, outer.flow, outer.outer, outer.reads)
+
+
+@contextmanager
+def entered(scope: Scope) -> Iterator[None]:
+    """Be in `scope`: whatever call was being made around it is not what the scope does."""
+    scope.units = tuple(_others())
+    tokens = (_current.set(scope), current_mark.set(None), opened_call.set(None), calling.set(False))
+    try:
+        yield
+    finally:
+        _current.reset(tokens[0])
+        current_mark.reset(tokens[1])
+        opened_call.reset(tokens[2])
+        calling.reset(tokens[3])
+        if scope.outer is not None and scope.outer.agent is not None:
+            scope.outer.reads.append(scope.key)
+
+
+@contextmanager
+def outside_call() -> Iterator[None]:
+    """Be in the same scope, but in no model's `call`: a tool that a model class itself runs."""
+    tokens = (current_mark.set(None), opened_call.set(None), calling.set(False))
+    try:
+        yield
+    finally:
+        current_mark.reset(tokens[0])
+        opened_call.reset(tokens[1])
+        calling.reset(tokens[2])
+
+
+def mark_of(agent: Any, task: Any) -> Mark | None:
+    """The mark of a call that an agent makes; None where the call itself names no agent."""
+    if agent is None:
+        agent = getattr(task, "agent", None)
+    if agent is None:
+        return None
+    scope = _current.get()
+    if scope is None or scope.agent is not agent or scope.role != role_of(agent):
+        scope = agent_scope(agent, task)
+    return _mark(scope, output=scope.key)
+
+
+def _innermost() -> Mark | None:
+    """The current scope, unless another framework's scope was entered within it."""
+    scope = _current.get()
+    if scope is None or any(unit not in scope.units for unit in _others()):
+        return None
+    return _mark(scope, output=None)
+
+
+def _others() -> Iterator[Any]:
+    """Identities of the scopes of other frameworks around this point."""
+    for other in scopes:
+        if other is not _innermost and (found := other()) is not None:
+            yield found.unit
+
+
+def _mark(scope: Scope, output: str | None) -> Mark:
+    led = (scope.outer.key,) if scope.outer is not None and scope.outer.agent is not None else ()
+    given = scope.reads if output is not None else ()
+    return Mark(scope.role, NAME, state=_state(scope), read=(*led, *given, scope.key), output=output)
+
+
+def _state(scope: Scope) -> CrewState:
+    crew = getattr(scope.agent, "crew", None)
+    return CrewState(
+        agent=str(getattr(scope.agent, "role", None) or "").strip(),
+        task=str(getattr(scope.task, "description", None) or ""),
+        expected_output=str(getattr(scope.task, "expected_output", None) or ""),
+        inputs=dict(getattr(crew, "_inputs", None) or {}),
+        flow=dict(getattr(scope.flow, "_state", None) or {}),
+    )
+
+
+def _key(task: Any) -> str:
+    return f"crewai:{task.id}" if getattr(task, "id", None) is not None else f"crewai:{new_id()}"
+
+
+def _context(agent: Any, task: Any) -> list[str]:
+    """Tasks whose outputs a task is given: those it names, else all that its crew has finished before it."""
+    if task is None:
+        return []
+    named = getattr(task, "context", None)
+    if not isinstance(named, list | tuple):
+        tasks = list(getattr(getattr(agent, "crew", None), "tasks", None) or ())
+        before = next((i for i, one in enumerate(tasks) if one is task), 0)
+        named = [one for one in tasks[:before] if one.output is not None] if named is not None else []
+    return [_key(one) for one in named]
