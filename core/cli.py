@@ -1,4 +1,4 @@
-"""The command line: `cotune check | trace | train | eval | export | serve | show`."""
+"""The command line: `cotune check | trace | train | eval | export | serve | gateway | show`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ _DESCRIPTION = """Train the agents you already have.
   cotune eval   app:solve --tasks held_out.jsonl --run runs/r1     against the base, with intervals
   cotune export runs/r1 --to adapters/                             one PEFT folder per role
   cotune serve  adapters/                                          OpenAI-compatible, one model name per role
+  cotune gateway --upstream https://api.openai.com/v1              record applications in other processes and languages
   cotune show   runs/r1                                            episodes, calls, groups, what was left out
 
 `app:solve` is the attribute `solve` of the module (or file) `app`: a function decorated with @cotune.workflow.
@@ -39,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser("cotune", description=_DESCRIPTION, formatter_class=_Formatter)
     top.add_argument("-v", "--verbose", action="store_true", help="log what happens, and show tracebacks")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_check, _trace, _train, _eval, _export, _serve, _show):
+    for add in (_check, _trace, _train, _eval, _export, _serve, _gateway, _show):
         add(commands)
     return top
 
@@ -309,6 +310,47 @@ def _serve(commands: Any) -> None:
     command.add_argument(
         "--role", action="append", default=[], metavar="NAME", help="further model name for a plain model; repeatable"
     )
+
+
+def _gateway(commands: Any) -> None:
+    def run(a: argparse.Namespace) -> int:
+        from cotune.integrations.gateway import Limits, serve
+        from cotune.redaction import load_redactor
+
+        serve(
+            a.upstream,
+            a.records,
+            partial(print, flush=True),
+            host=a.host,
+            port=a.port,
+            token=a.token or os.environ.get("COTUNE_TOKEN"),
+            key=os.environ.get("COTUNE_UPSTREAM_KEY"),
+            limits=Limits(body=a.max_body, in_flight=a.max_inflight, seconds=a.timeout),
+            redactors=[load_redactor(a.redact)] if a.redact else [],
+        )
+        return 0
+
+    text = "record applications in other processes and languages, between them and their provider"
+    command = _add(commands, "gateway", run, text, "cotune gateway --upstream https://api.openai.com/v1")
+    command.add_argument("--upstream", required=True, metavar="URL", help="base URL of the provider's OpenAI API")
+    command.add_argument(
+        "--records", default="runs/gateway", metavar="PATH", help="folder or records file (default: %(default)s)"
+    )
+    command.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: %(default)s); any other than loopback needs a token",
+    )
+    command.add_argument("--port", type=int, default=8100, help="0 takes a free one (default: %(default)s)")
+    command.add_argument("--token", help="token that clients must send (or the environment's COTUNE_TOKEN)")
+    command.add_argument(
+        "--max-body", type=int, default=16 << 20, metavar="BYTES", help="largest body (default: %(default)s)"
+    )
+    command.add_argument(
+        "--max-inflight", type=int, default=512, metavar="N", help="requests in flight (default: %(default)s)"
+    )
+    command.add_argument("--timeout", type=float, default=600.0, help="seconds for one request (default: %(default)s)")
+    command.add_argument("--redact", metavar=_FUNCTION, help=_REDACT)
 
 
 def _show(commands: Any) -> None:
