@@ -10,6 +10,7 @@ import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import msgspec
 from langchain_core.language_models import BaseChatModel
 
 from cotune.answering import answer, answer_blocking, failed, reason_of
@@ -136,7 +137,7 @@ def _stream(original: Callable[..., Any]) -> Callable[..., Any]:
                 chunks.append(chunk)
                 yield chunk
         except BaseException as error:
-            call.fail(*reason_of(error))
+            call.fail(*reason_of(error), _part(chunks))
             raise
         _record(call, chunks)
 
@@ -161,7 +162,7 @@ def _astream(original: Callable[..., Any]) -> Callable[..., Any]:
                 chunks.append(chunk)
                 yield chunk
         except BaseException as error:
-            call.fail(*reason_of(error))
+            call.fail(*reason_of(error), _part(chunks))
             raise
         finally:
             if hasattr(source, "aclose"):
@@ -220,3 +221,13 @@ def _record(call: LiveCall, result: Any) -> None:
         call.fail("malformed", reason_of(error)[1])
         return
     call.finish(found)
+
+
+def _part(chunks: list[Any]) -> Answer | None:
+    """What a stream that was not read to its end says so far."""
+    try:
+        found = answer_of_result(chunks)
+    except Exception:  # noqa: BLE001
+        return None
+    cut = (msgspec.structs.replace(candidate, finish_reason="interrupted") for candidate in found.candidates)
+    return msgspec.structs.replace(found, candidates=tuple(cut))
