@@ -77,6 +77,7 @@ class PolicyResponder:
         if policy is None:
             self._pass_through(call.role)
             return None
+        self._require_answerable(call)
         params = self._params(call)
         prompt = self.chat.render(call.messages, call.tools, earlier=call.earlier())
         completions = await self.sampler.sample(prompt, self._count(call), params, policy)
@@ -102,6 +103,15 @@ class PolicyResponder:
                 "List the role under `roles` in the configuration, or give it a policy of kind provider.",
             )
         self.passed_through[role] += 1
+
+    def _require_answerable(self, call: LiveCall) -> None:
+        if call.obstacle:
+            error = SamplerError(
+                f"Role {call.role!r} asks for {call.obstacle}, which no policy can answer.",
+                "Take it out of the request, or give the role a policy of kind provider.",
+            )
+            call.episode.warn("unanswerable", str(error))
+            raise error
 
     def _params(self, call: LiveCall) -> SamplingParams:
         params = request_params(call.params, self.defaults, self.override)

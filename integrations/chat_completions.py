@@ -16,6 +16,22 @@ def completion_of(call: LiveCall, answer: Answer) -> dict[str, Any]:
 
     The model name is the one asked for. Raises SamplerError when there are fewer candidates than `n`.
     """
+    shown = choices_for(call, answer)
+    completion = {
+        "id": f"chatcmpl-{call.id}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": call.model,
+        "choices": [_choice(call, i, candidate) for i, candidate in enumerate(shown)],
+        "usage": usage_of(answer, shown),
+    }
+    if call.params.get("return_token_ids"):
+        completion["prompt_token_ids"] = list(answer.prompt_ids)
+    return completion
+
+
+def choices_for(call: LiveCall, answer: Answer) -> list[Candidate]:
+    """The chosen candidate, then others up to the `n` that was asked for. Raises SamplerError when there are fewer."""
     asked = int(call.params.get("n") or 1)
     if len(answer.candidates) < asked:
         raise SamplerError(
@@ -23,18 +39,7 @@ def completion_of(call: LiveCall, answer: Answer) -> dict[str, Any]:
             "Ask for fewer choices.",
         )
     others = [c for c in answer.candidates if c.index != answer.candidates[answer.chosen].index]
-    shown = [answer.candidates[answer.chosen], *others][:asked]
-    completion = {
-        "id": f"chatcmpl-{call.id}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": call.model,
-        "choices": [_choice(call, i, candidate) for i, candidate in enumerate(shown)],
-        "usage": _usage(answer, shown),
-    }
-    if call.params.get("return_token_ids"):
-        completion["prompt_token_ids"] = list(answer.prompt_ids)
-    return completion
+    return [answer.candidates[answer.chosen], *others][:asked]
 
 
 def _choice(call: LiveCall, index: int, candidate: Candidate) -> dict[str, Any]:
@@ -52,7 +57,7 @@ def _choice(call: LiveCall, index: int, candidate: Candidate) -> dict[str, Any]:
     return choice
 
 
-def _usage(answer: Answer, shown: list[Candidate]) -> dict[str, int]:
+def usage_of(answer: Answer, shown: list[Candidate]) -> dict[str, int]:
     """Counts as the application would pay for them: only of the choices it gets."""
     completion = sum(len(c.token_ids) for c in shown) or answer.usage.completion_tokens
     prompt = answer.usage.prompt_tokens

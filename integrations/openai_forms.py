@@ -1,98 +1,115 @@
-"""The OpenAI SDK's other two text interfaces, Responses and legacy completions, read as chat for the record.
-
-They are recorded as far as they can be and always answered by the application's own provider.
-"""
+"""The OpenAI SDK's three text interfaces: how each is read as chat and answered. Everything else is no call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from cotune.recorder import Answer
-from cotune.records import Candidate, Usage
+from cotune.integrations import (
+    chat_completions,
+    openai_response_body,
+    openai_response_events,
+    openai_responses,
+    sse,
+    text_completions,
+)
+from cotune.recorder import Answer, LiveCall, LiveEpisode
 
 
-def chat_of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A Responses request as a chat request; input items that are no messages are kept as they are."""
-    given = body.get("input")
-    messages = [{"role": "user", "content": given}] if isinstance(given, str) else list(given or [])
-    if body.get("instructions"):
-        messages.insert(0, {"role": "system", "content": body["instructions"]})
-    rest = {k: v for k, v in body.items() if k not in ("input", "instructions")}
-    return {**rest, "messages": messages, "api": "responses"}
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One interface: requests as chat, provider's bodies and streams as answers, and answers as its bodies.
+
+    `asked` is always the request's own body.
+    """
+
+    name: str
+    path: str
+    chat: Callable[[Mapping[str, Any], LiveEpisode], dict[str, Any]]
+    """The request as chat. Raises ValueError, TypeError or AttributeError when it cannot be read."""
+    obstacle: Callable[[Mapping[str, Any], Mapping[str, Any], LiveEpisode], str]
+    """What in a request, given also as chat, only a provider can serve, or ""."""
+    body: Callable[[LiveCall, Answer, Mapping[str, Any]], dict[str, Any]]
+    events: Callable[[Mapping[str, Any], Mapping[str, Any]], bytes]
+    """A body as a stream."""
+    answer: Callable[[Any], Answer]
+    """Raises ValueError for a malformed body, ProviderFailed for one that says there is no answer."""
+    stream: Callable[[bytes], dict[str, Any] | None]
+    """The body that a stream adds up to; None when it was not read to its end."""
+    part: Callable[[bytes], dict[str, Any] | None]
+    """The body as far as a broken or half-read stream tells it."""
+    keep: Callable[[LiveCall, Mapping[str, Any], Mapping[str, Any]], None]
+    """Remember a body for later requests that refer to it."""
 
 
-def answer_of_responses(response: Any) -> Answer:
-    """The answer in a Responses object. Raises ValueError when it has no output."""
-    if not isinstance(response, Mapping) or not isinstance(response.get("output"), list):
-        raise ValueError("no output")
-    texts: list[str] = []
-    tools: list[dict[str, Any]] = []
-    for item in response["output"]:
-        if item.get("type") == "message":
-            texts.extend(part.get("text") or "" for part in item.get("content") or [])
-        elif item.get("type") == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            tools.append({"id": item.get("call_id"), "type": "function", "function": function})
-    text = "".join(texts)
-    message: dict[str, Any] = {"role": "assistant", "content": text or None}
-    if tools:
-        message["tool_calls"] = tools
-    usage = response.get("usage") or {}
-    finish = "length" if response.get("status") == "incomplete" else "tool_calls" if tools else "stop"
-    return Answer(
-        candidates=(Candidate(index=0, text=text, message=message, finish_reason=finish),),
-        usage=Usage(usage.get("input_tokens") or 0, usage.get("output_tokens") or 0),
-    )
+def form_of(request: Any) -> Form | None:
+    """The interface that an httpx or httpx2 request belongs to, under whatever prefix; None where it is no call."""
+    if request.method != "POST":
+        return None
+    path = request.url.path
+    return next((form for form in FORMS if path.endswith(form.path)), None)
 
 
-def responses_from_stream(raw: bytes) -> dict[str, Any] | None:
-    """The response that a stream of events ended with; None when it was not read to its end."""
-    for line in reversed(raw.replace(b"\r\n", b"\n").split(b"\n")):
-        if line.startswith(b"data:") and b"response" in line:
-            event = msgspec.json.decode(line[5:].strip())
-            if event.get("type") in ("response.completed", "response.incomplete", "response.failed"):
-                response: dict[str, Any] = event["response"]
-                return response
-    return None
+def _usage_wanted(asked: Mapping[str, Any]) -> bool:
+    return bool((asked.get("stream_options") or {}).get("include_usage"))
 
 
-def chat_of_text(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A legacy completion request as a chat request of one user message."""
-    rest = {k: v for k, v in body.items() if k != "prompt"}
-    return {**rest, "messages": [{"role": "user", "content": body.get("prompt")}], "api": "completions"}
+def _chat_obstacle(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
+    kinds = [str(tool.get("type")) for tool in chat.get("tools") or () if tool.get("type", "function") != "function"]
+    found = [f"tools of type {', '.join(dict.fromkeys(kinds))}"] if kinds else []
+    if "audio" in (asked.get("modalities") or ()):
+        found.append("spoken output")
+    if asked.get("web_search_options"):
+        found.append("web search")
+    return " and ".join(found)
 
 
-def answer_of_text(completion: Any) -> Answer:
-    """The answer in a legacy completion. Raises ValueError when it has no choices."""
-    choices = completion.get("choices") if isinstance(completion, Mapping) else None
-    if not choices:
-        raise ValueError("no choices")
-    usage = completion.get("usage") or {}
-    return Answer(
-        candidates=tuple(
-            Candidate(
-                index=i,
-                text=choice.get("text") or "",
-                message={"role": "assistant", "content": choice.get("text") or ""},
-                finish_reason=choice.get("finish_reason") or "stop",
-            )
-            for i, choice in enumerate(choices)
-        ),
-        usage=Usage(usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0),
-    )
+FORMS = (
+    Form(
+        name="chat",
+        path="/chat/completions",
+        chat=lambda asked, episode: dict(asked),
+        obstacle=_chat_obstacle,
+        body=lambda call, answer, asked: chat_completions.completion_of(call, answer),
+        events=lambda body, asked: sse.to_stream(body, usage=_usage_wanted(asked)),
+        answer=chat_completions.answer_of,
+        stream=sse.from_stream,
+        part=sse.part_of_stream,
+        keep=lambda call, asked, body: None,
+    ),
+    Form(
+        name="responses",
+        path="/responses",
+        chat=openai_responses.chat_of,
+        obstacle=openai_responses.obstacle,
+        body=openai_response_body.response_of,
+        events=lambda body, asked: openai_response_events.to_events(body),
+        answer=openai_response_body.answer_of,
+        stream=openai_response_events.from_events,
+        part=openai_response_events.part_of_events,
+        keep=lambda call, asked, body: openai_responses.said_in(call.episode).keep(call, asked, body),
+    ),
+    Form(
+        name="completions",
+        path="/completions",
+        chat=lambda asked, episode: text_completions.chat_of(asked),
+        obstacle=lambda asked, chat, episode: text_completions.obstacle(asked, chat),
+        body=lambda call, answer, asked: text_completions.completion_of(call, answer),
+        events=lambda body, asked: text_completions.to_stream(body, usage=_usage_wanted(asked)),
+        answer=text_completions.answer_of,
+        stream=text_completions.from_stream,
+        part=text_completions.part_of_stream,
+        keep=lambda call, asked, body: None,
+    ),
+)
 
 
-def text_from_stream(raw: bytes) -> dict[str, Any] | None:
-    """The legacy completion that a stream adds up to (its first choice); None when not read to its end."""
-    text, finish = "", None
-    for line in raw.replace(b"\r\n", b"\n").split(b"\n"):
-        if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
-            continue
-        for choice in msgspec.json.decode(line[5:].strip()).get("choices") or []:
-            if choice.get("index", 0) == 0:
-                text += choice.get("text") or ""
-                finish = choice.get("finish_reason") or finish
-    return {"choices": [{"text": text, "finish_reason": finish}]} if finish else None
+def asked_in(request: Any) -> dict[str, Any]:
+    """The body of a request. Raises ValueError when it is no JSON object."""
+    asked = msgspec.json.decode(request.content)
+    if not isinstance(asked, dict):
+        raise ValueError("the body is no JSON object")
+    return asked

@@ -11,7 +11,7 @@ Settle = Callable[[bytes, BaseException | None, bool], None]
 
 
 def tee(response: Any, settle: Settle) -> Callable[[], None]:
-    """Replace the stream of an httpx or httpx2 response; `settle(body, error, ended)` is called once, when it is closed.
+    """Replace the stream of an httpx or httpx2 response; `settle(body, error, ended)` is called once, at its close.
 
     `ended` says whether the sender came to its end. What is returned settles at once, with what has been read so far.
     """

@@ -18,12 +18,12 @@ def to_stream(completion: Mapping[str, Any], *, usage: bool) -> bytes:
         "created": completion["created"],
         "model": completion["model"],
     }
-    events = [{**base, "choices": [part]} for choice in completion["choices"] for part in _parts(choice)]
+    made = [{**base, "choices": [part]} for choice in completion["choices"] for part in _parts(choice)]
     if "prompt_token_ids" in completion:
-        events[0]["prompt_token_ids"] = completion["prompt_token_ids"]
+        made[0]["prompt_token_ids"] = completion["prompt_token_ids"]
     if usage:
-        events.append({**base, "choices": [], "usage": completion.get("usage")})
-    return b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events) + DONE
+        made.append({**base, "choices": [], "usage": completion.get("usage")})
+    return b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in made) + DONE
 
 
 def _parts(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -47,7 +47,7 @@ def from_stream(raw: bytes) -> dict[str, Any] | None:
     completion: dict[str, Any] = {}
     choices: dict[int, dict[str, Any]] = {}
     done = False
-    for data in _events(raw):
+    for data in events(raw):
         if data == b"[DONE]":
             done = True
             break
@@ -66,7 +66,7 @@ def part_of_stream(raw: bytes) -> dict[str, Any] | None:
     """
     completion: dict[str, Any] = {}
     choices: dict[int, dict[str, Any]] = {}
-    for data in _events(raw[: raw.rfind(b"\n") + 1]):
+    for data in events(raw[: raw.rfind(b"\n") + 1]):
         try:
             _take(_decode(data), completion, choices)
         except (ValueError, TypeError, AttributeError, KeyError):
@@ -80,7 +80,8 @@ def part_of_stream(raw: bytes) -> dict[str, Any] | None:
     return completion
 
 
-def _events(raw: bytes) -> Iterator[bytes]:
+def events(raw: bytes) -> Iterator[bytes]:
+    """The data of each event of a stream that has one line of it."""
     for line in raw.replace(b"\r\n", b"\n").split(b"\n"):
         if line.startswith(b"data:"):
             yield line[5:].strip()
