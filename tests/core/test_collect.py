@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cotune.collect import collect, temperature
+from cotune.collect import collect, failure_reward, temperature
 from cotune.filters import REASONS
 from cotune.ids import segment_id
 from cotune.records import PolicyRef, Reward
@@ -147,3 +147,47 @@ def _seconds(work) -> float:
     start = time.thread_time()
     work()
     return time.thread_time() - start
+
+
+@pytest.mark.parametrize(("plan", "rewards"), [("tree", [1.0, 0.0]), ("independent", [])])
+def test_a_failed_episode_may_have_a_reward_but_its_failed_calls_never(book, plan, rewards):
+    book.episode("good", outcome={"team": 1.0})
+    book.call("a", "good", rewards=rewards)
+    book.episode("bad", status="error")
+    book.call("b", "bad", rewards=rewards)
+    book.call("c", "bad", turn=1, status="timeout", rewards=rewards)
+    book.episode("stopped", status="cancelled")
+    book.call("d", "stopped", rewards=rewards)
+    collected = collect(book.store, book.store.episodes(), plan=plan, on_failure=-1.0)
+    each = max(1, len(rewards))
+    assert [(s.call, s.outcome) for s in collected.samples if s.id.endswith(".0")] == [
+        ("b", {"team": -1.0}),
+        ("a", {"team": 1.0}),
+    ]
+    assert collected.left_out == {"timed_out_call": each, "failed_episode": each}
+    excluded = collect(book.store, book.store.episodes(), plan=plan)
+    assert {s.call for s in excluded.samples} == {"a"}
+    assert excluded.left_out == {"failed_episode": 3 * each}
+
+
+def test_the_reward_of_a_failed_episode_has_the_names_of_the_others(book):
+    book.episode("good", outcome={"right": 1.0, "brief": 0.5})
+    book.call("a", "good")
+    book.episode("worse", status="error", outcome={"brief": 0.25})
+    book.call("b", "worse")
+    collected = collect(book.store, book.store.episodes(), plan="independent", on_failure=-2.0)
+    assert {s.call: s.outcome for s in collected.samples} == {
+        "a": {"right": 1.0, "brief": 0.5},
+        "b": {"right": -2.0, "brief": 0.25},
+    }
+
+
+@pytest.mark.parametrize(("text", "reward"), [("exclude", None), ("reward:-1", -1.0), ("reward:0.5", 0.5)])
+def test_what_on_failure_means(text, reward):
+    assert failure_reward(text) == reward
+
+
+@pytest.mark.parametrize("text", ["", "reward", "reward:", "reward:much", "reward:nan", "reward:inf", "drop", "-1"])
+def test_what_on_failure_cannot_be(text):
+    with pytest.raises(ValueError):
+        failure_reward(text)

@@ -1,4 +1,4 @@
-"""Failures: recorded with their status, never trained on, counted by reason; the application sees what it would have."""
+"""Failures: recorded with their status, never trained on, counted; the application sees what it would have seen."""
 
 from __future__ import annotations
 
