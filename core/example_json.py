@@ -20,7 +20,8 @@ _FORMATS = {
 def example(schema: Any, variant: int = 0) -> Any:
     """A value that `schema` allows, with required properties only. `variant` picks among enums and short texts.
 
-    Patterns, conditions and `not` are not followed.
+    The first boolean is true, which is how loops end ("done", "approved"). Patterns, conditions and `not` are not
+    followed.
     """
     return _value(schema, schema, variant, 0)
 
@@ -56,7 +57,7 @@ def _of_type(kind: str, schema: Mapping[str, Any], root: Any, variant: int, dept
         case "integer" | "number":
             return _number(schema, kind)
         case "boolean":
-            return variant % 2 == 1
+            return variant % 2 == 0
         case "null":
             return None
     return _text(schema, variant)

@@ -71,10 +71,6 @@ class StubResponder:
             self._used.add((call.episode.id, call.role, made.tool))
         return msgspec.structs.replace(answer, policy=None, prompt_ids=()) if provided else answer
 
-    def stopped(self, episode: str) -> bool:
-        """Whether an episode ran into the limit."""
-        return self.calls[episode] > self.limit
-
     def tool_for(self, call: LiveCall) -> Mapping[str, Any] | None:
         """The function that the answer calls: the first that this role has not called yet; None for a text.
 

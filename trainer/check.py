@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 import tempfile
 import time
@@ -108,10 +109,12 @@ def check(
 async def _run(
     flow: Workflow, tasks: Sequence[Task], store: SqliteStore, stub: StubResponder, timeout: float
 ) -> list[Outcome]:
-    return [
+    outcomes = [
         await run_episode(flow, task, sink=store, responder=stub, phase="check", timeout=timeout, offline=True)
         for task in tasks
     ]
+    # A framework wraps what was raised into its own error, traceback and all; the cause says it better.
+    return [dataclasses.replace(outcome, error=outcome.live.fatal or outcome.error) for outcome in outcomes]
 
 
 def _policies(

@@ -147,19 +147,34 @@ def _roles(roles: Sequence[RoleCheck]) -> Iterable[RenderableType]:
     table = grid("role", "calls>", "policy", "scorer", "trained")
     for one in roles:
         trained = Text("yes", style=GOOD) if one.trained else Text(f"no: {one.reason}", style="yellow")
-        table.add_row(*cells((one.role, one.calls, f"{one.policy} ({one.kind})", "yes" if one.scorer else "", trained)))
+        table.add_row(*cells((one.role, one.calls, _policy(one), "yes" if one.scorer else "", trained)))
     yield table
     yield ""
+
+
+def _policy(role: RoleCheck) -> str:
+    return role.kind if role.policy in (role.role, role.kind) else f"{role.policy} ({role.kind})"
 
 
 def _calls(calls: Sequence[CallCheck]) -> Iterable[RenderableType]:
     table = grid("step>", "role", "turn>", "reads", "characters>", "tokens>", "asks for")
     for call in calls:
-        reads = ", ".join(map(str, call.parents))
+        reads = _spans(call.parents)
         tokens = "" if call.tokens is None else f"{call.tokens:,}"
         table.add_row(*cells((call.step, call.role, call.turn, reads, f"{call.characters:,}", tokens, _asks(call))))
     yield table
     yield ""
+
+
+def _spans(steps: Sequence[int]) -> str:
+    """Steps in order, neighbours joined: 0-3, 5."""
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and step == spans[-1][1] + 1:
+            spans[-1][1] = step
+        else:
+            spans.append([step, step])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
 
 
 def _asks(call: CallCheck) -> Text:

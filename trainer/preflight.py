@@ -115,7 +115,7 @@ def _nearest(role: str, seen: Sequence[str]) -> str:
 
 
 def _with_calls(error: CotuneError, failed: Sequence[Call]) -> CotuneError:
-    if not failed:
+    if not failed or error.cause in str(failed[0].error):
         return error
     raised = WorkflowError(f"{error.cause} The call of role {failed[0].role!r} failed: {failed[0].error}", error.remedy)
     raised.__cause__ = error
