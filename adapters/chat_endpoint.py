@@ -117,13 +117,15 @@ class ChatEndpoint:
 
     def _candidate(self, index: int, sampled: Completion, params: SamplingParams) -> Candidate:
         text, message, finish = self.local.chat.parse(sampled.token_ids, params.stop)
+        malformed = finish == "malformed"
         return Candidate(
             index=index,
             text=text,
             message=message,
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
-            finish_reason="length" if sampled.finish_reason == "length" else finish,
+            finish_reason="length" if sampled.finish_reason == "length" else "stop" if malformed else finish,
+            malformed=malformed,
         )
 
     def _token_text(self, token: int) -> str:

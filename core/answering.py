@@ -86,9 +86,16 @@ async def _respond(call: LiveCall) -> Answer | None:
     assert call.episode.responder is not None
     token = current_episode.set(None)
     try:
-        return await call.episode.responder.respond(call)
+        found = await call.episode.responder.respond(call)
     finally:
         current_episode.reset(token)
+    if found is not None and call.streamed and len(found.candidates) > int(call.params.get("n") or 1):
+        call.episode.warn(
+            "buffered_stream",
+            f"Role {call.role!r} streams its answers, and the best of several candidates is known only at the end: "
+            "such a stream comes at once.",
+        )
+    return found
 
 
 @functools.cache

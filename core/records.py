@@ -60,7 +60,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """One sampled completion of a call. `logprobs[i]` is log pi_sampler(token_ids[i]) in nats.
 
     `message` is the assistant message in OpenAI form as the application would receive it.
-    Token ids and log-probabilities are empty where the engine or provider does not give them.
+    Token ids and log-probabilities are empty where the engine or provider does not give them. `malformed` says that
+    the text holds a tool call that could not be read: the application gets it as text.
     """
 
     index: int
@@ -69,6 +70,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     finish_reason: str = "stop"
+    malformed: bool = False
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:

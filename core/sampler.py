@@ -111,8 +111,8 @@ class ChatFormat(Protocol):
         ...
 
     def parse(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, dict[str, Any], str]:
-        """Return (text, assistant message in OpenAI form, finish reason: "stop" or "tool_calls").
+        """Return (text, assistant message in OpenAI form, finish reason: "stop", "tool_calls" or "malformed").
 
-        A malformed tool call stays in the text.
+        A tool call that cannot be read stays in the text: "malformed" says that there is one.
         """
         ...

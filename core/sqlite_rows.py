@@ -53,7 +53,7 @@ TABLES = ("messages", "segments", "calls", "episodes", "rewards")
 WIDTHS = {"messages": 2, "segments": 3, "calls": 13, "episodes": 7, "rewards": 4}
 
 
-class Sketch(msgspec.Struct, frozen=True):
+class Sketch(msgspec.Struct, frozen=True, omit_defaults=True):
     """A candidate without its arrays: `tokens` and `logprobs` are their lengths."""
 
     index: int
@@ -62,6 +62,7 @@ class Sketch(msgspec.Struct, frozen=True):
     finish_reason: str
     tokens: int
     logprobs: int
+    malformed: bool = False
 
 
 class Entry:
@@ -122,7 +123,8 @@ def encode(records: Sequence[Record], known: Container[str]) -> Entry:
 def _call_row(call: Call) -> Row:
     candidates = call.candidates
     sketches = [
-        Sketch(c.index, c.text, c.message, c.finish_reason, len(c.token_ids), len(c.logprobs)) for c in candidates
+        Sketch(c.index, c.text, c.message, c.finish_reason, len(c.token_ids), len(c.logprobs), c.malformed)
+        for c in candidates
     ]
     token_ids = pack_ids([*itertools.chain.from_iterable(c.token_ids for c in candidates)])
     logprobs = [*itertools.chain.from_iterable(c.logprobs for c in candidates)]
@@ -163,6 +165,7 @@ def call_from(body: str, candidates: str, token_ids: bytes, logprobs: bytes) -> 
             token_ids=ids[at_id : at_id + sketch.tokens],
             logprobs=values[at_value : at_value + sketch.logprobs],
             finish_reason=sketch.finish_reason,
+            malformed=sketch.malformed,
         )
         at_id, at_value = at_id + sketch.tokens, at_value + sketch.logprobs
         found.append(candidate)

@@ -48,7 +48,7 @@ def call(role="writer", task="t", turn=0, tools=None, **params):
     messages = [{"role": "user", "content": "hello"}]
     return SimpleNamespace(
         role=role, task=Task(id=task, input="b"), turn=turn, messages=messages, tools=tools, params=params,
-        episode=episode, earlier=lambda: [],
+        episode=episode, earlier=lambda: [], obstacle="",
     )  # fmt: skip
 
 
@@ -216,3 +216,29 @@ def test_without_a_list_every_role_without_a_policy_passes_through():
     responder = PolicyResponder(ScriptedSampler((1,)), Chat(), {"writer": WRITER})
     assert respond(responder, call("critic")) == [None]
     assert responder.passed_through == {"critic": 1}
+
+
+def test_a_malformed_tool_call_is_marked_and_ends_as_a_text():
+    class Broken(Chat):
+        def parse(self, token_ids, stop=()):
+            return "<tool_call>", {"role": "assistant", "content": "<tool_call>"}, "malformed"
+
+    for finish in ("stop", "length"):
+        responder = PolicyResponder(ScriptedSampler((1,), finish=finish), Broken(), {"writer": WRITER})
+        candidate = asyncio.run(responder.respond(call())).candidates[0]
+        assert (candidate.malformed, candidate.finish_reason) == (True, finish)
+
+
+def test_a_request_that_only_a_provider_can_serve_is_refused_without_sampling():
+    sampler = ScriptedSampler((1,))
+    responder = PolicyResponder(sampler, Chat(), {"writer": WRITER})
+    live = LiveEpisode(SimpleNamespace(write=len), Task(id="t", input="b"), workflow="w")
+    asked = live.start(Mark("writer", "test"), {"messages": [{"role": "user", "content": "hello"}]})
+    asked.obstacle = "a web search"
+    with pytest.raises(SamplerError, match="asks for a web search, which no policy can answer"):
+        asyncio.run(responder.respond(asked))
+    assert sampler.asked == []
+    assert live.warnings == {"unanswerable": 1}
+    other = live.start(Mark("editor", "test"), {"messages": []})
+    other.obstacle = "a web search"
+    assert asyncio.run(responder.respond(other)) is None
