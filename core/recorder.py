@@ -359,7 +359,7 @@ class LiveEpisode:
             candidates=answer.candidates if answer else (),
             chosen=answer.chosen if answer and answer.candidates else None,
             integration=call.mark.integration,
-            redacted=isinstance(told, Told) and (told.changed or told.withheld or prompt in self._withheld),
+            redacted=isinstance(told, Told) and (told.changed or _lacks_prompt(answer, prompt)),
         )
 
     def _parents(self, call: LiveCall, answer: Answer | None) -> tuple[str, ...]:
@@ -373,6 +373,10 @@ class LiveEpisode:
                 self._outputs[call.mark.output] = call.id
             self._outputs[_said_by_assistant(answer.candidates[answer.chosen].message)] = call.id
         return tuple(found)
+
+
+def _lacks_prompt(answer: Answer | None, prompt: str | None) -> bool:
+    return answer is not None and bool(answer.prompt_ids) and prompt is None
 
 
 def _said_by_assistant(message: Mapping[str, Any]) -> Hashable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import hashlib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cotune.errors import ConfigError, WorkflowError
-from cotune.ids import message_id
 from cotune.records import Candidate, Task
 
 if TYPE_CHECKING:
@@ -22,6 +21,8 @@ Redactor = Callable[[dict[str, Any]], Mapping[str, Any]]
 """A message in, the message to store out. What is no chat message comes as one too: see `docs/privacy.md`."""
 
 FAILED = "[redaction failed]"
+_json = msgspec.json.Encoder(enc_hook=repr)
+"""As the store encodes what is no JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,21 +90,19 @@ class Redaction:
     redactors: Sequence[Redactor]
     keep_token_ids: bool = False
     warn: Callable[[str, str], None] = lambda kind, text: None
-    _done: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _done: dict[bytes, tuple[dict[str, Any], bool]] = field(default_factory=dict)
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """What to store of a message; the message itself is not touched."""
-        try:
-            name = message_id(message)
-        except Exception:  # noqa: BLE001
-            return self._failed(message, "it is no JSON")
-        if name not in self._done:
-            self._done[name] = self._redact(message)
-        return self._done[name]
+        return self._seen(message)[0]
+
+    def changes(self, message: Mapping[str, Any]) -> bool:
+        """Whether what is stored of a message differs from it."""
+        return self._seen(message)[1]
 
     def content(self, role: str, content: Any) -> Any:
         """The same for something that is no message: it is shown as the content of one of this role."""
-        return self.message({"role": role, "content": content}).get("content")
+        return self.message(self._as_message(role, content)).get("content")
 
     def task(self, task: Task) -> Task:
         return Task(id=task.id, input=self.content("task", task.input))
@@ -119,46 +118,63 @@ class Redaction:
 
     def told(self, call: LiveCall, answer: Answer | None, error: str | None) -> Told:
         """What may be stored of a call that has ended."""
-        messages = [self.message(message) for message in call.messages]
-        tools = self.content("tools", call.tools) if call.tools else None
-        params = self.table(call.params)
+        tools = self._as_message("tools", call.tools) if call.tools else None
+        messages = [self._seen(message) for message in call.messages]
+        withheld = any(changed for _, changed in messages) or (tools is not None and self.changes(tools))
+        params, said = self.table(call.params), self.text(error)
         answered = None if answer is None else self._answer(answer)
-        withheld = messages != call.messages or tools != call.tools
-        told = Told(
-            messages=messages,
-            tools=tools,
+        return Told(
+            messages=[message for message, _ in messages],
+            tools=None if tools is None else self.message(tools).get("content"),
             params=params,
             attempts=[str(self.text(attempt)) for attempt in call.attempts],
-            error=self.text(error),
+            error=said,
             answer=answered,
-            changed=withheld or answered != answer or params != call.params or self.text(error) != error,
+            changed=withheld or answered != answer or params != call.params or said != error,
             withheld=withheld and not self.keep_token_ids,
         )
-        return told
 
     def _answer(self, answer: Answer) -> Answer:
         candidates = tuple(self._candidate(candidate) for candidate in answer.candidates)
         return msgspec.structs.replace(answer, candidates=candidates, sampling=self.table(answer.sampling))
 
     def _candidate(self, candidate: Candidate) -> Candidate:
-        message = self.message({"role": "assistant", **candidate.message})
-        if candidate.text == candidate.message.get("content"):
-            text = message.get("content")
-        else:
-            text = self.content("assistant", candidate.text) if candidate.text else ""
-        text = text if isinstance(text, str) else FAILED
-        if text == candidate.text and message == {"role": "assistant", **candidate.message}:
+        message = self._as_message("assistant", candidate.message.get("content"))
+        message.update(candidate.message)
+        text = message if candidate.text == message["content"] else self._as_message("assistant", candidate.text)
+        if not self.changes(message) and not self.changes(text):
             return candidate
-        changed = msgspec.structs.replace(candidate, text=text, message=message)
+        said = self.message(text).get("content")
+        changed = msgspec.structs.replace(
+            candidate, message=self.message(message), text=said if isinstance(said, str) else FAILED
+        )
         return changed if self.keep_token_ids else msgspec.structs.replace(changed, token_ids=(), logprobs=())
 
-    def _redact(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _as_message(self, role: str, content: Any) -> dict[str, Any]:
+        return {"role": role, "content": content}
+
+    def _seen(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+        """What to store, and whether it differs. Redactors see what would be stored: the message as JSON."""
         try:
-            found: Any = copy.deepcopy(dict(message))
+            raw = _json.encode(message)
+        except Exception:  # noqa: BLE001
+            return self._failed(message, "it is no JSON"), True
+        name = hashlib.blake2b(raw, digest_size=16).digest()
+        if name not in self._done:
+            found = self._redact(raw)
+            self._done[name] = (found, found != msgspec.json.decode(raw))
+        return self._done[name]
+
+    def _redact(self, raw: bytes) -> dict[str, Any]:
+        message = msgspec.json.decode(raw)
+        try:
+            found: Any = message
             for redactor in self.redactors:
-                found = dict(redactor(found))
-            msgspec.json.encode(found)
-            return found  # type: ignore[no-any-return]
+                found = redactor(found)
+                if not isinstance(found, Mapping):
+                    raise TypeError("no message")
+            stored: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(found))
+            return stored
         except Exception as error:  # noqa: BLE001
             return self._failed(message, f"the redactor raised {type(error).__name__}")
 
