@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import sqlite3
@@ -257,12 +258,11 @@ class Writer:
         return refused
 
     def _insert(self, table: str, rows: list[Row]) -> None:
-        start, marks = 0, f"({','.join('?' * WIDTHS[table])})"
+        start, left = 0, len(rows)
         for size in CHUNKS:
-            statement = f"INSERT INTO {table} VALUES {','.join([marks] * size)} {CONFLICTS[table]}"
-            while len(rows) - start >= size:
-                self._db.execute(statement, [*itertools.chain.from_iterable(rows[start : start + size])])
-                start += size
+            while left >= size:
+                self._db.execute(_statement(table, size), [*itertools.chain.from_iterable(rows[start : start + size])])
+                start, left = start + size, left - size
 
     def _admit(self, rows: list[Row]) -> list[Row]:
         """Rewards whose target, and the call it is a candidate of, are still open."""
@@ -294,6 +294,12 @@ class Writer:
                 "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
                 [(name, value - self._saved[name]) for name, value in counted.items()],
             )
+
+
+@functools.cache
+def _statement(table: str, rows: int) -> str:
+    marks = f"({','.join('?' * WIDTHS[table])})"
+    return f"INSERT INTO {table} VALUES {','.join([marks] * rows)} {CONFLICTS[table]}"
 
 
 def in_parts(names: Iterable[str], size: int = 500) -> Iterator[list[str]]:
