@@ -145,7 +145,7 @@ def _mark(episode: LiveEpisode, owner: Any, messages: Any) -> Mark:
         read = said(episode).read([*_as_llm(thread or ()), *messages])
         return Mark(role, NAME, state=state, read=read, output=new_id())
     except Exception as error:  # noqa: BLE001
-        episode.warn("autogen", f"The AutoGen integration could not tell what a call reads: {error!r}")
+        episode.warn("autogen", "The AutoGen integration could not tell what a call reads.", error)
         return Mark(str(getattr(owner, "name", "app")), NAME)
 
 

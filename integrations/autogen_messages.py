@@ -84,6 +84,15 @@ def answer_of_result(result: Any) -> Answer:
     )
 
 
+def part_of(texts: Sequence[str]) -> Answer | None:
+    """What a stream that was not read to its end said so far."""
+    if not texts:
+        return None
+    message = {"role": "assistant", "content": "".join(texts)}
+    cut = Candidate(index=0, text=message["content"], message=message, finish_reason="interrupted")
+    return Answer(candidates=(cut,))
+
+
 def _message(message: Any) -> Iterator[dict[str, Any]]:
     if isinstance(message, SystemMessage):
         yield {"role": "system", "content": message.content}

@@ -10,13 +10,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from autogen_core.models import ChatCompletionClient, CreateResult
+from autogen_core.models import ChatCompletionClient
 
 from cotune.answering import answer, failed, reason_of
 from cotune.context import current_episode, identify, opened_call
 from cotune.errors import RecordError
 from cotune.integrations.autogen_hooks import each_subclass, replace_method
-from cotune.integrations.autogen_messages import answer_of_result, request_of, result_of
+from cotune.integrations.autogen_messages import answer_of_result, part_of, request_of, result_of
 from cotune.recorder import Answer, LiveCall
 
 _PASSED = {"BaseOpenAIChatCompletionClient", "ChatCompletionCache"}
@@ -53,7 +53,7 @@ def _open(client: Any, messages: Any, options: dict[str, Any]) -> LiveCall | Non
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         if episode.responder is not None:
             raise
-        episode.warn("unread_call", f"A request could not be read and is not recorded: {error!r}")
+        episode.warn("unread_call", "A request could not be read and is not recorded.", error)
     return None
 
 
@@ -90,22 +90,23 @@ def _create_stream(original: Any) -> Any:
             yield result
             return
         source = original(self, messages, *args, **options)
-        last: Any = None
+        texts: list[str] = []
         try:
             while (part := await _step(call, source)) is not None:
-                last = part
-                if call is not None and isinstance(part, CreateResult):
+                if isinstance(part, str):
+                    texts.append(part)
+                elif call is not None:
                     _record(call, part)
                 yield part
         except BaseException as error:
             if call is not None:
-                call.fail(*reason_of(error))
+                call.fail(*reason_of(error), part_of(texts))
             raise
         finally:
             if hasattr(source, "aclose"):
                 await source.aclose()
-        if call is not None and not isinstance(last, CreateResult):
-            call.fail("malformed", "the stream ended without a CreateResult")
+        if call is not None and not call.ended:
+            call.fail("malformed", "the stream ended without a CreateResult", part_of(texts))
 
     return create_stream
 

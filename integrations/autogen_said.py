@@ -9,6 +9,9 @@ from typing import Any
 from autogen_core import FunctionCall
 from autogen_core.models import AssistantMessage, FunctionExecutionResultMessage, UserMessage
 
+_MOST = 10_000
+"""Most texts that are kept of one episode: a deployed application is one without an end."""
+
 
 class Said:
     """Outputs of the calls of one episode, by who said them and what they say."""
@@ -19,13 +22,19 @@ class Said:
     def add(self, source: str, content: Any, output: str) -> None:
         """Note that the call with this output said a text, or asked for function calls."""
         for key in _keys(source, content):
-            known = self._outputs.setdefault(key, [])
-            if output not in known[-2:]:
-                known.append(output)
+            self._add(key, output)
 
     def answered(self, call_id: str, output: str) -> None:
         """Note that the result of a function call came from the call with this output."""
-        self._outputs.setdefault(("call", call_id), []).append(output)
+        self._add(("call", call_id), output)
+
+    def _add(self, key: Hashable, output: str) -> None:
+        known = self._outputs.setdefault(key, [])
+        if output not in known[-2:]:
+            known.append(output)
+        del known[:-_MOST]
+        if len(self._outputs) > _MOST:
+            del self._outputs[next(iter(self._outputs))]
 
     def read(self, messages: Sequence[Any]) -> tuple[str, ...]:
         """Outputs that LLM messages contain; of calls that said the same, the newest, as often as it occurs."""

@@ -6,11 +6,10 @@ context of its own, so the episode of a running team is looked up by the team's 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 from autogen_agentchat.base import ChatAgent, TaskResult, Team
 from autogen_agentchat.teams import BaseGroupChat
@@ -29,18 +28,17 @@ from cotune.recorder import LiveEpisode
 
 _PARTS = {SelectorGroupChatManager: "selector", MagenticOneOrchestrator: "orchestrator"}
 """What the manager of a team is called, by its class; any other is its `manager`."""
-_NOTES = "autogen.teams"
 
 
 @dataclass(frozen=True, eq=False)
 class _Running:
-    """A team at work in an episode; lives as long as the episode does."""
+    """A team at work in an episode."""
 
     episode: LiveEpisode
     frame: Frame
 
 
-_running: WeakValueDictionary[str, _Running] = WeakValueDictionary()
+_running: dict[str, _Running] = {}
 """By team id."""
 
 
@@ -69,21 +67,29 @@ def _run_stream(original: Any) -> Any:
     def run_stream(self: Any, *args: Any, **options: Any) -> Any:
         episode = current_episode.get()
         source = original(self, *args, **options)
-        if episode is None:
-            _running.pop(self._team_id, None)
-            return source
-        frame = enter(self, self.name)
-        if not self._is_running:
-            run = _running[self._team_id] = _Running(episode, frame)
-            episode.notes.setdefault(_NOTES, {})[self._team_id] = run
-
-        def ended(item: Any) -> None:
-            if isinstance(item, TaskResult):
-                hand_on(frame)
-
-        return stepped(frame, source, ended)
+        return source if episode is None else _at_work(self, episode, source)
 
     return run_stream
+
+
+async def _at_work(team: Any, episode: LiveEpisode, source: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    frame = enter(team, team.name)
+
+    def ended(item: Any) -> None:
+        if isinstance(item, TaskResult):
+            hand_on(frame)
+
+    before = _running.get(team._team_id)
+    if not team._is_running:
+        _running[team._team_id] = _Running(episode, frame)
+    items = stepped(frame, source, ended)
+    try:
+        async for item in items:
+            yield item
+    finally:
+        await items.aclose()  # type: ignore[attr-defined]
+        if before is None:
+            _running.pop(team._team_id, None)
 
 
 def _on_message(original: Any) -> Any:
@@ -105,7 +111,7 @@ def _on_message(original: Any) -> Any:
 
 
 @contextmanager
-def _inside(episode: LiveEpisode) -> Any:
+def _inside(episode: LiveEpisode) -> Iterator[None]:
     token = current_episode.set(episode)
     try:
         yield
