@@ -16,6 +16,9 @@ from cotune.records import CallStatus
 _CANCELLED = (asyncio.CancelledError, concurrent.futures.CancelledError, KeyboardInterrupt, GeneratorExit)
 _DETAIL = 500
 """Most characters of an error message that are recorded."""
+PATIENCE = 0.2
+"""Seconds that an episode's loop has to begin with a call of another thread: one that stands still never would, where
+the application waits on it for that thread (a synchronous graph with parallel nodes, run inside a coroutine)."""
 
 
 async def answer(call: LiveCall) -> Answer | None:
@@ -32,28 +35,54 @@ async def answer(call: LiveCall) -> Answer | None:
         if task is not None:
             call.cancel = functools.partial(here.call_soon_threadsafe, task.cancel)
         return await _respond(call)
-    future = asyncio.run_coroutine_threadsafe(_respond(call), episode.loop)
-    call.cancel = future.cancel
-    return await asyncio.wrap_future(future)
+    request = _Request(call, episode.loop)
+    try:
+        await asyncio.wait([asyncio.wrap_future(request.begun)], timeout=PATIENCE)
+    except asyncio.CancelledError:
+        request.answer.cancel()
+        raise
+    return await asyncio.wrap_future(request.settle())
 
 
 def answer_blocking(call: LiveCall) -> Answer | None:
-    """The same for a thread that may wait. On the episode's own loop, where waiting would be a deadlock, the responder
-    runs on another one and everything else on this loop stands still: counted as the warning `blocked_loop`."""
+    """The same for a thread that may wait. Where the episode's own loop stands still until this call returns, the
+    responder runs on another one: counted as the warning `blocked_loop`."""
     episode = call.episode
     if episode.responder is None:
         return None
-    loop = episode.loop
-    if loop is not None and _running_loop() is loop:
-        episode.warn(
+    if episode.loop is None:
+        return _Request(call, _side_loop()).answer.result()
+    request = _Request(call, episode.loop)
+    if _running_loop() is not episode.loop:
+        concurrent.futures.wait([request.begun], PATIENCE)
+    return request.settle().result()
+
+
+class _Request:
+    """A responder's answer under way on a loop, which may turn out to stand still."""
+
+    def __init__(self, call: LiveCall, loop: asyncio.AbstractEventLoop) -> None:
+        self._call = call
+        self.begun: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.answer = asyncio.run_coroutine_threadsafe(self._run(), loop)
+        call.cancel = self.answer.cancel
+
+    async def _run(self) -> Answer | None:
+        if not self.begun.set_running_or_notify_cancel():
+            return None
+        self.begun.set_result(None)
+        return await _respond(self._call)
+
+    def settle(self) -> concurrent.futures.Future[Answer | None]:
+        """The future answer: of this loop if it has begun, else of one that does not stand still."""
+        if self.answer.cancelled() or not self.begun.cancel():
+            return self.answer
+        self._call.episode.warn(
             "blocked_loop",
             "A synchronous model call inside a coroutine blocks its event loop, so no other episode moves meanwhile: "
-            "await the asynchronous client instead.",
+            "await the asynchronous client or graph instead.",
         )
-        loop = None
-    future = asyncio.run_coroutine_threadsafe(_respond(call), loop or _side_loop())
-    call.cancel = future.cancel
-    return future.result()
+        return _Request(self._call, _side_loop()).answer
 
 
 def failed(call: LiveCall, error: BaseException) -> int:

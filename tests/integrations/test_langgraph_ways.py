@@ -13,7 +13,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.runnables import RunnableLambda
+from langchain_core.runnables import RunnableLambda, RunnableParallel
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.func import entrypoint
 from langgraph.func import task as unit
@@ -22,6 +22,7 @@ from langgraph.prebuilt import create_react_agent
 from langgraph.pregel.main import Pregel
 from langgraph.types import Command, Send, interrupt
 
+from cotune import answering
 from cotune.integrations.langgraph_graphs import starting
 from tests.integrations.graphs import HELLO, asays, chain, model, node_of, running, says, scripted
 from tests.integrations.recorded import Recorded, asks, tool_call
@@ -111,6 +112,32 @@ def test_a_stream_that_is_left_lets_later_calls_be_their_own(record: Recorded):
 
     assert record(run, scripted()).rewards == {"team": 1.0}
     assert (record.roles[0], record.roles[-1]) == ("a", "app")
+
+
+@pytest.mark.parametrize("kind", ["sync nodes", "loops of their own", "chain"])
+def test_a_synchronous_run_inside_a_coroutine_is_no_deadlock(record: Recorded, monkeypatch, kind: str):
+    """It waits on the episode's own loop for threads whose calls that loop would answer."""
+    monkeypatch.setattr(answering, "PATIENCE", 0.01)
+
+    def own_loop(state):
+        return asyncio.run(asays(state))
+
+    builder = StateGraph(MessagesState)
+    for name in ("a", "b"):
+        builder.add_node(name, own_loop if kind == "loops of their own" else says)
+        builder.add_edge(START, name)
+    graph = builder.compile()
+
+    async def run(task):
+        if kind == "chain":
+            RunnableParallel(a=model, b=model).invoke("x")
+        else:
+            graph.invoke(HELLO)
+        return 1
+
+    outcome = record(run, scripted())
+    assert sorted(record.roles) == (["app", "app"] if kind == "chain" else ["a", "b"])
+    assert outcome.live.warnings == {"blocked_loop": 2}
 
 
 # Checkpoints
