@@ -88,10 +88,16 @@ class LiveCall:
         """What in the request no policy can serve, so that only the application's own provider can answer it."""
         self.cancel: Callable[[], object] | None = None
         """Stops whatever is answering the call, when its episode ends first. Safe from any thread."""
-        self.read(body)
+        self.parents: tuple[str, ...] = ()
+        """Calls whose outputs the messages contain: only such as had ended when this one started."""
+        self._take(body)
 
     def read(self, body: Mapping[str, Any]) -> None:
         """Take messages, tools and parameters from the body of a chat request in OpenAI form."""
+        self._take(body)
+        self.episode._link(self)
+
+    def _take(self, body: Mapping[str, Any]) -> None:
         self.messages: list[dict[str, Any]] = list(body.get("messages") or [])
         self.tools: list[dict[str, Any]] | None = body.get("tools") or None
         self.model = str(body.get("model", ""))
@@ -173,7 +179,10 @@ class LiveEpisode:
         self.notes: dict[str, Any] = {}
         """Working state of integrations, by integration; goes with the episode."""
         self.ended = False
-        self._lock = threading.Lock()
+        # Reentrant, as the garbage collector may close a half-read stream, and so end a call, anywhere.
+        self._lock = threading.RLock()
+        self._idle = threading.Condition(self._lock)
+        self._ending = 0
         self._steps = 0
         self._turns: dict[str, int] = {}
         self._open: dict[str, LiveCall] = {}
@@ -196,7 +205,15 @@ class LiveEpisode:
             call = LiveCall(self, mark, step, turn, body)
             self._open[call.id] = call
             mark.calls += 1
+        self._link(call)
         return call
+
+    def _link(self, call: LiveCall) -> None:
+        try:
+            with self._lock:
+                call.parents = self._parents(call)
+        except Exception as broken:  # noqa: BLE001
+            self.warn("unlinked_call", f"What a call of role {call.role!r} has read could not be found.", broken)
 
     def warn(self, kind: str, message: str, error: BaseException | None = None) -> None:
         """Count something that the user should know about; say it once per process.
@@ -243,6 +260,8 @@ class LiveEpisode:
             if call.cancel is not None:
                 call.cancel()
             call.fail("cancelled", "the episode ended before the call did")
+        with self._idle:
+            self._idle.wait_for(lambda: not self._ending)
         record = Episode(
             id=self.id,
             task=self.task if self.redaction is None else self.redaction.task(self.task),
@@ -266,18 +285,27 @@ class LiveEpisode:
             if call.ended:
                 return
             call.ended = True
+            self._ending += 1
             self._open.pop(call.id, None)
             if status != "ok":
                 self.failures[status] = self.failures.get(status, 0) + 1
         try:
-            records = self._records(call, answer, status, error)
+            self._write(self._ended(call, answer, status, error))
+            for copy in call.copies:
+                copy.ends_like(call, answer, status, error)
+        finally:
+            with self._lock:
+                self._ending -= 1
+                if self.ended:
+                    self._idle.notify_all()
+
+    def _ended(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> list[Record]:
+        try:
+            return self._records(call, answer, status, error)
         except Exception as broken:  # noqa: BLE001
             self.warn("unrecorded", f"The content of a call of role {call.role!r} could not be recorded.", broken)
             told, what = (call, repr(broken)) if self.redaction is None else (Told(), type(broken).__name__)
-            records = [self._call(call, told, None, "malformed", f"not recorded: {what}")]
-        self._write(records)
-        for copy in call.copies:
-            copy.ends_like(call, answer, status, error)
+            return [self._call(call, told, None, "malformed", f"not recorded: {what}")]
 
     def _write(self, records: list[Record]) -> None:
         """A sink that fails costs records, never the application its answer."""
@@ -302,11 +330,11 @@ class LiveEpisode:
                 if isinstance(told, Told):
                     prompt, segments = self._withhold(prompt, segments, told.withheld)
                 records.extend(segments)
-            parents = self._parents(call, answer)
+            self._remember(call, answer)
         if isinstance(told, Told):
             answer, error = told.answer, told.error
         names = tuple(i for i, _ in bodies if i != tools)
-        records.append(self._call(call, told, answer, status, error, parents, names, tools, prompt))
+        records.append(self._call(call, told, answer, status, error, names, tools, prompt))
         now = time.time()
         for i, components in enumerate(answer.rewards if answer else ()):
             records.extend(Reward(candidate_id(call.id, i), k, v, now) for k, v in components.items())
@@ -329,7 +357,6 @@ class LiveEpisode:
         answer: Answer | None,
         status: CallStatus,
         error: str | None,
-        parents: tuple[str, ...] = (),
         messages: tuple[str, ...] = (),
         tools: str | None = None,
         prompt: str | None = None,
@@ -340,7 +367,7 @@ class LiveEpisode:
             role=call.role,
             step=call.step,
             turn=call.turn,
-            parents=parents,
+            parents=call.parents,
             messages=messages,
             tools=tools,
             model=call.model,
@@ -362,17 +389,19 @@ class LiveEpisode:
             redacted=isinstance(told, Told) and (told.changed or _lacks_prompt(answer, prompt)),
         )
 
-    def _parents(self, call: LiveCall, answer: Answer | None) -> tuple[str, ...]:
+    def _parents(self, call: LiveCall) -> tuple[str, ...]:
         """Calls whose outputs this prompt contains: by the framework's message ids, else by the messages themselves."""
         found = dict.fromkeys(self._outputs[name] for name in call.mark.read if name in self._outputs)
         if not found:
             said = (_said_by_assistant(m) for m in call.messages if m.get("role") == "assistant")
             found = dict.fromkeys(self._outputs[name] for name in said if name in self._outputs)
+        return tuple(found)
+
+    def _remember(self, call: LiveCall, answer: Answer | None) -> None:
         if answer and answer.candidates:
             if call.mark.output:
                 self._outputs[call.mark.output] = call.id
             self._outputs[_said_by_assistant(answer.candidates[answer.chosen].message)] = call.id
-        return tuple(found)
 
 
 def _lacks_prompt(answer: Answer | None, prompt: str | None) -> bool:

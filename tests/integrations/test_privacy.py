@@ -65,7 +65,7 @@ def test_no_prompt_is_in_the_log_whatever_goes_wrong(provider: Provider, caplog,
 
     redacting = cotune.workflow(lambda task: graph.invoke({"messages": USER}))
     redacting.redactor(raises)
-    monkeypatch.setattr(LiveEpisode, "_parents", raises)
+    monkeypatch.setattr(LiveEpisode, "_remember", raises)
     with caplog.at_level(logging.INFO), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for sink, reply in ((Sink(), None), (Full(), None), (Sink(), raises), (Sink(), lambda call: answer(SECRET))):
