@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import random
@@ -73,7 +74,12 @@ def pack_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int32: a prefix of the bytes is a prefix of the ids. Raises struct.error."""
     if type(token_ids) is PackedIds:
         return token_ids.packed
-    return struct.pack(f"<{len(token_ids)}i", *token_ids)
+    return _packer(len(token_ids)).pack(*token_ids)
+
+
+@functools.lru_cache(8192)
+def _packer(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}i")
 
 
 def unpack_ids(path: bytes) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 
 from cotune.ids import PackedIds, pack_ids, path_digest, unpack_ids
@@ -86,7 +87,8 @@ def _holds(known: list[_Path], packed: bytes) -> bool:
 
 
 def _insert(known: list[_Path], path: _Path) -> None:
-    at, size = 0, len(path.packed)
-    while at < len(known) and len(known[at].packed) > size:
-        at += 1
-    known.insert(at, path)
+    bisect.insort_left(known, path, key=_shortness)
+
+
+def _shortness(path: _Path) -> int:
+    return -len(path.packed)

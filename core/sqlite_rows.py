@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import json
 import struct
 from collections.abc import Container, Sequence
@@ -93,30 +93,33 @@ def encode(records: Sequence[Record], known: Container[str]) -> Entry:
     Raises TypeError, ValueError or struct.error for what cannot be encoded.
     """
     entry = Entry(len(records))
-    rows = entry.rows
+    rows, size = entry.rows, entry.bytes
     for record in records:
+        row: Row
         if isinstance(record, Call):
-            row = _call_row(record)
-            entry.bytes += 1000 + len(row[9]) + len(row[10]) + len(row[11])
-            rows.setdefault("calls", []).append(row)
+            table, row = "calls", _call_row(record)
+            size += 1000 + len(row[9]) + len(row[10]) + len(row[11])
         elif isinstance(record, Reward):
-            rows.setdefault("rewards", []).append((record.target, record.name, float(record.value), record.at))
-            entry.bytes += 300
+            table, row = "rewards", (record.target, record.name, float(record.value), record.at)
+            size += 300
         elif isinstance(record, Episode):
-            rows.setdefault("episodes", []).append(_episode_row(record))
-            entry.bytes += 1000 + len(rows["episodes"][-1][5])
+            table, row = "episodes", _episode_row(record)
+            size += 1000 + len(row[5])
         elif record.id in known:
             continue
-        elif isinstance(record, Message):
-            body = _json.encode(record.body).decode()
-            rows.setdefault("messages", []).append((record.id, body))
-            entry.ids.append(record.id)
-            entry.bytes += 200 + len(body)
         else:
-            blob = pack_ids(record.token_ids)
-            rows.setdefault("segments", []).append((record.id, record.parent, blob))
             entry.ids.append(record.id)
-            entry.bytes += 300 + len(blob)
+            if isinstance(record, Message):
+                table, row = "messages", (record.id, _json.encode(record.body).decode())
+                size += 200 + len(row[1])
+            else:
+                table, row = "segments", (record.id, record.parent, pack_ids(record.token_ids))
+                size += 300 + len(row[2])
+        if table in rows:
+            rows[table].append(row)
+        else:
+            rows[table] = [row]
+    entry.bytes = size
     return entry
 
 
@@ -126,8 +129,8 @@ def _call_row(call: Call) -> Row:
         Sketch(c.index, c.text, c.message, c.finish_reason, len(c.token_ids), len(c.logprobs), c.malformed)
         for c in candidates
     ]
-    token_ids = pack_ids([*itertools.chain.from_iterable(c.token_ids for c in candidates)])
-    logprobs = [*itertools.chain.from_iterable(c.logprobs for c in candidates)]
+    token_ids = b"".join([pack_ids(c.token_ids) for c in candidates])
+    logprobs = b"".join([_floats(len(c.logprobs)).pack(*c.logprobs) for c in candidates])
     completion = len(token_ids) // 4 if token_ids else call.usage.completion_tokens
     return (
         call.id,
@@ -142,8 +145,13 @@ def _call_row(call: Call) -> Row:
         _json.encode(msgspec.structs.replace(call, candidates=())).decode(),
         _json.encode(sketches).decode(),
         token_ids,
-        struct.pack(f"<{len(logprobs)}f", *logprobs),
+        logprobs,
     )
+
+
+@functools.lru_cache(8192)
+def _floats(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}f")
 
 
 def _episode_row(episode: Episode) -> Row:
