@@ -117,14 +117,15 @@ class ChatEndpoint:
 
     def _candidate(self, index: int, sampled: Completion, params: SamplingParams) -> Candidate:
         text, message, finish = self.local.chat.parse(sampled.token_ids, params.stop)
-        malformed = finish == "malformed"
+        if malformed := finish == "malformed":
+            finish = "tool_calls" if message.get("tool_calls") else "stop"
         return Candidate(
             index=index,
             text=text,
             message=message,
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
-            finish_reason="length" if sampled.finish_reason == "length" else "stop" if malformed else finish,
+            finish_reason="length" if sampled.finish_reason == "length" else finish,
             malformed=malformed,
         )
 

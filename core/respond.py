@@ -128,14 +128,15 @@ class PolicyResponder:
 
     def _candidate(self, index: int, completion: Completion, params: SamplingParams) -> Candidate:
         text, message, finish = self.chat.parse(completion.token_ids, params.stop)
-        malformed = finish == "malformed"
+        if malformed := finish == "malformed":
+            finish = "tool_calls" if message.get("tool_calls") else "stop"
         return Candidate(
             index=index,
             text=text,
             message=message,
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
-            finish_reason="length" if completion.finish_reason == "length" else "stop" if malformed else finish,
+            finish_reason="length" if completion.finish_reason == "length" else finish,
             malformed=malformed,
         )
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
-import secrets
-import string
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
@@ -16,12 +13,8 @@ from typing import Any
 import msgspec
 
 from cotune.errors import ConfigError, SamplerError
-
-REASONING = ("<think>", "</think>")
-TOOL_CALL = ("<tool_call>", "</tool_call>")
-
-_TOOL_CALL = re.compile(r"\s*<tool_call>(.*?)</tool_call>\s*", re.DOTALL)
-_ID_ALPHABET = string.ascii_letters + string.digits
+from cotune.integrations.earlier_ids import EarlierIds
+from cotune.integrations.hermes import REASONING, TOOL_CALL, has_unread_call, is_call, parse_hermes, tool_call
 
 
 class ChatTemplate:
@@ -36,9 +29,10 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.end_token_ids = tuple(end_token_ids)
         self.counts: Counter[str] = Counter()
-        """Prompts by how their ids came about: "rendered", "extended" (earlier ids reused), "diverged"
-        (earlier ids were given, and the template rewrites what they say), "cached". Replies that the tokenizer's
-        response template refuses: "unparsed", their text is kept as it is."""
+        """Prompts by how their ids came about: "rendered", "extended" (earlier ids reused), "respelled" (those of
+        them in which the template spells a reply in another way), "diverged" (earlier ids were given, and the prompt
+        does not go on from them), "cached". Replies that the tokenizer's response template refuses: "unparsed", their
+        text is kept as it is."""
         self._rendered: OrderedDict[bytes, tuple[str, list[int]]] = OrderedDict()
         self._cache_size = cache_size
         self._lock = threading.Lock()
@@ -78,32 +72,53 @@ class ChatTemplate:
     ) -> list[int]:
         """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered.
 
-        `earlier` are token paths (prompt, or prompt and reply) of the same role. The longest one whose text
-        begins the new prompt is kept id for id, and only the rest is tokenized.
+        `earlier` are token paths (prompt, or prompt and reply) of the same role. The longest one that the new prompt
+        goes on from is kept id for id, and only the rest is tokenized. Where a message says what an earlier reply
+        said, the prompt goes on from the reply as the model wrote it, however the template would spell it.
         """
         text, ids = self._render(messages, tools)
         if not earlier:
             return list(ids)
-        for path in sorted(earlier, key=len, reverse=True):
-            known = self.tokenizer.decode(list(path), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            if known and text.startswith(known):
-                self.counts["extended"] += 1
-                return [*path, *self._encode(text[len(known) :])]
-        self.counts["diverged"] += 1
-        return list(ids)
+        known = EarlierIds(earlier, self._decode, lambda reply: self.parse(reply)[1], self.end_token_ids)
+        kept, rest = known.longest(text)
+        if len(kept) < len(known.paths[0]):
+            spelled = self._spelled(messages, tools, known, text)
+            if spelled is not None and len(other := known.longest(spelled)[0]) > len(kept):
+                self.counts["respelled"] += 1
+                kept, rest = other, known.longest(spelled)[1]
+        if not kept:
+            self.counts["diverged"] += 1
+            return list(ids)
+        self.counts["extended"] += 1
+        return [*kept, *self._encode(rest)]
+
+    def _spelled(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        known: EarlierIds,
+        canonical: str,
+    ) -> str | None:
+        with contextlib.suppress(SamplerError):  # a template that refuses a call without its mark
+            return known.spelled(messages, lambda chat: self._template(chat, tools), canonical)
+        return None
 
     def parse(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, dict[str, Any], str]:
-        """Return (text, assistant message in OpenAI form, finish reason: "stop" or "tool_calls").
+        """Return (text, assistant message in OpenAI form, finish reason: "stop", "tool_calls" or "malformed").
 
-        End tokens and everything from the first stop string on are not part of the text.
-        A malformed tool call stays in the text.
+        End tokens and everything from the first stop string on are not part of the text. A tool call that cannot be
+        read stays in the text, and the reason is "malformed", also where others beside it could be read.
         """
         text = _until(self._decode([t for t in token_ids if t not in self._dropped]), stop)
         if self._response_template:
             marked = _until(self._decode([t for t in token_ids if t not in self.end_token_ids]), stop)
-            message = self._parse_by_template(marked) or {"role": "assistant", "content": text}
+            message = self._parse_by_template(marked)
+            if message is None:
+                return text, {"role": "assistant", "content": text}, "malformed"
         else:
             message = parse_hermes(text)
+        if has_unread_call(message):
+            return text, message, "malformed"
         return text, message, "tool_calls" if message.get("tool_calls") else "stop"
 
     @property
@@ -121,8 +136,11 @@ class ChatTemplate:
         if reasoning:
             message["reasoning_content"] = reasoning
         calls = [c.get("function", c) for c in found.get("tool_calls") or []]
-        if calls and all(_is_call(c) for c in calls):
-            message["tool_calls"] = [_tool_call(c) for c in calls]
+        if not all(is_call(c) for c in calls):
+            self.counts["unparsed"] += 1
+            return None
+        if calls:
+            message["tool_calls"] = [tool_call(c) for c in calls]
         return message
 
     def _render(
@@ -185,66 +203,11 @@ def _until(text: str, stop: Sequence[str]) -> str:
     return text[: min((at for mark in stop if mark and (at := text.find(mark)) >= 0), default=len(text))]
 
 
-def parse_hermes(text: str) -> dict[str, Any]:
-    """Assistant message of a reply in the Hermes/Qwen convention."""
-    message: dict[str, Any] = {"role": "assistant"}
-    reasoning, text = _split_reasoning(text)
-    calls: list[dict[str, Any]] = []
-
-    def take(match: re.Match[str]) -> str:
-        call = _read_call(match.group(1))
-        if call is None:
-            return match.group(0)
-        calls.append(_tool_call(call))
-        return ""
-
-    rest = _TOOL_CALL.sub(take, text)
-    message["content"] = (rest.strip() or None) if calls else text
-    if calls:
-        message["tool_calls"] = calls
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    return message
-
-
-def _split_reasoning(text: str) -> tuple[str, str]:
-    """(reasoning, rest). The template may have opened the reasoning in the prompt, or the reply never closed it."""
-    opening, closing = REASONING
-    before, closed, after = text.partition(closing)
-    if closed:
-        return before.partition(opening)[2].strip() if opening in before else before.strip(), after.lstrip("\n")
-    if text.lstrip().startswith(opening):
-        return text.partition(opening)[2].strip(), ""
-    return "", text
-
-
-def _read_call(body: str) -> dict[str, Any] | None:
-    try:
-        call = json.loads(body)
-    except ValueError:
-        return None
-    return call if _is_call(call) else None
-
-
-def _is_call(call: Any) -> bool:
-    return (
-        isinstance(call, dict)
-        and isinstance(call.get("name"), str)
-        and isinstance(call.get("arguments", {}), (dict, str))
-    )
-
-
-def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    name = "".join(secrets.choice(_ID_ALPHABET) for _ in range(9))
-    return {"id": name, "type": "function", "function": {"name": call["name"], "arguments": arguments}}
-
-
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An OpenAI message as chat templates expect it: text content, arguments as objects."""
+    """An OpenAI message as chat templates expect it: text content, arguments as objects, no role `developer`."""
     out = dict(message)
+    if out.get("role") == "developer":
+        out["role"] = "system"
     content = out.get("content")
     if content is None:
         out["content"] = ""

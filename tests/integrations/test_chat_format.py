@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cotune.errors import ConfigError, SamplerError
-from cotune.integrations.chat_format import ChatTemplate, parse_hermes
+from cotune.integrations.chat_format import ChatTemplate
+from cotune.integrations.hermes import parse_hermes
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
@@ -140,12 +141,26 @@ def test_two_tool_calls_have_ids_of_their_own_and_no_content() -> None:
         '{"name": 3}',
         '{"arguments": {}}',
         '{"name": "go", "arguments": [1]}',
+        '{"name": "go", "arguments": "no JSON"}',
         "",
     ],
 )
 def test_a_malformed_tool_call_stays_in_the_text(body: str) -> None:
     reply = f"<tool_call>{body}</tool_call>"
     assert parse_hermes(reply) == {"role": "assistant", "content": reply}
+
+
+@pytest.mark.parametrize("reply", ["<tool_call>{oops</tool_call>", '<tool_call>{"name": "go"}', "Now <tool_call>"])
+def test_a_malformed_or_unclosed_tool_call_is_named(chat: ChatTemplate, reply: str) -> None:
+    assert chat.parse([*ids(chat, reply), 2]) == (reply, {"role": "assistant", "content": reply}, "malformed")
+    beside = f'<tool_call>{{"name": "go"}}</tool_call>{reply}'
+    _, message, finish = chat.parse(ids(chat, beside))
+    assert (finish, len(message["tool_calls"]), message["content"]) == ("malformed", 1, reply)
+
+
+def test_a_developer_is_the_system_to_a_template(chat: ChatTemplate) -> None:
+    roles = [{"role": role, "content": "be brief"} for role in ("developer", "system")]
+    assert chat.render([roles[0], USER], None) == chat.render([roles[1], USER], None)
 
 
 def test_a_good_call_beside_a_malformed_one_counts() -> None:
@@ -190,7 +205,7 @@ def test_the_tokenizers_own_response_template_comes_first(folder: Path) -> None:
     assert message["content"] == "Going."
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"to": 1}
     broken = "<tool_call>{oops</tool_call>"
-    assert chat.parse(ids(chat, broken)) == (broken, {"role": "assistant", "content": broken}, "stop")
+    assert chat.parse(ids(chat, broken)) == (broken, {"role": "assistant", "content": broken}, "malformed")
     assert chat.counts["unparsed"] == 1
 
 

@@ -1,0 +1,83 @@
+"""Replies in the Hermes/Qwen convention: `<think>` is reasoning, `<tool_call>{json}</tool_call>` is a tool call."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Mapping
+from typing import Any
+
+REASONING = ("<think>", "</think>")
+TOOL_CALL = ("<tool_call>", "</tool_call>")
+
+_TOOL_CALL = re.compile(r"\s*<tool_call>(.*?)</tool_call>\s*", re.DOTALL)
+_ID_ALPHABET = string.ascii_letters + string.digits
+
+
+def parse_hermes(text: str) -> dict[str, Any]:
+    """Assistant message of a reply. A tool call that cannot be read, or is not closed, stays in the content."""
+    message: dict[str, Any] = {"role": "assistant"}
+    reasoning, text = split_reasoning(text)
+    calls: list[dict[str, Any]] = []
+
+    def take(match: re.Match[str]) -> str:
+        call = _read_call(match.group(1))
+        if call is None:
+            return match.group(0)
+        calls.append(tool_call(call))
+        return ""
+
+    rest = _TOOL_CALL.sub(take, text)
+    message["content"] = (rest.strip() or None) if calls else text
+    if calls:
+        message["tool_calls"] = calls
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return message
+
+
+def has_unread_call(message: Mapping[str, Any]) -> bool:
+    """Whether the content of a parsed reply still holds the mark of a tool call."""
+    return TOOL_CALL[0] in (message.get("content") or "")
+
+
+def split_reasoning(text: str) -> tuple[str, str]:
+    """(reasoning, rest). The template may have opened the reasoning in the prompt, or the reply never closed it."""
+    opening, closing = REASONING
+    before, closed, after = text.partition(closing)
+    if closed:
+        return before.partition(opening)[2].strip() if opening in before else before.strip(), after.lstrip("\n")
+    if text.lstrip().startswith(opening):
+        return text.partition(opening)[2].strip(), ""
+    return "", text
+
+
+def is_call(call: Any) -> bool:
+    """Whether a value is a call: a name, and arguments that are an object or the JSON of one."""
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return False
+    arguments = call.get("arguments", {})
+    return isinstance(_value(arguments) if isinstance(arguments, str) else arguments, dict)
+
+
+def tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call in OpenAI form, with an id of its own."""
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    name = "".join(secrets.choice(_ID_ALPHABET) for _ in range(9))
+    return {"id": name, "type": "function", "function": {"name": call["name"], "arguments": arguments}}
+
+
+def _read_call(body: str) -> dict[str, Any] | None:
+    call = _value(body)
+    return call if is_call(call) else None
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
