@@ -11,19 +11,25 @@ from typing import Any
 
 from cotune.context import current_episode
 
-_POOLS = "concurrent.futures.thread"
+_POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
+_QUEUED = ("apply_async", "_map_async", "imap", "imap_unordered")
+"""By these methods everything gets into a `multiprocessing.pool.ThreadPool`: the others call them."""
 _installed = False
 
 
 def carry_context() -> None:
-    """Make `Thread.start` and `ThreadPoolExecutor.submit` copy the caller's context, inside an episode only.
+    """Make threads and what is submitted to thread pools run in a copy of the caller's context, inside an episode only.
 
-    Installed once; outside an episode both do what they always did.
+    Covers `Thread.start` (timers too), `ThreadPoolExecutor.submit` (so `map` and `run_in_executor`) and
+    `multiprocessing.pool.ThreadPool`, also of pools made before. Installed once; outside an episode all of them do what
+    they always did.
     """
     global _installed
     if _installed:
         return
     _installed = True
+    from multiprocessing.pool import ThreadPool
+
     start, submit = threading.Thread.start, ThreadPoolExecutor.submit
 
     @functools.wraps(start)
@@ -43,10 +49,28 @@ def carry_context() -> None:
 
     threading.Thread.start = start_in_context  # type: ignore[method-assign]
     ThreadPoolExecutor.submit = submit_in_context  # type: ignore[method-assign, assignment]
+    for name in _QUEUED:
+        setattr(ThreadPool, name, _queued_in_context(getattr(ThreadPool, name)))
+
+
+def _queued_in_context(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def queue(self: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if current_episode.get() is None:
+            return original(self, func, *args, **kwargs)
+        context = contextvars.copy_context()
+
+        @functools.wraps(func, updated=())
+        def in_context(*given: Any, **named: Any) -> Any:
+            return context.copy().run(func, *given, **named)  # a copy each: several workers may run it at once
+
+        return original(self, in_context, *args, **kwargs)
+
+    return queue
 
 
 def _is_pool_worker(thread: threading.Thread) -> bool:
-    return getattr(getattr(thread, "_target", None), "__module__", None) == _POOLS
+    return getattr(getattr(thread, "_target", None), "__module__", None) in _POOLS
 
 
 def _has_context(fn: Callable[..., Any]) -> bool:

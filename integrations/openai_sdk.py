@@ -6,7 +6,6 @@ Works with openai 2.45 and later and with 3.x. Outside an episode each hook cost
 from __future__ import annotations
 
 import functools
-import sys
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
@@ -15,10 +14,11 @@ import msgspec
 
 from cotune.answering import answer, answer_blocking, failed, reason_of
 from cotune.context import Mark, current_episode, identify, opened_call
-from cotune.errors import CotuneError, RecordError, SamplerError
+from cotune.errors import RecordError, SamplerError
 from cotune.integrations.openai_forms import Form, asked_in, form_of
 from cotune.integrations.openai_response_body import ProviderFailed
-from cotune.integrations.openai_tee import tee
+from cotune.integrations.openai_tee import package_of, tee
+from cotune.integrations.versions import missing_hook
 from cotune.recorder import Answer, LiveCall, LiveEpisode
 
 
@@ -42,12 +42,13 @@ _exchange: ContextVar[_Exchange | None] = ContextVar("cotune_openai_exchange", d
 
 
 def install() -> None:
-    """Hook both client classes. Raises CotuneError when this openai has no such waist."""
+    """Hook both client classes. Raises UnsupportedVersion when this openai has no such waist."""
     from openai import _base_client as base
 
     for client in (base.SyncAPIClient, base.AsyncAPIClient):
-        if not hasattr(client, "_send_request") or not hasattr(client, "request"):
-            raise CotuneError("This version of openai cannot be recorded.", "Install openai 2.45 or later.")
+        for name in ("request", "_send_request"):
+            if not callable(getattr(client, name, None)):
+                raise missing_hook("openai", f"{client.__name__}.{name}")
     sync, other = base.SyncAPIClient, base.AsyncAPIClient
     sync.request, sync._send_request = _sync_request(sync.request), _sync_send(sync._send_request)
     other.request, other._send_request = _async_request(other.request), _async_send(other._send_request)
@@ -217,7 +218,7 @@ def _error_response(request: Any, status: int, message: str) -> Any:
 
 def _response(request: Any, status: int, kind: str, content: bytes, name: str) -> Any:
     """A response of the class that belongs to the request (httpx or httpx2), which the SDK must not retry."""
-    package = sys.modules[type(request).__module__.partition(".")[0]]
+    package = package_of(request)
     headers = {"content-type": kind, "x-request-id": name, "x-should-retry": "false"}
     response = package.Response(status, headers=headers, content=content, request=request)
     response.elapsed = timedelta(0)

@@ -15,10 +15,16 @@ def tee(response: Any, settle: Settle) -> Callable[[], None]:
 
     `ended` says whether the sender came to its end. What is returned settles at once, with what has been read so far.
     """
-    package = sys.modules[type(response).__module__.partition(".")[0]]
+    package = package_of(response)
     stream = _stream_class(package)(package, response, settle)
     response.stream = stream
     return functools.partial(stream.settle, None)
+
+
+def package_of(message: Any) -> Any:
+    """The package that a request or response belongs to, itself or by a base class: httpx or httpx2."""
+    packages = (cls.__module__.partition(".")[0] for cls in type(message).__mro__)
+    return sys.modules[next(name for name in packages if name.startswith("httpx"))]
 
 
 class _Tee:
