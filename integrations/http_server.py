@@ -40,11 +40,11 @@ class Running(Generic[T]):
     url: str
     port: int
     opened: T
-    _thread: threading.Thread
+    _ended: threading.Event
 
     def wait(self) -> None:
         """Block until the server stops."""
-        self._thread.join()
+        self._ended.wait()
 
 
 @contextlib.contextmanager
@@ -59,16 +59,17 @@ def running(
     check_access(host, token)
     listener = _bind(host, port)
     ready: Future[tuple[uvicorn.Server, T]] = Future()
-    work = (opening, listener, ready, date_header)
-    thread = threading.Thread(target=_run, args=work, name=name, daemon=True)
-    thread.start()
+    # Not the thread's own `join`: once that was interrupted, it takes a running thread for an ended one.
+    ended = threading.Event()
+    work = (opening, listener, ready, ended, date_header)
+    threading.Thread(target=_run, args=work, name=name, daemon=True).start()
     try:
         bound = listener.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
-        yield Running(f"http://{shown}:{bound}", bound, ready.result()[1], thread)
+        yield Running(f"http://{shown}:{bound}", bound, ready.result()[1], ended)
     finally:
         ready.add_done_callback(_stop)
-        thread.join()
+        ended.wait()
         listener.close()
 
 
@@ -103,7 +104,9 @@ class _Server(uvicorn.Server):
         self._said()
 
 
-def _run(opening: Opening[T], listener: socket.socket, ready: Future[Any], date_header: bool) -> None:
+def _run(
+    opening: Opening[T], listener: socket.socket, ready: Future[Any], ended: threading.Event, date_header: bool
+) -> None:
     config = uvicorn.Config(
         _not_open,
         http=protocol_class(),
@@ -125,6 +128,8 @@ def _run(opening: Opening[T], listener: socket.socket, ready: Future[Any], date_
             logger.exception("The server stopped.")
             raise
         ready.set_exception(error)
+    finally:
+        ended.set()
 
 
 async def _serve(opening: Opening[T], config: uvicorn.Config, listener: socket.socket, ready: Future[Any]) -> None:
