@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from multidict import CIMultiDict
@@ -63,6 +64,7 @@ class Upstream:
         """`key` is sent where a client sent the gateway's own token as its key. Opens connections when used."""
         self.url = checked_url(url)
         self._key = key
+        self._proxy = _proxy_for(self.url)
         self._session: aiohttp.ClientSession | None = None
 
     @contextlib.asynccontextmanager
@@ -77,8 +79,9 @@ class Upstream:
             raise RequestError(400, "The query holds characters that must be percent-encoded.", code="invalid_path")
         url = _url(self.url, tail, query.decode())
         try:
+            fields = CIMultiDict(_decoded(headers))
             answer = await self._open().request(
-                method, url, data=body or None, headers=CIMultiDict(_decoded(headers)), allow_redirects=False
+                method, url, data=body or None, headers=fields, proxy=self._proxy, allow_redirects=False
             )
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise UpstreamError(_text(error)) from error
@@ -88,8 +91,8 @@ class Upstream:
             answer.close()
             raise UpstreamError(f"it answered with status {answer.status}")
         try:
-            fields = forwarded(((name.lower(), value) for name, value in answer.raw_headers), ())
-            yield UpstreamAnswer(answer.status, fields, answer.content)
+            kept = forwarded(((name.lower(), value) for name, value in answer.raw_headers), ())
+            yield UpstreamAnswer(answer.status, kept, answer.content)
         finally:
             answer.close() if not answer.content.at_eof() else answer.release()
 
@@ -121,7 +124,6 @@ class Upstream:
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT),
                 max_line_size=64 << 10,
                 max_field_size=64 << 10,
-                trust_env=True,
             )
         return self._session
 
@@ -153,6 +155,14 @@ def forwarded(headers: Iterable[tuple[bytes, bytes]], dropped: Iterable[bytes]) 
         if not _CONTROL.search(value):
             kept.append((name, value))
     return kept
+
+
+def _proxy_for(url: str) -> str | None:
+    """The proxy that the environment names for a URL, found once: aiohttp would ask a thread for every request."""
+    parts = urlsplit(url)
+    if proxy_bypass(parts.netloc):
+        return None
+    return getproxies().get(parts.scheme)
 
 
 @functools.lru_cache(1024)

@@ -1,0 +1,203 @@
+"""What the gateway costs. Prints a table; the last line is JSON: added_ms_p50, throughput_ratio_32, first_token_ms.
+
+The client, the gateway (recording into a file) and a mock provider are a process each, all on this machine. The mock's
+answers hold 500 prompt ids, 100 completion ids and a log-probability of each. The client is the OpenAI SDK, or with
+`--client plain` httpx without any decoding. Direct requests and requests through the gateway take turns.
+
+added_ms_p50: difference of the median times of a call, one at a time. throughput_ratio_32: calls per second with 32 in
+flight, through the gateway over direct, median of the rounds. first_token_ms: median time from the mock's first token
+to the client, through the gateway less direct.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import httpx
+import openai
+
+PROMPT, REPLY = 500, 100
+MESSAGES = [
+    {"role": "system", "content": "You are the planner of a team. " * 20},
+    {"role": "user", "content": "Which way does the corridor lead from here? " * 30},
+]
+ASK = {"model": "m", "messages": MESSAGES, "logprobs": True}
+Call = Callable[[], Awaitable[Any]]
+
+
+def mock(port: int) -> None:
+    """A provider that answers at once; a streamed answer says when its first token left."""
+    import uvicorn
+
+    rng = random.Random(0)
+    prompt_ids = [rng.randrange(150_000) for _ in range(PROMPT)]
+    token_ids = [rng.randrange(150_000) for _ in range(REPLY)]
+    content = [
+        {"token": f"t{i % 1000}", "logprob": -rng.random(), "bytes": [116, 49], "top_logprobs": []} for i in token_ids
+    ]
+    choice = {"index": 0, "finish_reason": "stop", "token_ids": token_ids, "logprobs": {"content": content}}
+    message = {"role": "assistant", "content": "left " * REPLY}
+    usage = {"prompt_tokens": PROMPT, "completion_tokens": REPLY, "total_tokens": PROMPT + REPLY}
+    head = {"id": "c", "created": 1, "model": "m"}
+
+    def event(text: str, finish: str | None = None) -> bytes:
+        delta = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
+        return f"data: {json.dumps({**head, 'object': 'chat.completion.chunk', 'choices': [delta]})}\n\n".encode()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raw, more = b"", True
+        while more:
+            part = await receive()
+            raw, more = raw + part.get("body", b""), part.get("more_body", False)
+        asked = json.loads(raw or b"{}")
+        if asked.get("stream"):
+            fields = [(b"content-type", b"text/event-stream")]
+            await send({"type": "http.response.start", "status": 200, "headers": fields})
+            await asyncio.sleep(0.01)
+            for i in range(5):
+                await send({"type": "http.response.body", "body": event(f"{time.monotonic()} "), "more_body": True})
+                await asyncio.sleep(0.002 * (i + 1))
+            await send({"type": "http.response.body", "body": event("", "stop") + b"data: [DONE]\n\n"})
+            return
+        body = {**head, "object": "chat.completion", "usage": usage, "prompt_token_ids": prompt_ids}
+        answer = json.dumps({**body, "choices": [{**choice, "message": message}]}).encode()
+        fields = [(b"content-type", b"application/json"), (b"content-length", str(len(answer)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": fields})
+        await send({"type": "http.response.body", "body": answer})
+
+    uvicorn.run(app, port=port, log_level="error", access_log=False)
+
+
+@contextmanager
+def started(command: list[str], port: int) -> Iterator[str]:
+    """A server process, until it accepts connections."""
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(300):
+            with suppress(httpx.TransportError):
+                httpx.get(f"http://127.0.0.1:{port}/health", timeout=1)
+                break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+class Client:
+    """Calls to one address."""
+
+    def __init__(self, url: str, kind: str) -> None:
+        self.url = f"{url}/chat/completions"
+        self.http = httpx.AsyncClient(limits=httpx.Limits(max_connections=64, max_keepalive_connections=64))
+        self.sdk = openai.AsyncOpenAI(base_url=url, api_key="k", http_client=self.http) if kind == "sdk" else None
+
+    async def call(self) -> None:
+        if self.sdk is not None:
+            answer = await self.sdk.chat.completions.create(**ASK)  # type: ignore[call-overload]
+            assert len(answer.choices[0].logprobs.content) == REPLY
+        else:
+            answer = await self.http.post(self.url, json=ASK)
+            assert answer.status_code == 200
+
+    async def first_token(self) -> float:
+        """Seconds from the mock's first token to here."""
+        async with self.http.stream("POST", self.url, json={**ASK, "stream": True}) as answer:
+            chunks = answer.aiter_raw()
+            first = await anext(chunks)
+            here = time.monotonic()
+            async for _ in chunks:
+                pass
+        return here - float(json.loads(first[6:].split(b"\n\n")[0])["choices"][0]["delta"]["content"])
+
+
+async def timed(call: Call) -> float:
+    started_at = time.perf_counter()
+    await call()
+    return time.perf_counter() - started_at
+
+
+async def throughput(client: Client, calls: int, width: int = 32) -> float:
+    """Calls per second with `width` in flight."""
+    left = iter(range(calls))
+
+    async def worker() -> None:
+        for _ in left:
+            await client.call()
+
+    began = time.perf_counter()
+    await asyncio.gather(*(worker() for _ in range(width)))
+    return calls / (time.perf_counter() - began)
+
+
+async def measure(direct: Client, through: Client, calls: int, rounds: int) -> dict[str, float]:
+    for client in (direct, through):
+        await throughput(client, 64)
+    alone: tuple[list[float], list[float]] = ([], [])
+    for _ in range(calls):
+        for times, client in zip(alone, (direct, through), strict=True):
+            times.append(await timed(client.call))
+    rates = [(await throughput(direct, calls), await throughput(through, calls)) for _ in range(rounds)]
+    tokens: tuple[list[float], list[float]] = ([], [])
+    for _ in range(calls // 5):
+        for times, client in zip(tokens, (direct, through), strict=True):
+            times.append(await client.first_token())
+    p50 = [1000 * statistics.median(times) for times in alone]
+    first = [1000 * statistics.median(times) for times in tokens]
+    seconds = [statistics.median(side) for side in zip(*rates, strict=True)]
+    print(f"{'':24}{'direct':>10}{'gateway':>10}")
+    print(f"{'a call alone, ms p50':24}{p50[0]:10.2f}{p50[1]:10.2f}")
+    print(f"{'calls/s, 32 in flight':24}{seconds[0]:10.0f}{seconds[1]:10.0f}")
+    print(f"{'first token, ms p50':24}{first[0]:10.2f}{first[1]:10.2f}")
+    return {
+        "added_ms_p50": round(p50[1] - p50[0], 2),
+        "throughput_ratio_32": round(statistics.median(b / a for a, b in rates), 2),
+        "first_token_ms": round(first[1] - first[0], 2),
+    }
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--calls", type=int, default=400)
+    arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--client", choices=("sdk", "plain"), default="sdk")
+    arguments.add_argument("--mock", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    given = arguments.parse_args()
+    if given.mock:
+        mock(given.mock)
+        return
+    ports = free_port(), free_port()
+    with tempfile.TemporaryDirectory() as folder, started([__file__, "--mock", str(ports[0])], ports[0]) as provider:
+        command = ["-m", "cotune.cli", "gateway", "--upstream", f"{provider}/v1", "--records", folder]
+        with started([*command, "--port", str(ports[1])], ports[1]) as gateway:
+            task = {"task": {"id": "t"}}
+            opened = httpx.post(f"{gateway}/cotune/episodes", json=task).json()
+            direct = Client(f"{provider}/v1", given.client)
+            through = Client(f"{opened['roles_url']}/planner/v1", given.client)
+            figures = asyncio.run(measure(direct, through, given.calls, given.rounds))
+            health = httpx.get(f"{gateway}/health").json()
+    assert health["lost"] == 0 and not health["failures"], health
+    print(f"{health['records']['calls']} calls recorded")
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
