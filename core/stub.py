@@ -57,6 +57,8 @@ class StubResponder:
         self._bound(call)
         made = _Made(self, call)
         provided = call.role in self.provider_roles
+        if provided:
+            call.obstacle = ""
         inner = PolicyResponder(
             cast(Sampler, made),
             made,
