@@ -76,7 +76,7 @@ def export_to(
     return Exported(episodes=episodes, spans=spans, left_out=dict(left_out))
 
 
-def otlp_exporter(endpoint: str, headers: Mapping[str, str] | None = None, timeout: float = 10.0) -> SpanExporter:
+def otlp_exporter(endpoint: str, headers: Mapping[str, str] | None = None, timeout: float = 60.0) -> SpanExporter:
     """An exporter to an OTLP/HTTP endpoint; `/v1/traces` is added to an address without a path."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -31,7 +31,8 @@ def encode(spans: Iterable[Span], service: str) -> bytes:
 def read(path: str | Path, left_out: Counter[str]) -> Iterator[Span]:
     """The spans in a file of OTLP/JSON: one export request, a list of them, or one per line.
 
-    Lines that are no export request are counted in `left_out`. Raises ConfigError for a file that holds none at all.
+    A trace as MLflow's API gives it (an object with `spans`) will do too. What is neither is counted in `left_out`.
+    Raises ConfigError for a file that holds no span at all.
     """
     path = Path(path)
     if not path.is_file():
@@ -60,8 +61,11 @@ def _requests(raw: bytes, left_out: Counter[str]) -> Iterator[Mapping[str, Any]]
                     left_out["line_not_json"] += 1
     for value in values:
         for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, Mapping) and ("resourceSpans" in one or "resource_spans" in one):
-                yield one
+            trace = one.get("trace") or one.get("data") or one if isinstance(one, Mapping) else {}
+            if "resourceSpans" in trace or "resource_spans" in trace:
+                yield trace
+            elif _list(trace, "spans"):
+                yield {"resourceSpans": [{"scopeSpans": [trace]}]}
             else:
                 left_out["not_otlp"] += 1
 

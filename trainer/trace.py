@@ -9,6 +9,8 @@ from rich.console import Console
 
 from cotune.anywhere import run_anywhere
 from cotune.errors import WorkflowError
+from cotune.integrations.otel_export import LiveExport, otlp_exporter
+from cotune.integrations.otel_spans import Detail
 from cotune.records import Episode
 from cotune.sqlite_store import SqliteStore
 from cotune.tasks import load_tasks
@@ -26,24 +28,29 @@ def trace(
     limit: int | None = None,
     timeout: float | None = None,
     redact: str | None = None,
+    otlp: str | None = None,
+    otlp_content: bool = False,
     console: Console | None = None,
 ) -> int:
     """Run every task once and record it in `out`; return 1 when every episode failed.
 
-    `redact` names a `module:function` that sees each message before it is stored.
+    `redact` names a `module:function` that sees each message before it is stored. With `otlp`, an OTLP/HTTP endpoint,
+    each episode is sent there as spans when it has ended; with `otlp_content`, what its messages say too.
     """
     flow = load_workflow(workflow).redacted(redact)
     listed = load_tasks(tasks)[:limit]
     console = console or Console()
+    exporter = otlp_exporter(otlp) if otlp else None
     Path(out).mkdir(parents=True, exist_ok=True)
     store = SqliteStore.open(Path(out) / "records.db")
+    live = LiveExport(store, exporter, detail=Detail(content=otlp_content)) if exporter else None
     try:
         with episode_bar(console, len(listed)) as advance:
             episodes = run_anywhere(
                 rollout(
                     flow,
                     listed,
-                    sink=store,
+                    sink=live or store,
                     responder=None,
                     phase="trace",
                     concurrency=concurrency,
@@ -54,6 +61,9 @@ def trace(
         store.flush()
         lost = store.lost
     finally:
+        if live is not None:
+            live.close()
+            console.print(f"{live.spans} spans sent to {otlp}, {live.failed} episodes could not be sent")
         store.close()
     return _report(episodes, lost, out, console)
 
