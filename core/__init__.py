@@ -11,11 +11,12 @@ from cotune.episodes import activators
 from cotune.errors import CotuneError
 from cotune.workflow import runners, workflow
 
-__all__ = ["CotuneError", "deployed", "evaluate", "role", "trace", "train", "workflow"]
+__all__ = ["CotuneError", "deployed", "evaluate", "gateway", "role", "trace", "train", "workflow"]
 
 _LAZY = {
     "deployed": "cotune.adapters.deployed",
     "evaluate": "cotune.trainer.evaluate",
+    "gateway": "cotune.integrations.gateway",
     "trace": "cotune.tracing",
     "train": "cotune.trainer.train",
 }

@@ -51,7 +51,8 @@ class Episodes:
         self._attached: set[str] = set()
         self._exchanges: dict[str, set[Exchange]] = {}
         self._waiting: dict[tuple[Key, int], deque[Exchange]] = {}
-        self._gone: deque[str] = deque(maxlen=10_000)
+        self._gone: dict[str, None] = {}
+        """Attached episodes that have ended, the latest ones: policies may have played them, so no provider may."""
         self._implicit: LiveEpisode | None = None
         self._retiring: dict[str, LiveEpisode] = {}
 
@@ -90,7 +91,9 @@ class Episodes:
         if self.open.pop(episode_id, None) is not None:
             self._attached.discard(episode_id)
             self._settle(episode_id)
-            self._gone.append(episode_id)
+            self._gone[episode_id] = None
+            if len(self._gone) > self.limit:
+                del self._gone[next(iter(self._gone))]
 
     def end(
         self,
@@ -106,7 +109,6 @@ class Episodes:
         episode = self.open.pop(episode_id, None)
         if episode is None:
             raise RequestError(404, f"No episode {episode_id} is open.", param="id", code="unknown_episode")
-        self._gone.append(episode_id)
         return self._close(episode, status, rewards, metrics, error)
 
     def reward(self, target: str, rewards: Mapping[str, float]) -> None:
@@ -193,16 +195,17 @@ class Episodes:
     def _episode(self, who: Identity, upstream: bool) -> LiveEpisode | None:
         if who.episode is not None and who.episode in self.open:
             return self.open[who.episode]
+        if who.episode in self._gone:
+            raise RequestError(409, f"The episode {who.episode} has ended.", code="episode_ended")
         if not upstream:
             raise RequestError(
                 409, "The call names no open episode, and there is no provider behind this gateway.", code="no_episode"
             )
         self.counts["unattributed"] += 1
         if who.episode is not None:
-            ended = "has ended" if who.episode in self._gone else "was never opened here"
-            self.warn("late_call", f"A call names the episode {who.episode}, which {ended}.")
+            self.warn("late_call", f"A call names the episode {who.episode}, which is not open. {self._instead}")
         else:
-            self.warn("no_episode", "A call names no episode.")
+            self.warn("no_episode", f"A call names no episode. {self._instead}")
         if self.sink is None:
             return None
         if self._implicit is not None and self._implicit_calls >= IMPLICIT_CALLS:
@@ -215,6 +218,10 @@ class Episodes:
             self._implicit_calls = 0
         self._implicit_calls += 1
         return self._implicit
+
+    @property
+    def _instead(self) -> str:
+        return "It is not recorded." if self.sink is None else "It is recorded under an implicit episode."
 
     def _retire(self, episode: LiveEpisode) -> None:
         self._retiring[episode.id] = episode

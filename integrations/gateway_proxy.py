@@ -193,7 +193,6 @@ class Proxy:
         call.finish(found)
         exchange.over()
         if call.streamed:
-            self._say_buffered(exchange, len(found.candidates))
             content, kind = exchange.form.events(body, exchange.asked), b"text/event-stream; charset=utf-8"
         else:
             content, kind = json_bytes(body), b"application/json"
@@ -202,14 +201,6 @@ class Proxy:
         await passage.start(200, [*fields, (b"x-cotune-call", call.id.encode())])
         await passage.body(content, more=False)
         return True
-
-    def _say_buffered(self, exchange: Exchange, candidates: int) -> None:
-        if candidates > 1:
-            exchange.call.episode.warn(
-                "buffered_stream",
-                f"A streamed call of role {exchange.call.role!r} is answered at once, at the end: its {candidates} "
-                "candidates are sampled and scored before one goes on.",
-            )
 
     async def _forward(self, passage: _Passage, upstream: Upstream, raw: bytes) -> None:
         """Pass the request on and its answer back, byte by byte as it arrives."""

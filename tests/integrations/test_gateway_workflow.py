@@ -1,0 +1,108 @@
+"""A workflow whose application is another process: its calls come through the gateway and are answered by policies."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import cotune
+from cotune.errors import SamplerError, WorkflowError
+from tests.integrations.provider import Provider
+from tests.integrations.recorded import Recorded, answer
+
+APP = """
+import json, sys, urllib.request
+def ask(base, **more):
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "go"}], **more}).encode()
+    request = urllib.request.Request(base + "/chat/completions", body, {"content-type": "application/json"})
+    return urllib.request.urlopen(request).read().decode()
+print(json.loads(ask(sys.argv[1]))["choices"][0]["message"]["content"])
+print("stream" if "[DONE]" in ask(sys.argv[2], stream=True) else "no stream")
+"""
+
+
+async def other_process(*arguments: str) -> list[str]:
+    command = [sys.executable, "-c", APP, *arguments]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    said, _ = await process.communicate()
+    return said.decode().splitlines()
+
+
+def test_policies_answer_another_process(provider: Provider, record: Recorded) -> None:
+    seen: list[str] = []
+
+    async def app(task: Any) -> float:
+        with cotune.gateway() as gate:
+            seen.extend(await other_process(gate.role_url("planner"), gate.role_url("team/writer")))
+        return 1.0
+
+    outcome = record(app, lambda call: answer(f"{call.role} A", f"{call.role} B", chosen=1))
+    assert seen == ["planner B", "stream"]
+    assert [(c.role, c.status, c.chosen, len(c.candidates)) for c in record.calls] == [
+        ("planner", "ok", 1, 2),
+        ("team/writer", "ok", 1, 2),
+    ]
+    assert record.calls[0].policy is not None and record.calls[0].candidates[1].token_ids == (11, 2)
+    assert outcome.live.warnings == {"buffered_stream": 1}
+    assert provider.requests == []
+
+
+def test_roles_without_a_policy_go_to_the_provider(provider: Provider, record: Recorded) -> None:
+    async def app(task: Any) -> float:
+        with cotune.gateway() as gate:
+            await other_process(gate.role_url("judge"), gate.url)
+        return 1.0
+
+    record(app, lambda call: None)
+    assert [(c.role, c.status, c.candidates[0].text, c.policy) for c in record.calls] == [
+        ("judge", "ok", "re: go", None),
+        ("app", "ok", "re: go", None),
+    ]
+
+
+def test_failures_of_the_responder_reach_the_application(provider: Provider, record: Recorded) -> None:
+    answers: list[httpx.Response] = []
+
+    def app(task: Any) -> float:
+        with cotune.gateway() as gate:
+            for body in ({"temperature": "hot"}, {}, {"n": 5}):
+                messages = [{"role": "user", "content": "x"}]
+                answers.append(httpx.post(f"{gate.url}/chat/completions", json={"messages": messages, **body}))
+        return 1.0
+
+    def reply(call: Any) -> Any:
+        if call.params.get("n"):
+            return answer("only one")
+        raise SamplerError("The engine is gone.", "Start it again.")
+
+    record(app, reply)
+    assert [a.status_code for a in answers] == [400, 400, 400]
+    assert [a.json()["error"]["param"] for a in answers] == ["temperature", None, None]
+    assert "The engine is gone." in answers[1].json()["error"]["message"]
+    assert {a.headers.get("x-should-retry") for a in answers[1:]} == {"false"}
+    assert record.statuses == ["error", "error"]
+
+
+def test_a_late_call_does_not_reach_the_policies(provider: Provider, record: Recorded, tmp_path: Path) -> None:
+    urls: list[str] = []
+
+    def app(task: Any) -> float:
+        with cotune.gateway() as gate:
+            urls.append(gate.url)
+        return 1.0
+
+    record(app, lambda call: "policy")
+    body = {"messages": [{"role": "user", "content": "late"}]}
+    refused = httpx.post(f"{urls[0]}/chat/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "episode_ended")
+    assert record.calls == [] and provider.requests == []
+
+
+def test_outside_an_episode_it_says_what_to_do() -> None:
+    with pytest.raises(WorkflowError, match="cotune gateway"), cotune.gateway():
+        pass
