@@ -17,6 +17,10 @@ from cotune.integrations.versions import require
 
 _INSTALL = {
     "openai._base_client": ("cotune.integrations.openai_sdk",),
+    "openai.resources.responses.responses": ("cotune.integrations.openai_sockets",),
+    "openai.resources.beta.responses.responses": ("cotune.integrations.openai_sockets",),
+    "openai.resources.realtime.realtime": ("cotune.integrations.openai_sockets",),
+    "openai.resources.beta.realtime.realtime": ("cotune.integrations.openai_sockets",),
     "langchain_core.runnables.config": ("cotune.integrations.langgraph",),
     "langchain_core.language_models.chat_models": ("cotune.integrations.langchain_models",),
     "langgraph.pregel.main": ("cotune.integrations.langgraph_graphs",),

@@ -64,6 +64,8 @@ def _chat_obstacle(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: L
         found.append("spoken output")
     if asked.get("web_search_options"):
         found.append("web search")
+    if asked.get("functions"):
+        found.append("functions in their old form (use tools)")
     return " and ".join(found)
 
 

@@ -38,6 +38,8 @@ class _Exchange:
 
 
 _OFFLINE = SamplerError("Nothing here answers this call, and no provider is contacted.")
+_UNSEEN = ("/runs", "/batches", "/responses/compact")
+"""Ends of paths behind which models answer, or will, but not in the response."""
 _exchange: ContextVar[_Exchange | None] = ContextVar("cotune_openai_exchange", default=None)
 
 
@@ -94,7 +96,7 @@ def _sync_send(original: Any) -> Any:
     @functools.wraps(original)
     def send(self: Any, request: Any, **kwargs: Any) -> Any:
         episode = current_episode.get()
-        form = None if episode is None else form_of(request)
+        form = None if episode is None else _form(episode, request)
         if episode is None or form is None:
             return original(self, request, **kwargs)
         exchange = _exchange.get() or _Exchange()
@@ -126,7 +128,7 @@ def _async_send(original: Any) -> Any:
     @functools.wraps(original)
     async def send(self: Any, request: Any, **kwargs: Any) -> Any:
         episode = current_episode.get()
-        form = None if episode is None else form_of(request)
+        form = None if episode is None else _form(episode, request)
         if episode is None or form is None:
             return await original(self, request, **kwargs)
         exchange = _exchange.get() or _Exchange()
@@ -152,6 +154,15 @@ def _async_send(original: Any) -> Any:
         return _observed(response, call, form, exchange)
 
     return send
+
+
+def _form(episode: LiveEpisode, request: Any) -> Form | None:
+    """The interface of a request that is a call; counts one behind which a model answers out of sight."""
+    form = form_of(request)
+    if form is None and request.method == "POST" and request.url.path.endswith(_UNSEEN):
+        kind = request.url.path.rpartition("/")[2]
+        episode.warn("unseen_call", f"A request to /{kind} has models answer out of sight: that is not recorded.")
+    return form
 
 
 def _open(episode: LiveEpisode, form: Form, request: Any, exchange: _Exchange) -> LiveCall | Any | None:

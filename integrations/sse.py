@@ -92,7 +92,8 @@ def _take(event: Mapping[str, Any], completion: dict[str, Any], choices: dict[in
         if event.get(key) is not None:
             completion[key] = event[key]
     for part in event.get("choices") or []:
-        _add(choices.setdefault(part.get("index", 0), _empty(part.get("index", 0))), part)
+        index = part.get("index") or 0
+        _add(choices.setdefault(index, _empty(index)), part)
 
 
 def _decode(data: bytes) -> dict[str, Any]:
@@ -114,10 +115,8 @@ def _add(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
         if key == "tool_calls":
             for tool in value or []:
                 _add_tool(message.setdefault("tool_calls", []), tool)
-        elif isinstance(value, str) and key != "role":
-            message[key] = (message.get(key) or "") + value
         elif value is not None and key != "role":
-            message[key] = value
+            message[key] = _joined(message.get(key), value)
     if part.get("token_ids"):
         choice.setdefault("token_ids", []).extend(part["token_ids"])
     if part.get("logprobs"):
@@ -126,8 +125,21 @@ def _add(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
     choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
 
 
+def _joined(so_far: Any, more: Any) -> Any:
+    """What a field has grown to: texts and lists are appended, objects field by field; any other value replaces."""
+    if isinstance(so_far, str) and isinstance(more, str):
+        return so_far + more
+    if isinstance(so_far, list) and isinstance(more, list):
+        return so_far + more
+    if isinstance(so_far, dict) and isinstance(more, dict):
+        return so_far | {key: _joined(so_far.get(key), value) for key, value in more.items() if value is not None}
+    return more
+
+
 def _add_tool(tools: list[dict[str, Any]], part: Mapping[str, Any]) -> None:
-    position = part.get("index", len(tools))
+    position = part.get("index")
+    if position is None:  # some providers number no calls: an id begins one
+        position = len(tools) if part.get("id") or not tools else len(tools) - 1
     while len(tools) <= position:
         tools.append({"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
     tool, function = tools[position], part.get("function") or {}

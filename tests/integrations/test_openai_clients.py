@@ -18,10 +18,10 @@ from openai import _base_client
 from pydantic import BaseModel
 
 from cotune import role
-from cotune.integrations import openai_sdk
+from cotune.integrations import openai_sdk, sse
 from cotune.integrations.versions import UnsupportedVersion
 from cotune.records import Message
-from tests.integrations.provider import Provider, json_reply
+from tests.integrations.provider import Provider, event, json_reply
 from tests.integrations.recorded import POLICY, Recorded, answer, asks, tool_call
 
 USER = [{"role": "user", "content": "hello"}]
@@ -451,6 +451,46 @@ def test_other_paths_are_no_calls(record: Recorded, provider: Provider):
     outcome = record(run, lambda call: "never")
     assert len(provider.requests) == 4
     assert (record.calls, outcome.live.warnings) == ([], {})
+
+
+def test_models_that_answer_out_of_sight_are_counted(record: Recorded, provider: Provider):
+    provider.reply = lambda body, number: json_reply({"id": "x", "object": "x", "output": []})
+
+    def run(task):
+        with openai.OpenAI(max_retries=0) as client:
+            client.batches.create(completion_window="24h", endpoint="/v1/responses", input_file_id="f")
+            client.responses.connect()
+            client.realtime.connect(model="m")
+        return 1
+
+    outcome = record(run, lambda call: "never")
+    assert (record.calls, outcome.live.warnings) == ([], {"unseen_call": 3})
+
+
+def test_pieces_of_every_kind_of_field_add_up():
+    def delta(**fields):
+        return event(fields)
+
+    parts = [
+        delta(role="assistant", content="a", details=[{"n": 1}], function_call={"name": "f", "arguments": ""}),
+        delta(content="b", details=[{"n": 2}], function_call={"arguments": "{}"}, seen=1),
+        delta(tool_calls=[{"id": "c1", "function": {"name": "x", "arguments": "{"}}], seen=2),
+        delta(tool_calls=[{"function": {"arguments": "}"}}]),
+        delta(tool_calls=[{"id": "c2", "index": None, "function": {"name": "y", "arguments": "{}"}}]),
+        b"data: [DONE]\n\n",
+    ]
+    message = sse.from_stream(b"".join(parts))["choices"][0]["message"]
+    assert message == {
+        "role": "assistant",
+        "content": "ab",
+        "details": [{"n": 1}, {"n": 2}],
+        "function_call": {"name": "f", "arguments": "{}"},
+        "seen": 2,
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "x", "arguments": "{}"}},
+            {"id": "c2", "type": "function", "function": {"name": "y", "arguments": "{}"}},
+        ],
+    }
 
 
 # What upstream must keep
