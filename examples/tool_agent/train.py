@@ -1,0 +1,57 @@
+"""The shop's agent as a cotune workflow: what an answer is worth, and what each of its messages is worth.
+
+cotune train examples/tool_agent/train.py:solve --config examples/tool_agent/train.toml --model BASE --tasks FILE
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cotune
+
+sys.path.insert(0, str(Path(__file__).parent))
+from app import answer
+from shop import asked_for, calculate, find
+
+
+@cotune.workflow
+async def solve(task: dict[str, Any]) -> bool:
+    """Answer one question."""
+    return await answer(task["question"]) == task["answer"]
+
+
+@solve.scorer("clerk")
+def next_step(candidate: Any, call: Any, task: dict[str, Any]) -> float:
+    """1 for the right next step, -1 for a tool call that cannot be read, 0 for anything else."""
+    if candidate.malformed:
+        return -1.0
+    return float(is_right(candidate.text, candidate.tool_calls, call.messages, task))
+
+
+def is_right(
+    text: str, tool_calls: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]], task: dict[str, Any]
+) -> bool:
+    """Whether a message is the next step: look the price up, then calculate, then say the number."""
+    _, item = asked_for(task["question"])
+    known = [message["content"] for message in messages if message["role"] == "tool"]
+    if task["answer"] in known:
+        return text.strip() == task["answer"]
+    if len(tool_calls) != 1:
+        return False
+    name, value = called(tool_calls[0])
+    if find(item) in known:
+        return name == "calculator" and calculate(value) == task["answer"]
+    return name == "search" and find(value) == find(item)
+
+
+def called(tool_call: Mapping[str, Any]) -> tuple[str, str]:
+    """Tool and argument of a call; an empty argument where it has none that is a text."""
+    function = tool_call["function"]
+    arguments = json.loads(function["arguments"])
+    key = {"search": "query", "calculator": "expression"}.get(function["name"], "")
+    value = arguments.get(key) if isinstance(arguments, dict) else None
+    return function["name"], value if isinstance(value, str) else ""

@@ -1,0 +1,232 @@
+"""The tool-using example: its shop, its rewards, its base model, and a few steps of training through its tools."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cotune.integrations.chat_format import ChatTemplate
+from cotune.integrations.transformers_sampler import TransformersSampler
+from cotune.records import Call
+from cotune.sqlite_store import SqliteStore
+from cotune.trainer.train import RunSummary, train
+from cotune.workflow import load_workflow
+
+FOLDER = Path(__file__).parents[2] / "examples" / "tool_agent"
+OWN = ("app", "clerk_base", "shop", "train")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_modules() -> Iterator[None]:
+    """The example's modules under their own names, which other examples have too."""
+    others = {name: sys.modules.pop(name) for name in OWN if name in sys.modules}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        patch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+        patch.setenv("LANGSMITH_TRACING", "false")
+        yield
+    for name in OWN:
+        sys.modules.pop(name, None)
+    sys.modules.update(others)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import clerk_base
+
+    folder = tmp_path_factory.mktemp("clerk") / "base"
+    losses = clerk_base.build(folder)
+    assert losses[-1] < 0.4 < losses[0]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(base: Path) -> Iterator[tuple[RunSummary, SqliteStore]]:
+    import shop
+
+    settings = {"model": str(base), "policies": "lora", "steps": 3, "tasks_per_step": 8, "plan": {"k": 4}}
+    learner = {"lr": 3e-3, "threads": 1, "device": "cpu"}
+    with pytest.MonkeyPatch.context() as patch:
+        opened = functools.partial(TransformersSampler.open, host="thread", device="cpu")
+        patch.setattr("cotune.trainer.run.TransformersSampler.open", opened)
+        summary = train(
+            load_workflow(f"{FOLDER / 'train.py'}:solve"),
+            list(shop.make_tasks(24, 0)),
+            {**settings, "learner": learner, "sampling": {"max_tokens": 24}},
+            run=base.parent / "run",
+            console=Console(file=io.StringIO()),
+        )
+    store = SqliteStore.open(base.parent / "run" / "records.db", read_only=True)
+    yield summary, store
+    store.close()
+
+
+def answered(store: SqliteStore) -> list[Call]:
+    return [call for episode in store.episodes(phase="train") for call in store.calls(episode.id)]
+
+
+def next_of(call: Call, store: SqliteStore) -> Call | None:
+    later = [c for c in store.calls(call.episode) if c.turn == call.turn + 1]
+    return later[0] if later else None
+
+
+# The shop
+
+
+def test_the_tools_of_the_shop() -> None:
+    import shop
+
+    assert len(shop.PRICE_OF) == 12
+    assert (shop.find(" Lamp "), shop.find("piano")) == (f"lamp costs {shop.PRICE_OF['lamp']}", "nothing found")
+    assert [shop.calculate(text) for text in ("3 * 7", "2+3*4", "9 - 10")] == ["21", "14", "-1"]
+    bad = ("", "x", "2 ** 9", "1 / 2", "__import__('os')", "1.5 * 2", "(" * 500)
+    assert [shop.calculate(text) for text in bad] == ["nothing found"] * 7
+
+
+def test_questions_repeat_with_their_seed_and_have_answers() -> None:
+    import shop
+
+    tasks = list(shop.make_tasks(40, 7))
+    assert tasks == list(shop.make_tasks(40, 7)) != list(shop.make_tasks(40, 8))
+    for task in tasks:
+        count, item = shop.asked_for(task["question"])
+        assert task["answer"] == str(count * shop.PRICE_OF[item])
+        assert json.loads(json.dumps(task)) == task
+
+
+@pytest.mark.parametrize("name", ["app.py", "shop.py"])
+def test_the_application_knows_nothing_of_cotune(name: str) -> None:
+    tree = ast.parse((FOLDER / name).read_text())
+    imports = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    imports += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert imports and not [found for found in imports if "cotune" in found]
+
+
+def test_what_each_message_is_worth() -> None:
+    import shop
+    import train as example
+
+    price = shop.PRICE_OF["lamp"]
+    task = {"question": "How much for 3 x lamp?", "answer": str(3 * price)}
+    asked = [{"role": "user", "content": task["question"]}]
+    known = [*asked, {"role": "tool", "content": f"lamp costs {price}"}]
+    done = [*known, {"role": "tool", "content": task["answer"]}]
+
+    def call(tool: str, **arguments: str) -> list[dict[str, Any]]:
+        return [{"function": {"name": tool, "arguments": json.dumps(arguments)}}]
+
+    right = functools.partial(example.is_right, task=task)
+    assert right("", call("search", query="lamp"), asked)
+    assert right("", call("calculator", expression=f"3 * {price}"), known)
+    assert right(f" {task['answer']}\n", [], done)
+    wrong = [
+        ("", call("search", query="pen"), asked),
+        ("", call("calculator", expression="3 * 1"), known),
+        ("", call("search", query="lamp") * 2, asked),
+        ("", call("search", question="lamp"), asked),
+        ("", call("steal", query="lamp"), asked),
+        (task["answer"], [], asked),
+        ("1", [], done),
+    ]
+    assert [right(*step) for step in wrong] == [False] * len(wrong)
+
+
+# The base model
+
+
+def test_the_words_of_the_shop_are_tokens_and_every_text_survives() -> None:
+    import clerk_base
+    import shop
+
+    tokenizer = clerk_base.build_tokenizer()
+    rng = random.Random(0)
+    for _ in range(20):
+        ids, labels = clerk_base.tokenized(tokenizer, clerk_base.conversation(rng))
+        text = tokenizer.decode(ids)
+        assert tokenizer.encode(text, add_special_tokens=False) == ids
+        assert len(ids) == len(labels) < 140
+        said = tokenizer.decode([label for label in labels if label >= 0])
+        assert said.count("<|im_end|>") == text.count("<|im_start|>assistant")
+    assert len(tokenizer.encode(shop.question(3, "lamp"), add_special_tokens=False)) == 12
+
+
+# Training through the tools
+
+
+def test_a_few_steps_of_training_run_through_both_tools(trained: tuple[RunSummary, SqliteStore]) -> None:
+    summary, store = trained
+    calls = answered(store)
+    assert (summary.steps, summary.finished, summary.lost_records) == (3, True, 0)
+    assert summary.versions == {"clerk": 3}
+    assert {call.role for call in calls} == {"clerk"}
+    assert all(len(call.candidates) == 4 for call in calls if call.status == "ok")
+    used = {c.tool_calls[0]["function"]["name"] for call in calls for c in call.candidates if c.tool_calls}
+    assert used >= {"search", "calculator"}
+    assert summary.groups > 20
+    scores = [value for call in calls for value in _scores(store, call)]
+    assert {0.0, 1.0} <= set(scores)
+    assert 0.2 < sum(scores) / len(scores) < 0.99
+
+
+def test_the_tools_are_in_the_prompt_as_the_template_shows_them(
+    base: Path, trained: tuple[RunSummary, SqliteStore]
+) -> None:
+    chat, (_, store) = ChatTemplate.load(base), trained
+    for call in answered(store)[:20]:
+        assert call.tools is not None and call.prompt is not None
+        tools = store.message(call.tools)
+        assert [tool["function"]["name"] for tool in tools] == ["search", "calculator"]
+        messages = [store.message(name) for name in call.messages]
+        assert list(store.token_ids(call.prompt)) == chat.render(messages, tools)
+        assert chat.tokenizer.decode(store.token_ids(call.prompt)).startswith(
+            "<|im_start|>tools\nsearch(query)calculator(expression)<|im_end|>\n<|im_start|>system\nSearch the price"
+        )
+
+
+def test_recorded_tokens_say_what_was_parsed_and_go_on_unchanged(
+    base: Path, trained: tuple[RunSummary, SqliteStore]
+) -> None:
+    chat, (_, store) = ChatTemplate.load(base), trained
+    continued = 0
+    for call in answered(store):
+        assert call.chosen is not None and call.prompt is not None
+        for candidate in call.candidates:
+            text, message, _ = chat.parse(candidate.token_ids)
+            assert len(candidate.token_ids) == len(candidate.logprobs)
+            assert candidate.text == text
+            assert [c["function"] for c in message.get("tool_calls", [])] == [
+                c["function"] for c in candidate.tool_calls
+            ]
+        later = next_of(call, store)
+        if later is not None and later.prompt is not None:
+            path = (*store.token_ids(call.prompt), *call.candidates[call.chosen].token_ids)
+            assert store.token_ids(later.prompt)[: len(path)] == path
+            assert later.parents[-1] == call.id
+            continued += 1
+    assert continued > 20
+
+
+def test_a_call_that_cannot_be_read_is_text_and_costs(trained: tuple[RunSummary, SqliteStore]) -> None:
+    _, store = trained
+    broken = [(call, candidate) for call in answered(store) for candidate in call.candidates if candidate.malformed]
+    assert broken
+    for call, candidate in broken:
+        assert not candidate.tool_calls and "<tool_call>" in candidate.text
+        assert _scores(store, call)[candidate.index] == -1.0
+
+
+def _scores(store: SqliteStore, call: Call) -> list[float]:
+    from cotune.records import candidate_id
+
+    found = [store.rewards([candidate_id(call.id, c.index)]) for c in call.candidates]
+    return [next(iter(rewards.values()))["local"] for rewards in found]
