@@ -7,7 +7,7 @@ import contextvars
 import inspect
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from numbers import Real
@@ -127,24 +127,40 @@ async def _run(fn: Callable[[Any], Any], task: Any, live: LiveEpisode) -> Any:
     threads = _threads()
     with live:
         if inspect.iscoroutinefunction(fn):
-            return await fn(task)
+            return await _stoppable(fn(task), live)
         context = contextvars.copy_context()
         value = await live.loop.run_in_executor(threads, context.run, fn, task)  # type: ignore[union-attr]
-        return await value if inspect.isawaitable(value) else value
+        return await _stoppable(value, live) if inspect.isawaitable(value) else value
+
+
+async def _stoppable(work: Awaitable[Any], live: LiveEpisode) -> Any:
+    """Await the workflow; when cancelled, stop its calls first: a framework may wait for them before it gives way."""
+    running = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        if not running.done():
+            live.stop()
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        raise
 
 
 def _threads() -> ThreadPoolExecutor:
     """The running loop's own pool, grown on demand: one thread per sync episode or node that really runs.
 
-    It also becomes the loop's default where none is set, because frameworks run an application's sync nodes there and
-    asyncio's own default (a few threads per core) would let only so many calls overlap.
+    It also becomes the loop's default where the application has set none, because frameworks run an application's sync
+    nodes there, and scorers run there while they wait: asyncio's own default (a few threads per core) would lock up.
     """
     loop = asyncio.get_running_loop()
     pool = _executors.get(loop)
     if pool is None:
         pool = _executors[loop] = ThreadPoolExecutor(_THREADS, thread_name_prefix="cotune")
-        if getattr(loop, "_default_executor", None) is None:
+        default = getattr(loop, "_default_executor", None)
+        if default is None or getattr(default, "_thread_name_prefix", "") == "asyncio":
             loop.set_default_executor(pool)
+            if default is not None:
+                default.shutdown(wait=False)
     return pool
 
 

@@ -244,6 +244,16 @@ class LiveEpisode:
     def __exit__(self, *exc: object) -> None:
         current_episode.reset(self._token)
 
+    def stop(self) -> None:
+        """Cancel the calls that are open, and refuse any further one; the episode has yet to `end`."""
+        with self._lock:
+            self.ended = True
+            unanswered = list(self._open.values())
+        for call in unanswered:
+            if call.cancel is not None:
+                call.cancel()
+            call.fail("cancelled", "the episode ended before the call did")
+
     def end(
         self,
         status: EpisodeStatus,
@@ -253,13 +263,7 @@ class LiveEpisode:
         error: str | None = None,
     ) -> Episode:
         """Record the end of the episode with its team rewards. Calls still open are recorded as cancelled."""
-        with self._lock:
-            self.ended = True
-            unanswered = list(self._open.values())
-        for call in unanswered:
-            if call.cancel is not None:
-                call.cancel()
-            call.fail("cancelled", "the episode ended before the call did")
+        self.stop()
         with self._idle:
             self._idle.wait_for(lambda: not self._ending)
         record = Episode(

@@ -19,15 +19,16 @@ from autogen_core.model_context import BufferedChatCompletionContext
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 import cotune
+from cotune.episodes import run_episode
 from cotune.errors import WorkflowError
 from cotune.integrations import activate
 from cotune.integrations.autogen_copies import fresh
 from cotune.plans import Plan
 from cotune.recorder import LiveCall
-from cotune.records import Message, Reward
+from cotune.records import Message, Reward, Task
 from cotune.respond import PolicyResponder
 from tests.integrations.provider import Provider, json_reply
-from tests.integrations.recorded import POLICY, Recorded, Sink, answer, episode
+from tests.integrations.recorded import POLICY, Recorded, Responder, Sink, answer, episode
 
 INFO = {
     "vision": False,
@@ -323,6 +324,31 @@ def test_a_failing_provider_fails_the_run_as_it_would(provider: Provider, record
     asyncio.run(solve(None))
     assert said[0].split("Traceback")[0] == said[1].split("Traceback")[0]
     assert record.statuses == ["error"]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "out of time"])
+def test_an_episode_that_is_stopped_stops_its_team(nowhere: None, record: Recorded, how: str):
+    async def run() -> Any:
+        begun = asyncio.Event()
+
+        async def hang(call: LiveCall) -> str:
+            begun.set()
+            await asyncio.Event().wait()
+            return ""
+
+        solve = cotune.workflow(RoundRobinGroupChat([agent("a")], max_turns=1), inputs=str, reward=len_of)
+        task, responder = Task(id="t", input=1), Responder(hang)
+        limit = 0.05 if how == "out of time" else None
+        made = run_episode(solve.cotune, task, sink=record.sink, responder=responder, timeout=limit)
+        running = asyncio.ensure_future(made)
+        if limit is None:
+            await begun.wait()
+            running.cancel()
+        return (await asyncio.gather(running, return_exceptions=True))[0]
+
+    ended = asyncio.run(run())
+    assert isinstance(ended, asyncio.CancelledError) if how == "cancelled" else "did not finish" in str(ended.error)
+    assert set(record.statuses) <= {"cancelled"}
 
 
 def test_several_answers_to_one_request_stay_one_message(nowhere: None, record: Recorded):

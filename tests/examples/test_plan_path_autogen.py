@@ -1,0 +1,107 @@
+"""The Plan-Path team as an AutoGen application: what it is, and that it learns."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "plan_path"))
+
+import base
+import grid
+from plan_path_autogen import app, train
+
+import cotune
+from cotune.adapters.export import export_run
+from cotune.integrations import activate
+from cotune.records import Message
+from cotune.trainer.config import load_config
+from cotune.trainer.train import train as run_training
+from tests.integrations.provider import completion, json_reply, serving
+from tests.integrations.recorded import Recorded
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "plan_path_autogen"
+activate()
+TASK = next(t for t in grid.make_tasks(30, 5) if grid.grid_of(t).distance(grid.cell_of(t["start"])) == 4)
+BOARD = grid.grid_of(TASK)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short training on a base that has seen the game for a few seconds."""
+    folder = tmp_path_factory.mktemp("autogen")
+    base.build(folder / "base", steps=60, count=2400)
+    settings = {"model": str(folder / "base"), "steps": 5, "tasks_per_step": 16, "concurrency": 16}
+    gentle = {"learner": {"lr": 1.5e-3}, "schedule": {"kind": "constant"}}
+    config = load_config(ROOT / "examples" / "plan_path" / "train.toml", {**settings, **gentle})
+    run_training(train.solve, list(grid.make_tasks(128, 0)), config, run=folder / "run")
+    return folder / "run"
+
+
+def best(role: str, call: Any) -> str:
+    """What a perfect player of a role would say."""
+    walk = call.state.agent.model_context.walk
+    if role == "navigator":
+        free = [move for move in grid.MOVES if walk.grid.free(grid.step(walk.at, move))]
+        return min(free, key=lambda move: walk.grid.distance(grid.step(walk.at, move)))
+    heard = call.messages[-1]["content"].split("said ")[1].split()
+    return " ".join(dict(walk.grid.controls)[move] for move in heard)
+
+
+def test_the_application_knows_nothing_of_cotune() -> None:
+    tree = ast.parse((FOLDER / "app.py").read_text())
+    imports = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    imports += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert imports and not [found for found in imports if "cotune" in found or found in ("rewards", "train")]
+
+
+def test_roles_and_prompts_are_those_of_the_langgraph_team() -> None:
+    record = Recorded()
+
+    async def solve(_: Any) -> Any:
+        return await train.solve(TASK)
+
+    rewards = record(solve, lambda call: best(call.role, call)).rewards
+    assert rewards == {"team": 4 / 2 + 1}
+    assert record.roles == ["navigator", "driver"] * 4
+    stored = {r.id: r.body for r in record.sink if isinstance(r, Message)}
+    seen = [[{k: m[k] for k in ("role", "content")} for m in map(stored.get, c.messages)] for c in record.calls]
+    start, said = grid.cell_of(TASK["start"]), record.calls[0].candidates[0].text
+    assert seen[0] == grid.navigator_messages(BOARD, start)
+    assert seen[1] == grid.driver_messages(BOARD, said)
+    assert seen[2] == grid.navigator_messages(BOARD, grid.carry_out(BOARD, start, [said]).at)
+
+
+def test_the_application_runs_alone() -> None:
+    with serving() as provider:
+        provider.reply = lambda body, number: json_reply(completion({"role": "assistant", "content": "up"}))
+        environment = {**os.environ, "OPENAI_BASE_URL": provider.url}
+        command = [sys.executable, str(FOLDER / "app.py"), "--tasks", "2"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("0 of 2 reached the goal\n"), done.stderr
+    assert [body["model"] for body in provider.requests].count("driver") == 2 * grid.ROUNDS
+
+
+def test_it_learns(run: Path) -> None:
+    steps = [json.loads(line)["roles"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for role in ("navigator", "driver"):
+        assert sum(step[role]["reward"] for step in steps[-2:]) / 2 > steps[0][role]["reward"] + 0.08
+
+
+def test_it_takes_the_trained_policies_back(run: Path, tmp_path: Path) -> None:
+    export_run(run, tmp_path / "export")
+    with cotune.deployed(tmp_path / "export") as deployment:
+        walk = asyncio.run(app.solve(TASK))
+    assert 1 <= walk.rounds <= grid.ROUNDS
+    assert deployment.calls == {("navigator", "ok"): walk.rounds, ("driver", "ok"): walk.rounds}
+    assert not deployment.passed_through
