@@ -156,7 +156,7 @@ def _floats(count: int) -> struct.Struct:
 
 def _episode_row(episode: Episode) -> Row:
     body = _json.encode(msgspec.structs.replace(episode, metrics={})).decode()
-    metrics = json.dumps(dict(episode.metrics))
+    metrics = json.dumps(dict(episode.metrics)) if episode.metrics else "{}"
     return (episode.id, episode.task.id, episode.phase, episode.training_step, episode.status, body, metrics)
 
 
