@@ -58,6 +58,26 @@ def _wrap(cls: type) -> None:
         setattr(wrapped, _MARK, True)
         type.__setattr__(cls, name, wrapped)
 
+    counted = cls.__dict__.get("get_input_tokens_count")
+    if counted is not None and not hasattr(counted, _MARK):
+        wrapped = functools.wraps(counted)(_count(counted))
+        setattr(wrapped, _MARK, True)
+        type.__setattr__(cls, "get_input_tokens_count", wrapped)
+
+
+def _count(original: Callable[..., int]) -> Callable[..., int]:
+    """Before each call CrewAI has the provider count the prompt's tokens. Where policies answer, the prompt is not sent
+    there: four characters are taken for a token, as CrewAI does for providers that cannot count."""
+
+    def get_input_tokens_count(self: Any, messages: Any, *args: Any, **kwargs: Any) -> int:
+        episode = current_episode.get()
+        if episode is None or episode.responder is None:
+            return original(self, messages, *args, **kwargs)
+        texts = [messages] if isinstance(messages, str) else [str(m.get("content") or "") for m in messages]
+        return (sum(len(text) for text in texts) + 3) // 4
+
+    return get_input_tokens_count
+
 
 def _tool(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)

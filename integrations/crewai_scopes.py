@@ -51,6 +51,7 @@ class Scope:
 
 
 _current: ContextVar[Scope | None] = ContextVar("cotune_crewai_scope", default=None)
+_asking: ContextVar[bool] = ContextVar("cotune_crewai_asking", default=False)
 _templates: dict[int, str] = {}
 """Role as written of agents that were copied after inputs had been filled in, by object."""
 
@@ -144,17 +145,22 @@ def _innermost() -> Mark | None:
     return _mark(scope, output=None)
 
 
-def _others() -> Iterator[Any]:
-    """Identities of the scopes of other frameworks around this point."""
-    for other in scopes:
-        if other is not _innermost and (found := other()) is not None:
-            yield found.unit
+def _others() -> list[Any]:
+    """Identities of the scopes of other frameworks around this point, which may ask for this one in turn."""
+    if _asking.get():
+        return []
+    token = _asking.set(True)
+    try:
+        return [found.unit for other in scopes if other is not _innermost and (found := other()) is not None]
+    finally:
+        _asking.reset(token)
 
 
 def _mark(scope: Scope, output: str | None) -> Mark:
     led = (scope.outer.key,) if scope.outer is not None and scope.outer.agent is not None else ()
     given = scope.reads if output is not None else ()
-    return Mark(scope.role, NAME, state=_state(scope), read=(*led, *given, scope.key), output=output)
+    read = (*led, *given, scope.key)
+    return Mark(scope.role, NAME, state=_state(scope), read=read, output=output, unit=id(scope))
 
 
 def _state(scope: Scope) -> CrewState:

@@ -13,7 +13,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -62,8 +62,8 @@ Demonstration = tuple[list[dict[str, str]], str]
 Demonstrator = Callable[[random.Random], Demonstration]
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer over the words of the game, with a chat template."""
+def build_tokenizer(words: Iterable[str] = ()) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer over the words of the game and `words`, with a chat template."""
     special = ["<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>"]
     split = pre_tokenizers.WhitespaceSplit()
     known = [
@@ -82,7 +82,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     ]
     known += [f"{move}={n}" for move in MOVES for n in range(SIZE)]
     known += [f"{move}={letter}" for move in MOVES for letter in LETTERS]
-    known += f"{NAVIGATOR} {DRIVER}".split()
+    known += [*f"{NAVIGATOR} {DRIVER}".split(), *words]
     vocabulary = {word: i for i, word in enumerate(dict.fromkeys([*special, *known]))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = split
@@ -228,11 +228,13 @@ def build(
     steps: int = STEPS,
     demonstrators: Sequence[Demonstrator] = TEAM,
     count: int = DEMONSTRATIONS,
+    words: Iterable[str] = (),
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> None:
-    """Build, warm up and save a base model as a Hugging Face folder; the same for the same seed."""
+    """Build, warm up and save a base model as a Hugging Face folder; the same for the same seed. `words` are those that
+    the demonstrations hold beyond the game's own."""
     torch.set_num_threads(1)
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(words)
     model = build_model(tokenizer, seed)
     warm_up(model, tokenizer, seed=seed, steps=steps, demonstrators=demonstrators, count=count, report=report)
     model.save_pretrained(folder)

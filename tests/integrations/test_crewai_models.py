@@ -323,10 +323,34 @@ def test_tools_streamed_by_the_provider_are_recorded(provider: Provider, record:
     assert len(record.calls) == len(provider.requests) == 2
 
 
+def test_prompts_go_to_no_provider_to_be_counted_where_policies_answer(
+    record: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def count(self, **params):
+        asked.append(params)
+        raise ConnectionError("unreachable")
+
+    monkeypatch.setattr("openai.resources.responses.input_tokens.InputTokens.count", count)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    record(running(crew(sdk())), lambda call: "ok")
+    assert asked == []
+    assert sdk().get_input_tokens_count("four five") == 3 and len(asked) == 1
+
+
 def test_what_is_hooked_exists() -> None:
     """CrewAI's own names that the integration relies on; one that is gone would lose calls or roles."""
     hooked = {
-        BaseLLM: ("call", "acall", "_handle_tool_execution", "summarize_messages", "_validate_structured_output"),
+        OpenAICompletion: ("call", "acall", "get_input_tokens_count"),
+        BaseLLM: (
+            "get_input_tokens_count",
+            "call",
+            "acall",
+            "_handle_tool_execution",
+            "summarize_messages",
+            "_validate_structured_output",
+        ),
         Agent: ("execute_task", "aexecute_task", "kickoff", "kickoff_async", "akickoff"),
         LiteAgent: ("kickoff", "kickoff_async", "akickoff"),
         Task: ("_execute_core", "_aexecute_core"),

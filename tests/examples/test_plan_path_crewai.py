@@ -1,0 +1,99 @@
+"""The Plan-Path team as a CrewAI application: what it is, and that it learns."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "plan_path"))
+
+import grid
+from plan_path_crewai import app, base, train
+
+import cotune
+from cotune.adapters.export import export_run
+from cotune.records import Message
+from cotune.trainer.config import load_config
+from cotune.trainer.train import train as run_training
+from tests.integrations.provider import completion, json_reply, serving
+from tests.integrations.recorded import Recorded
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "plan_path_crewai"
+TASK = next(t for t in grid.make_tasks(30, 5) if grid.grid_of(t).distance(grid.cell_of(t["start"])) == 4)
+BOARD = grid.grid_of(TASK)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short training on a base that has seen the game for a few seconds."""
+    folder = tmp_path_factory.mktemp("crewai")
+    base.build(folder / "base", steps=50, count=1500)
+    settings = {"model": str(folder / "base"), "steps": 5, "tasks_per_step": 6, "concurrency": 6}
+    config = load_config(ROOT / "examples" / "plan_path" / "train.toml", {**settings, "schedule": {"kind": "constant"}})
+    run_training(train.solve, list(grid.make_tasks(6, 0)), config, run=folder / "run")
+    return folder / "run"
+
+
+def best(call: Any) -> str:
+    """What a perfect player of a role would say."""
+    at = app.Walk(**call.state.flow).position
+    if call.role == "navigator":
+        free = [move for move in grid.MOVES if BOARD.free(grid.step(at, move))]
+        return min(free, key=lambda move: BOARD.distance(grid.step(at, move)))
+    return " ".join(dict(BOARD.controls)[move] for move in call.state.flow["message"].split())
+
+
+def test_the_application_knows_nothing_of_cotune() -> None:
+    tree = ast.parse((FOLDER / "app.py").read_text())
+    imports = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    imports += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert imports and not [found for found in imports if "cotune" in found or found in ("rewards", "train")]
+
+
+def test_roles_are_the_agents_and_prompts_those_of_the_base() -> None:
+    record = Recorded()
+
+    async def solve(_: Any) -> Any:
+        return await train.solve(TASK)
+
+    assert record(solve, best).rewards == {"team": 4 / 2 + 1}
+    assert record.roles == ["navigator", "driver"] * 4
+    stored = {r.id: r.body for r in record.sink if isinstance(r, Message)}
+    for call, asked in ((record.calls[0], grid.view(BOARD, grid.cell_of(TASK["start"]))),):
+        wanted = [{**m, "content": m["content"].replace(base.PLACE, asked)} for m in base.PROMPTS[call.role]]
+        assert [{k: stored[i][k] for k in ("role", "content")} for i in call.messages] == wanted
+
+
+def test_the_application_runs_alone() -> None:
+    with serving() as provider:
+        provider.reply = lambda body, number: json_reply(completion({"role": "assistant", "content": "up"}))
+        environment = {**os.environ, "OPENAI_BASE_URL": provider.url}
+        command = [sys.executable, str(FOLDER / "app.py"), "--tasks", "2"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("0 of 2 reached the goal\n"), done.stderr
+    assert [body["model"] for body in provider.requests].count("driver") == 2 * grid.ROUNDS
+
+
+def test_it_learns(run: Path) -> None:
+    steps = [json.loads(line)["roles"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for role in ("navigator", "driver"):
+        assert sum(step[role]["reward"] for step in steps[-2:]) / 2 > steps[0][role]["reward"] + 0.08
+
+
+def test_it_takes_the_trained_policies_back(run: Path, tmp_path: Path) -> None:
+    export_run(run, tmp_path / "export")
+    with cotune.deployed(tmp_path / "export") as deployment:
+        walk = asyncio.run(app.walk(TASK))
+    assert 1 <= walk.rounds <= grid.ROUNDS
+    assert deployment.calls == {("navigator", "ok"): walk.rounds, ("driver", "ok"): walk.rounds}
+    assert not deployment.passed_through
