@@ -16,7 +16,7 @@ from starlette.routing import Route
 from cotune.adapters.chat_endpoint import ChatEndpoint
 from cotune.adapters.local import Local, Served, open_local
 from cotune.integrations.http_requests import Access
-from cotune.integrations.http_responses import json_response, refusals
+from cotune.integrations.http_responses import application, json_response
 from cotune.integrations.http_server import App, Running, check_access, running, stopped_by_signals
 
 __all__ = ["Endpoint", "build_app", "check_access", "serve", "serving", "serving_local"]
@@ -42,14 +42,13 @@ def build_app(local: Local, *, token: str | None = None, max_body: int = MAX_BOD
         counts = {"requests": chat.counts, "not_enforced": chat.not_enforced}
         return json_response({"status": "ok", "sampler": info.name, "in_flight": chat.in_flight, **counts})
 
-    return Starlette(
-        routes=[
+    return application(
+        [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/health", health),
         ],
-        exception_handlers=refusals(),
     )
 
 

@@ -16,6 +16,8 @@ _PATH = re.compile(r"(?:/e/(?P<episode>[^/]*))?(?:/r/(?P<role>[^/]*))?/v1/(?P<ta
 _ID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 _UNSAFE = re.compile(rb"[^\x21-\x7e]")
 _LONGEST = 200
+_REMEMBERED = 512
+"""Most bytes of a path that is remembered."""
 _MEMBER = b"cotune."
 
 _CALLS = {form.path.strip("/"): form for form in FORMS}
@@ -58,8 +60,10 @@ def address_of(scope: Scope) -> Address | None:
     Raises RequestError (400) for a path that cannot be forwarded, (404) for one that is not served, (405) for another
     method than those served there.
     """
+    if _UNSAFE.search(scope["query_string"]):
+        raise RequestError(400, "The query holds characters that must be percent-encoded.", code="invalid_path")
     raw = scope.get("raw_path") or scope["path"].encode()
-    found = _parse(raw)
+    found = _known(raw) if len(raw) <= _REMEMBERED else _parse(raw)
     if found is not None and scope["method"] not in found.methods:
         raise RequestError(
             405,
@@ -71,6 +75,10 @@ def address_of(scope: Scope) -> Address | None:
 
 
 @functools.lru_cache(4096)
+def _known(raw: bytes) -> Address | None:
+    return _parse(raw)
+
+
 def _parse(raw: bytes) -> Address | None:
     found = _PATH.fullmatch(raw.decode("latin-1"))
     if found is None:

@@ -18,7 +18,7 @@ from cotune.errors import CotuneError, RecordError
 from cotune.integrations.gateway_episodes import Episodes
 from cotune.integrations.gateway_proxy import Proxy
 from cotune.integrations.http_requests import Access, RequestError, read_body
-from cotune.integrations.http_responses import json_response, refusals
+from cotune.integrations.http_responses import application, json_response
 from cotune.records import EpisodeStatus
 from cotune.sqlite_store import SqliteStore
 
@@ -92,14 +92,13 @@ def control_app(
         counts = {"requests": proxy.counts, "in_flight": proxy.in_flight}
         return json_response({"status": "ok", **counts, **episodes.health(), **stored})
 
-    return Starlette(
-        routes=[
+    return application(
+        [
             Route("/cotune/episodes", open_, methods=["POST"]),
             Route("/cotune/episodes/{id}/end", end, methods=["POST"]),
             Route("/cotune/rewards", reward, methods=["POST"]),
             Route("/health", health),
         ],
-        exception_handlers=refusals(),
     )
 
 

@@ -52,6 +52,8 @@ class _Passage:
     address: Address
     receive: Receive
     _send: Send
+    headers: Any = None
+    """What is sent to the provider."""
     started: bool = False
     done: bool = False
     exchange: Exchange | None = field(default=None)
@@ -138,6 +140,9 @@ class Proxy:
 
     async def _pass(self, passage: _Passage) -> None:
         scope, address = passage.scope, passage.address
+        if self.upstream is not None:
+            own_key = self.access.given(scope, b"authorization")
+            passage.headers = self.upstream.request_headers(scope["headers"], own_key)
         if address.form is not None and scope["method"] == "POST":
             raw = await read_body(scope, passage.receive, self.limits.body)
             content = inflated(raw, header(scope, b"content-encoding").decode("latin-1"), self.limits.body)
@@ -205,8 +210,8 @@ class Proxy:
     async def _forward(self, passage: _Passage, upstream: Upstream, raw: bytes) -> None:
         """Pass the request on and its answer back, byte by byte as it arrives."""
         scope, address, exchange = passage.scope, passage.address, passage.exchange
-        headers = upstream.request_headers(scope["headers"], self.access.given(scope, b"authorization"))
-        async with upstream.send(scope["method"], address.tail, scope["query_string"], headers, raw) as reply:
+        method, query = scope["method"], scope["query_string"]
+        async with upstream.send(method, address.tail, query, passage.headers, raw) as reply:
             fields = reply.headers
             if exchange is not None:
                 fields = [*fields, (b"x-cotune-call", exchange.call.id.encode())]

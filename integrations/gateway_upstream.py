@@ -29,6 +29,8 @@ _READABLE = ("gzip", "deflate")
 """Codings that the recorder can read too; others are not asked of the provider."""
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _CONNECT = 30
+_REMEMBERED = 512
+"""Most characters of a URL that is remembered."""
 _AUTOMATIC = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
@@ -69,19 +71,16 @@ class Upstream:
 
     @contextlib.asynccontextmanager
     async def send(
-        self, method: str, tail: str, query: bytes, headers: Fields, body: bytes
+        self, method: str, tail: str, query: bytes, headers: CIMultiDict[str], body: bytes
     ) -> AsyncIterator[UpstreamAnswer]:
         """The answer to a request. Leaving early closes its connection, which cancels the request at the provider.
 
         Raises UpstreamError when there is no answer.
         """
-        if _CONTROL.search(query) or not query.isascii():
-            raise RequestError(400, "The query holds characters that must be percent-encoded.", code="invalid_path")
         url = _url(self.url, tail, query.decode())
         try:
-            fields = CIMultiDict(_decoded(headers))
             answer = await self._open().request(
-                method, url, data=body or None, headers=fields, proxy=self._proxy, allow_redirects=False
+                method, url, data=body or None, headers=headers, proxy=self._proxy, allow_redirects=False
             )
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise UpstreamError(_text(error)) from error
@@ -96,8 +95,11 @@ class Upstream:
         finally:
             answer.close() if not answer.content.at_eof() else answer.release()
 
-    def request_headers(self, headers: Iterable[tuple[bytes, bytes]], own_key: bool) -> Fields:
-        """A client's headers as they are forwarded; with `own_key` its key is replaced by the provider's."""
+    def request_headers(self, headers: Iterable[tuple[bytes, bytes]], own_key: bool) -> CIMultiDict[str]:
+        """A client's headers as they are forwarded; with `own_key` its key is replaced by the provider's.
+
+        Raises RequestError (400) for one that cannot be forwarded.
+        """
         given = list(headers)
         kept = forwarded(given, _OURS)
         accepted = b",".join(value for name, value in given if name == b"accept-encoding").decode("latin-1").lower()
@@ -107,7 +109,7 @@ class Upstream:
             kept = [(name, value) for name, value in kept if name != b"authorization"]
             if self._key:
                 kept.append((b"authorization", b"Bearer " + self._key.encode()))
-        return kept
+        return CIMultiDict(_decoded(kept))
 
     async def close(self) -> None:
         """Close all connections."""
@@ -166,8 +168,13 @@ def _proxy_for(url: str) -> str | None:
 
 
 @functools.lru_cache(1024)
+def _known(url: str) -> URL:
+    return URL(url, encoded=True)
+
+
 def _url(base: str, tail: str, query: str) -> URL:
-    return URL(f"{base}/{tail}?{query}" if query else f"{base}/{tail}", encoded=True)
+    url = f"{base}/{tail}?{query}" if query else f"{base}/{tail}"
+    return _known(url) if len(url) <= _REMEMBERED else URL(url, encoded=True)
 
 
 def _decoded(headers: Fields) -> list[tuple[str, str]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from cotune.integrations.http_requests import RequestError, json_bytes
 
@@ -19,7 +21,14 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
     return Response(json_bytes(body), status, headers, media_type="application/json")
 
 
-def refusals() -> dict[Any, Callable[[Request, Exception], Any]]:
+def application(routes: Sequence[Route]) -> Starlette:
+    """A Starlette application that answers with errors in OpenAI form, and guesses no paths."""
+    made = Starlette(routes=routes, exception_handlers=_refusals())
+    made.router.redirect_slashes = False
+    return made
+
+
+def _refusals() -> dict[Any, Callable[[Request, Exception], Any]]:
     """Exception handlers that answer with errors in OpenAI form."""
     return {RequestError: _refuse, HTTPException: _http_error, Exception: _server_error}
 
