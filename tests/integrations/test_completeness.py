@@ -1,0 +1,135 @@
+"""Recorded is what a server saw: as many calls, with equal bodies, for every example and every kind of application."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+from crewai import LLM
+from langchain_openai import ChatOpenAI
+
+from benchmarks import stress
+from cotune.episodes import run_episode
+from cotune.records import Call, Message, Task
+from cotune.workflow import Workflow, load_workflow, workflow, workflow_of
+from tests.integrations.provider import Provider, completion, event, json_reply
+from tests.integrations.recorded import Sink
+
+ROOT = Path(__file__).parents[2]
+Body = dict[str, Any]
+
+
+def recorded(sink: Sink) -> Counter[str]:
+    """Bodies of the recorded calls, put together from their messages, tools and parameters."""
+    stored = {record.id: record.body for record in sink if isinstance(record, Message)}
+    return Counter(canonical(_body(call, stored)) for call in sink if isinstance(call, Call))
+
+
+def _body(call: Call, stored: dict[str, Any]) -> Body:
+    body = {**call.params, "model": call.model, "messages": [stored[i] for i in call.messages]}
+    if call.tools:
+        body["tools"] = stored[call.tools]
+    return {**body, "stream": True} if call.streamed else body
+
+
+def canonical(body: Body) -> str:
+    body = {key: value for key, value in body.items() if not (key == "stream" and value is False)}
+    return json.dumps(body, sort_keys=True)
+
+
+def answers(body: Body, number: int, each_tool: bool = False) -> tuple[int, str, list[Any]]:
+    """Calls the tools that the system text asks for (or the first there is), once; else says something."""
+    offered = [tool["function"]["name"] for tool in body.get("tools") or []]
+    wanted = offered[:1] if each_tool else re.findall(r"USES=(\w+)", json.dumps(body["messages"][0]))
+    used = any(message.get("role") == "tool" for message in body["messages"])
+    names = [name for name in wanted if name in offered and not used]
+    message: Body = {"role": "assistant", "content": f"<<{number}>>"}
+    if names:
+        schema = next(t["function"]["parameters"] for t in body["tools"] if t["function"]["name"] == names[0])
+        function = {"name": names[0], "arguments": json.dumps(dict.fromkeys(schema["properties"], "go"))}
+        message |= {"content": None, "tool_calls": [{"id": f"call_{number}", "type": "function", "function": function}]}
+    if not body.get("stream"):
+        return json_reply(completion(message))
+    return 200, "text/event-stream", [event(message), event({}, "stop"), b"data: [DONE]\n\n"]
+
+
+def episodes(flow: Workflow, tasks: list[Task]) -> Sink:
+    """Run a workflow on all tasks at once, answered by the provider alone."""
+    sink = Sink()
+
+    async def run() -> None:
+        for outcome in await asyncio.gather(*(run_episode(flow, task, sink=sink) for task in tasks)):
+            assert outcome.error is None
+            assert not outcome.live.warnings
+
+    asyncio.run(run())
+    return sink
+
+
+@pytest.mark.parametrize("app", stress.APPS, ids=lambda app: app.__name__)
+def test_kinds_of_applications(app: Callable[[str], Any], provider: Provider, monkeypatch: pytest.MonkeyPatch):
+    provider.reply = answers
+    at = {"base_url": provider.url, "api_key": "none", "max_retries": 0}
+    info = {**stress.abilities, "family": "unknown"}
+    monkeypatch.setattr(stress, "chat", ChatOpenAI(model="m", **at))
+    monkeypatch.setattr(stress, "crew_llm", LLM(model="openai/gpt-4o-mini", **at))
+    monkeypatch.setattr(stress, "team_client", OpenAIChatCompletionClient(model="m", model_info=info, **at))
+    monkeypatch.setattr(stress, "sdk", openai.OpenAI(**at))
+    monkeypatch.setattr(stress, "async_sdk", openai.AsyncOpenAI(**at))
+
+    if asyncio.iscoroutinefunction(app):
+
+        async def solve(given: Any) -> float:
+            return float(len(await app(given["id"])))
+    else:
+
+        def solve(given: Any) -> float:
+            return float(len(app(given["id"])))
+
+    sink = episodes(workflow_of(workflow(solve)), [Task(id=f"e{i}", input={"id": f"e{i}"}) for i in range(3)])
+    assert provider.requests
+    assert recorded(sink) == Counter(map(canonical, provider.requests))
+
+
+EXAMPLES = {
+    "plan_path": "grid:make_tasks",
+    "plan_path_autogen": "grid:make_tasks",
+    "plan_path_crewai": "grid:make_tasks",
+    "tool_agent": "shop:make_tasks",
+}
+"""By example: what makes its tasks."""
+
+
+def _forget_examples() -> None:
+    """Examples name their modules alike, and make their clients when they are imported."""
+    for name, module in list(sys.modules.items()):
+        if str(ROOT / "examples") in str(getattr(module, "__file__", None)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples(name: str, provider: Provider, monkeypatch: pytest.MonkeyPatch):
+    provider.reply = functools.partial(answers, each_tool=True)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    _forget_examples()
+    flow = load_workflow(f"{ROOT}/examples/{name}/train.py:solve")
+    module, maker = EXAMPLES[name].split(":")
+    tasks = getattr(sys.modules[module], maker)(3, seed=1)
+    sink = episodes(flow, [Task(id=f"e{i}", input=task) for i, task in enumerate(tasks)])
+    _forget_examples()
+    assert provider.requests
+    assert recorded(sink) == Counter(map(canonical, provider.requests))
+
+
+def test_no_example_is_missing_here():
+    assert {path.parent.name for path in (ROOT / "examples").glob("*/app.py")} == set(EXAMPLES)
