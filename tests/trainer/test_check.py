@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def test_a_graph_is_checked_in_seconds_without_loading_a_model_or_another_framew
         "status = main(['check', 'app:solve', '--tasks', 'tasks.jsonl', '--json']); "
         "print(json.dumps([status, sorted({m.split('.')[0] for m in sys.modules})]))"
     )
-    started = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
@@ -101,7 +101,8 @@ def test_a_graph_is_checked_in_seconds_without_loading_a_model_or_another_framew
         env={**os.environ, "LANGSMITH_TRACING": "false"},
         check=False,
     )
-    seconds = time.perf_counter() - started
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     report, (status, modules) = map(json.loads, done.stdout.splitlines())
     assert {"torch", "transformers", "crewai", "autogen_core"} & set(modules) == set()
     assert status == 0 and report["trainable"]
