@@ -6,7 +6,9 @@ import asyncio
 import concurrent.futures
 import contextvars
 import functools
+import sys
 import threading
+from types import FrameType
 
 from cotune.context import current_episode
 from cotune.errors import CotuneError, SamplerError, WorkflowError
@@ -16,9 +18,9 @@ from cotune.records import CallStatus
 _CANCELLED = (asyncio.CancelledError, concurrent.futures.CancelledError, KeyboardInterrupt, GeneratorExit)
 _DETAIL = 500
 """Most characters of an error message that are recorded."""
-PATIENCE = 0.2
-"""Seconds that an episode's loop has to begin with a call of another thread: one that stands still never would, where
-the application waits on it for that thread (a synchronous graph with parallel nodes, run inside a coroutine)."""
+PATIENCE = 0.1
+"""Seconds between two looks at an episode's loop that does not begin with a call of another thread. It never would
+where the application waits on it for that thread (a synchronous graph with parallel nodes, run inside a coroutine)."""
 
 
 async def answer(call: LiveCall) -> Answer | None:
@@ -36,8 +38,10 @@ async def answer(call: LiveCall) -> Answer | None:
             call.cancel = functools.partial(here.call_soon_threadsafe, task.cancel)
         return await _respond(call)
     request = _Request(call, episode.loop)
+    begun = asyncio.wrap_future(request.begun)
     try:
-        await asyncio.wait([asyncio.wrap_future(request.begun)], timeout=PATIENCE)
+        while not (await asyncio.wait([begun], timeout=PATIENCE))[0] and not request.stuck():
+            continue
     except asyncio.CancelledError:
         request.answer.cancel()
         raise
@@ -54,7 +58,8 @@ def answer_blocking(call: LiveCall) -> Answer | None:
         return _Request(call, _side_loop()).answer.result()
     request = _Request(call, episode.loop)
     if _running_loop() is not episode.loop:
-        concurrent.futures.wait([request.begun], PATIENCE)
+        while not concurrent.futures.wait([request.begun], PATIENCE).done and not request.stuck():
+            continue
     return request.settle().result()
 
 
@@ -63,6 +68,8 @@ class _Request:
 
     def __init__(self, call: LiveCall, loop: asyncio.AbstractEventLoop) -> None:
         self._call = call
+        self._loop = loop
+        self._seen: FrameType | None = None
         self.begun: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.answer = asyncio.run_coroutine_threadsafe(self._run(), loop)
         call.cancel = self.answer.cancel
@@ -72,6 +79,11 @@ class _Request:
             return None
         self.begun.set_result(None)
         return await _respond(self._call)
+
+    def stuck(self) -> bool:
+        """Whether the loop has been waiting for other threads since this was last asked, so that it cannot begin."""
+        before, self._seen = self._seen, _waiting(self._loop)
+        return self.answer.done() or (self._seen is not None and self._seen is before)
 
     def settle(self) -> concurrent.futures.Future[Answer | None]:
         """The future answer: of this loop if it has begun, else of one that does not stand still."""
@@ -125,6 +137,12 @@ async def _respond(call: LiveCall) -> Answer | None:
             "such a stream comes at once.",
         )
     return found
+
+
+def _waiting(loop: asyncio.AbstractEventLoop) -> FrameType | None:
+    """Where the loop's thread waits for another thread; None for one that works or is idle."""
+    frame = sys._current_frames().get(getattr(loop, "_thread_id", None) or 0)
+    return frame if frame is not None and frame.f_code.co_filename == threading.__file__ else None
 
 
 @functools.cache

@@ -28,12 +28,13 @@ _MESSAGE_ID = len("lc_run--") + 36
 
 
 class _Notes:
-    """Runs in progress of one episode, and the marks of its model calls in flight."""
+    """Runs in progress of one episode, the marks of its model calls in flight, and message ids that name no run."""
 
-    __slots__ = ("episode", "marks", "runs")
+    __slots__ = ("episode", "ids", "marks", "runs")
 
     def __init__(self, episode: LiveEpisode) -> None:
         self.episode = episode
+        self.ids: dict[str, str] = {}
         self.runs: dict[UUID, Run] = {}
         self.marks: dict[UUID, Mark] = {}
 
@@ -146,15 +147,26 @@ class _Handler(BaseCallbackHandler):
         **_: Any,
     ) -> None:
         run = Run.model(_parent(notes, parent_run_id), metadata or {}, around.get())
-        read = tuple(m.id[:_MESSAGE_ID] for m in messages[0] if m.id and m.id.startswith("lc_run--"))
-        mark = Mark(role_of(run), NAME, state=run.state, read=read, output=f"lc_run--{run_id}")
+        read = tuple(
+            m.id[:_MESSAGE_ID] if m.id.startswith("lc_run--") else notes.ids[m.id]
+            for m in messages[0]
+            if m.id and (m.id.startswith("lc_run--") or m.id in notes.ids)
+        )
+        by = _entered_within(run) or Mark(role_of(run), NAME, state=run.state)
+        mark = Mark(by.role, by.integration, state=by.state, read=(*by.read, *read), output=f"lc_run--{run_id}")
         notes.marks[run_id] = mark
         current_mark.set(mark)
 
     @_counted
     def on_llm_end(self, notes: _Notes, response: Any, *, run_id: UUID, **_: Any) -> None:
         mark = self._done(notes, run_id)
-        if mark is not None and not mark.calls:
+        if mark is None:
+            return
+        for generation in response.generations[0]:
+            name = getattr(getattr(generation, "message", None), "id", None)
+            if name and not name.startswith("lc_run--"):
+                notes.ids[name] = str(mark.output)
+        if not mark.calls:
             notes.episode.warn(
                 "unseen_call",
                 f"A chat model answered role {mark.role!r} without a call that can be recorded: from LangChain's cache "
@@ -211,4 +223,21 @@ def _scope() -> Mark | None:
         return None
     run = Run.model(_notes(episode).runs.get(_here(config)), config.get("metadata") or {}, around.get())
     role = role_of(run)
-    return Mark(role, NAME, state=run.state, unit=_here(config)) if role != "app" else None
+    return Mark(role, NAME, state=run.state, unit=_node_of(run)) if role != "app" else None
+
+
+def _entered_within(run: Run) -> Mark | None:
+    """A scope of another framework (a crew's agent) that a model call was reached through, inside the call's node."""
+    if len(scopes) == 1:
+        return None
+    here = _scope()
+    if (here.unit if here else None) != _node_of(run):
+        return None
+    return next((found for other in scopes if other is not _scope and (found := other()) is not None), None)
+
+
+def _node_of(run: Run | None) -> str | None:
+    """The innermost execution of a node around a run, by its namespace."""
+    while run is not None and run.kind != "node":
+        run = run.parent
+    return run.space if run else None

@@ -194,7 +194,7 @@ def test_sync_nodes_of_many_episodes_wait_for_their_answers_at_once():
 def test_what_a_graph_needs_and_what_is_no_workflow():
     with pytest.raises(WorkflowError, match="reward="):
         cotune.workflow(graph_of())
-    with pytest.raises(WorkflowError, match="compiled LangGraph"):
+    with pytest.raises(WorkflowError, match="LangGraph graph"):
         cotune.workflow(StateGraph(MessagesState))
 
 

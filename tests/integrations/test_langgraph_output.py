@@ -249,3 +249,20 @@ def test_agents_and_structured_output_by_the_responses_interface(provider: Provi
         ("app", "ok", '{"x": 3}'),
     ]
     assert len(provider.requests) == 2
+
+
+def test_parents_by_the_responses_interface_are_known_by_id(record: Recorded):
+    by_responses = other(use_responses_api=True)
+
+    def same(state):
+        return {"messages": [by_responses.invoke(state["messages"][-1:])]}
+
+    async def streamed(state):
+        parts = [part async for part in by_responses.astream(state["messages"][:2])]
+        return {"messages": [sum(parts[1:], parts[0])]}
+
+    graph = chain(("first", same), ("second", same), ("third", streamed), ("fourth", same))
+    record(running(graph, "ainvoke"), lambda call: "the same")
+    first, second, third, fourth = record.calls
+    assert [call.parents for call in record.calls] == [(), (first.id,), (first.id,), (third.id,)]
+    assert {call.candidates[0].text for call in (first, second, third, fourth)} == {"the same"}
