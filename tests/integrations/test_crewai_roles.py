@@ -17,6 +17,8 @@ import pytest
 from crewai import LLM, Agent, Crew, Process, Task
 from crewai.flow.flow import Flow, listen, router, start
 from crewai.tools import tool
+from langchain_openai import ChatOpenAI
+from langgraph.graph import START, MessagesState, StateGraph
 from pydantic import BaseModel
 
 import cotune
@@ -363,3 +365,56 @@ def test_crews_made_before_cotune_was_imported() -> None:
 def test_importing_cotune_imports_no_crewai() -> None:
     code = "import sys, cotune, cotune.integrations as i; i.activate(); sys.exit('crewai' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_crew_in_a_graphs_node_and_a_graph_in_a_crews_tool(record: Recorded) -> None:
+    """LangGraph around CrewAI around LangGraph: a call belongs to the innermost of them."""
+    chat = ChatOpenAI(model="m", base_url=URL, api_key="none", max_retries=0)
+
+    def plain(text: str) -> None:
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+
+    def inner_node(state):
+        plain("in the inner node")
+        return {"messages": [chat.invoke("inner")]}
+
+    inner = StateGraph(MessagesState)
+    inner.add_node("inner", inner_node)
+    inner.add_edge(START, "inner")
+    inner_graph = inner.compile()
+
+    @tool("research")
+    def research(q: str) -> str:
+        """Ask a graph."""
+        plain("in the tool")
+        chat.invoke("in the tool")
+        return str(inner_graph.invoke({"messages": [("user", q)]})["messages"][-1].content)
+
+    by = agent("Worker", tools=[research])
+
+    def outer_node(state):
+        plain("before")
+        Crew(agents=[by], tasks=[task("x", by)]).kickoff()
+        plain("after")
+        return {"messages": []}
+
+    outer = StateGraph(MessagesState)
+    outer.add_node("outer", outer_node)
+    outer.add_edge(START, "outer")
+    graph = outer.compile()
+
+    wants = asks(tool_call("research", {"q": "?"}))
+    record(
+        ran(lambda: graph.invoke({"messages": [("user", "hi")]})),
+        lambda call: wants if (call.role, call.turn) == ("Worker", 0) else says(call),
+    )
+    assert record.roles == [
+        "outer",
+        "Worker",
+        "Worker",
+        "Worker",
+        "outer/inner",
+        "outer/inner",
+        "Worker",
+        "outer",
+    ]
