@@ -1,0 +1,111 @@
+"""The commands on records that leave or enter: `cotune otel export | import`, and `cotune sft`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cotune.errors import ConfigError
+
+
+def add_otel(commands: Any, add: Callable[..., Any]) -> None:
+    """Add `cotune otel export | import`; `add` makes a command of a name, a function, its help and an example."""
+    text = "export records as OpenTelemetry spans, or read those of other tools as records"
+    command = commands.add_parser("otel", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    ways = command.add_subparsers(dest="way", required=True, metavar="export | import")
+    _export(ways, add)
+    _import(ways, add)
+
+
+def _export(ways: Any, add: Callable[..., Any]) -> None:
+    def run(a: argparse.Namespace) -> int:
+        from cotune.integrations.otel_export import export_file, export_to, otlp_exporter
+        from cotune.integrations.otel_spans import Detail
+        from cotune.sqlite_store import SqliteStore
+
+        detail = Detail(content=a.content, tokens=a.tokens)
+        with SqliteStore.open(a.run_folder, read_only=True) as store:
+            if a.to:
+                made = export_file(store, a.to, episode=a.episode, detail=detail)
+            else:
+                exporter = otlp_exporter(a.endpoint, _pairs("--header", a.header))
+                made = export_to(store, exporter, episode=a.episode, detail=detail)
+                exporter.shutdown()
+        print(f"exported {made.spans} spans of {made.episodes} episodes to {a.to or a.endpoint}")
+        _say_left_out(made.left_out)
+        return 0
+
+    text = "write OTLP/JSON, or send OTLP over HTTP; no message content and no token ids unless asked for"
+    example = "cotune otel export runs/r1 --endpoint http://127.0.0.1:4318"
+    command = add(ways, "export", run, text, example)
+    command.add_argument("run_folder", metavar="RUN", help="run folder or records file")
+    target = command.add_mutually_exclusive_group(required=True)
+    target.add_argument("--to", metavar="FILE", help="file to write, one line per episode")
+    target.add_argument("--endpoint", metavar="URL", help="OTLP/HTTP endpoint; /v1/traces is added to a bare address")
+    command.add_argument(
+        "--header", action="append", default=[], metavar="NAME=VALUE", help="header for the endpoint; repeatable"
+    )
+    command.add_argument("--episode", metavar="ID", help="one episode only")
+    command.add_argument("--content", action="store_true", help="messages, tools, task inputs and error texts too")
+    command.add_argument("--tokens", action="store_true", help="token ids, log-probabilities, policy versions too")
+
+
+def _import(ways: Any, add: Callable[..., Any]) -> None:
+    def run(a: argparse.Namespace) -> int:
+        from cotune.integrations.otel_import import import_file
+        from cotune.sqlite_store import SqliteStore
+
+        with SqliteStore.open(Path(a.to) / "records.db") as store:
+            for file in a.files:
+                made = import_file(file, store)
+                print(f"{file}: {made.episodes} episodes with {made.calls} calls from {made.spans} spans")
+                _say_left_out(made.left_out)
+            store.flush()
+            lost = store.lost
+        print(f"next: cotune show {a.to}" if not lost else f"{lost} records could not be stored")
+        return 1 if lost else 0
+
+    text = "read traces in OTLP/JSON as records, to look at, score and fine-tune on"
+    command = add(ways, "import", run, text, "cotune otel import traces.jsonl --to runs/imported")
+    command.add_argument("files", nargs="+", metavar="FILE", help="OTLP/JSON, as a collector's file exporter writes it")
+    command.add_argument("--to", required=True, metavar="RUN", help="run folder; records are added to it")
+
+
+def add_sft(commands: Any, add: Callable[..., Any]) -> None:
+    """Add `cotune sft`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from cotune.sqlite_store import SqliteStore
+        from cotune.supervised import write_supervised
+
+        with SqliteStore.open(a.run_folder, read_only=True) as store:
+            made = write_supervised(store, a.to, role=a.role, min_reward=a.min_reward)
+        print(f"wrote {made.lines} lines to {a.to}")
+        _say_left_out(made.left_out)
+        return 0 if made.lines else 1
+
+    text = "write recorded answers as chat lines for supervised fine-tuning"
+    command = add(commands, "sft", run, text, "cotune sft runs/r1 --to sft.jsonl --role writer --min-reward 1")
+    command.add_argument("run_folder", metavar="RUN", help="run folder or records file")
+    command.add_argument("--to", required=True, metavar="FILE", help="JSON-lines file to write")
+    command.add_argument("--role", help="calls of this role only")
+    command.add_argument(
+        "--min-reward", type=float, metavar="X", help="least sum of the answer's rewards, or else of the episode's"
+    )
+
+
+def _pairs(flag: str, given: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(flag, pair, "NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def _say_left_out(left_out: Mapping[str, int]) -> None:
+    if left_out:
+        print("left out: " + ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())))
