@@ -60,7 +60,9 @@ def identify() -> Mark:
     mark = current_mark.get()
     if mark is None or mark.done:
         mark = next((found for scope in scopes if (found := scope()) is not None), None)
+    mark = mark or Mark("app", "openai")
     name = _override.get()
-    if name is not None:
-        return Mark(name, "override", state=mark.state if mark else None, read=mark.read if mark else ())
-    return mark or Mark("app", "openai")
+    if name is None:
+        return mark
+    mark.calls += 1
+    return Mark(name, "override", state=mark.state, read=mark.read, output=mark.output)

@@ -22,7 +22,7 @@ GraphRunner = Callable[[Any], Awaitable[Any]]
 runners: list[Callable[[object], GraphRunner | None]] = []
 """Integrations that run an application object: each returns a coroutine function of its input, or None."""
 
-_ACCEPTED = "a function of a task; or a LangGraph graph, an AutoGen team or agent, or a Crew, with inputs= and reward="
+_ACCEPTED = "a function of a task, or a compiled LangGraph graph, AutoGen team or Crew with inputs= and reward="
 _EXAMPLE = "@cotune.workflow\nasync def solve(task): return float(...)"
 
 
@@ -148,7 +148,7 @@ def _of_graph(
 ) -> Callable[[Any], Awaitable[Any]]:
     if reward is None:
         raise WorkflowError(
-            "A graph, team or crew needs reward=.",
+            "A graph needs reward=, and so does a team or crew.",
             "Pass reward=fn(state, task), which returns a number or a dict of named numbers.",
         )
 
