@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from cotune.context import current_episode
+from cotune.integrations.versions import missing_hook
 
 starting: ContextVar[str | None] = ContextVar("cotune_graph", default=None)
 """Name of the graph whose run is about to start; taken by the first run that does."""
@@ -17,6 +18,9 @@ def install() -> None:
     """Hook the two methods that every way to run a graph goes through."""
     from langgraph.pregel.main import Pregel
 
+    for name in ("stream", "astream"):
+        if not hasattr(Pregel, name):
+            raise missing_hook("langgraph", f"Pregel.{name}")
     stream, astream = Pregel.stream, Pregel.astream
 
     @functools.wraps(stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import uuid
 import warnings
 
@@ -138,6 +139,23 @@ def test_a_synchronous_run_inside_a_coroutine_is_no_deadlock(record: Recorded, m
     outcome = record(run, scripted())
     assert sorted(record.roles) == (["app", "app"] if kind == "chain" else ["a", "b"])
     assert outcome.live.warnings == {"blocked_loop": 2}
+
+
+def test_a_loop_that_is_only_busy_answers_when_it_is_done(record: Recorded, monkeypatch):
+    monkeypatch.setattr(answering, "PATIENCE", 0.001)
+    loops = []
+
+    async def run(task):
+        there = asyncio.create_task(asyncio.to_thread(model.invoke, "x"))
+        await asyncio.sleep(0)
+        until = time.monotonic() + 0.05
+        while time.monotonic() < until:
+            pass
+        await there
+        return asyncio.get_running_loop() is loops[0]
+
+    outcome = record(run, lambda call: loops.append(asyncio.get_running_loop()) or "x")
+    assert (outcome.rewards, outcome.live.warnings) == ({"team": 1.0}, {})
 
 
 # Checkpoints
