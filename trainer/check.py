@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from cotune.anywhere import run_anywhere
 from cotune.collect import Collected, collect
 from cotune.episodes import Outcome, run_episode
 from cotune.errors import ConfigError, SamplerError
@@ -74,7 +74,7 @@ def check(
         store = SqliteStore.open(Path(folder) / "records.db")
         try:
             with watched_connections() as connections:
-                outcomes = asyncio.run(_run(flow, listed, store, stub, timeout))
+                outcomes = run_anywhere(_run(flow, listed, store, stub, timeout))
             store.flush()
             seen = [call for outcome in outcomes for call in store.calls(outcome.episode.id)]
             found = [blocking(fault) for fault in faults(flow, outcomes, seen, config.roles)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
@@ -152,6 +153,13 @@ def test_a_recipe_that_shares_prompts_finds_only_first_turns_alike(provider: Pro
     report = dry(application(talk), config={"recipe": "at_grpo", "plan": {"kind": "independent"}})
     assert [(g.turns, g.size) for g in report.groups] == [((0,), 4)]
     assert report.left_out == {"group_of_one": 4}
+
+
+def test_it_works_where_a_loop_is_running(provider: Provider) -> None:
+    async def notebook() -> CheckReport:
+        return dry(application(first=letters))
+
+    assert asyncio.run(notebook()).trainable
 
 
 def test_only_the_first_tasks_are_run(provider: Provider) -> None:
