@@ -16,6 +16,7 @@ from cotune.records import Candidate, Usage
 from cotune.sampler import SamplingParams
 
 TokenText = Callable[[int], str]
+_INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -32,11 +33,11 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=_INT32)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=_INT32)] | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, le=_INT32)] | None = None
     stop: str | Annotated[list[str], msgspec.Meta(max_length=16)] | None = None
-    seed: int | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-_INT64 - 1, le=_INT64)] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
@@ -94,8 +95,10 @@ def decode_request(body: bytes) -> ChatRequest:
         param = missing.group(1) if missing else found.group(1) if found else None
         message = f"{param}: {_PATH.sub('', text)}." if param else f"{text}."
         raise RequestError(400, message, param=param, code="invalid_value") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(400, f"The body is not JSON: {error}.", code="invalid_json") from None
+    except RecursionError:
+        raise RequestError(400, "The body is nested too deeply.", code="invalid_json") from None
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):

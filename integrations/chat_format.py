@@ -167,12 +167,12 @@ class ChatTemplate:
     def _template(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
         from jinja2 import TemplateError
 
-        chat = [_for_template(m) for m in messages]
         try:
+            chat = [_for_template(m) for m in messages]
             return self.tokenizer.apply_chat_template(
                 chat, tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=False
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise SamplerError(
                 f"The chat template cannot render these messages: {_first_line(error)}.",
                 "Check roles and their order against the model's chat template.",

@@ -8,18 +8,19 @@ import msgspec
 
 from cotune.integrations.http_requests import RequestError
 
-_Limit = Annotated[int, msgspec.Meta(ge=1)]
+_INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
+_Limit = Annotated[int, msgspec.Meta(ge=1, le=_INT32)]
 
 
 class _Sampling(msgspec.Struct, frozen=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=_INT32)] | None = None
     max_tokens: _Limit | None = None
     max_completion_tokens: _Limit | None = None
     stop: str | Annotated[list[str], msgspec.Meta(max_length=16)] | None = None
-    seed: int | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-_INT64 - 1, le=_INT64)] | None = None
     stream_options: dict[str, Any] | None = None
 
 
