@@ -66,10 +66,14 @@ def _on_messages_stream(original: Any) -> Any:
 
 def _left(episode: LiveEpisode, frame: Frame, item: Any) -> None:
     """An agent's response names the last call it was made from."""
-    if isinstance(item, Response) and frame.last:
+    if not isinstance(item, Response) or not frame.last:
+        return
+    try:
         message = item.chat_message
         said(episode).add(message.source, getattr(message.to_model_message(), "content", None), frame.last)
-        hand_on(frame)
+    except Exception as error:  # noqa: BLE001
+        episode.warn("autogen", "The AutoGen integration could not tell what an agent said.", error)
+    hand_on(frame)
 
 
 def _tool(original: Any) -> Any:

@@ -67,8 +67,8 @@ class AgentClient:
             if hasattr(source, "aclose"):
                 await source.aclose()
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         return type(self._cotune_client)
 
     def __getattr__(self, name: str) -> Any:
@@ -170,7 +170,8 @@ def _note(episode: LiveEpisode, owner: Any, mark: Mark, result: Any) -> None:
         )
     if mark.output is None or not mark.calls:
         return
-    said(episode).add(str(getattr(owner, "name", None) or getattr(owner, "_name", "")), result.content, mark.output)
+    source = getattr(owner, "name", None) or getattr(owner, "_name", "")
+    said(episode).add(str(source), getattr(result, "content", None), mark.output)
     frame = current_frame.get()
     mine = frame.of(owner) if frame else None
     if mine is not None:

@@ -52,7 +52,8 @@ def _copy(value: Any, made: dict[int, Any]) -> Any:
 
 
 def _state(value: Any, made: dict[int, Any]) -> Any:
-    new = made[id(value)] = type(value).__new__(type(value))
+    new: Any = object.__new__(type(value))
+    made[id(value)] = new
     held = vars(value)
     renamed = (held[_TEAM_ID], str(uuid.uuid4())) if _TEAM_ID in held else None
     for name, item in held.items():

@@ -161,7 +161,8 @@ async def stepped(frame: Frame, source: AsyncIterator[Any], ended: Callable[[Any
 
 def _members(root: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """An application's agents and teams with their paths, nearest first, each object once."""
-    queue, seen = [((root.name,), root)], {id(root)}
+    queue: list[tuple[tuple[str, ...], Any]] = [((root.name,), root)]
+    seen = {id(root)}
     for path, member in queue:
         yield path, member
         for inner in _inner(member):

@@ -9,20 +9,20 @@ from typing import Any
 _MARK = "__cotune__"
 
 
-def each_subclass(base: type, wrap: Callable[[type], None]) -> None:
+def each_subclass(base: Any, wrap: Callable[[Any], None]) -> None:
     """Apply `wrap` to a class and all its subclasses, those there are and those to come."""
     for cls in [base, *_subclasses(base)]:
         wrap(cls)
     own = base.__dict__.get("__init_subclass__")
 
-    def init_subclass(cls: type, **kwargs: Any) -> None:
+    def init_subclass(cls: Any, **kwargs: Any) -> None:
         if own is None:
             super(base, cls).__init_subclass__(**kwargs)
         else:
             own.__get__(None, cls)(**kwargs)
         wrap(cls)
 
-    base.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
+    base.__init_subclass__ = classmethod(init_subclass)
 
 
 def replace_method(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
@@ -34,7 +34,7 @@ def replace_method(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
         setattr(cls, name, wrapped)
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: Any) -> Iterator[Any]:
     for sub in cls.__subclasses__():
         yield sub
         yield from _subclasses(sub)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ class Said:
     """Outputs of the calls of one episode, by who said them and what they say."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._outputs: dict[Hashable, list[str]] = {}
 
     def add(self, source: str, content: Any, output: str) -> None:
@@ -29,12 +31,13 @@ class Said:
         self._add(("call", call_id), output)
 
     def _add(self, key: Hashable, output: str) -> None:
-        known = self._outputs.setdefault(key, [])
-        if output not in known[-2:]:
-            known.append(output)
-        del known[:-_MOST]
-        if len(self._outputs) > _MOST:
-            del self._outputs[next(iter(self._outputs))]
+        with self._lock:
+            known = self._outputs.setdefault(key, [])
+            if output not in known[-2:]:
+                known.append(output)
+            del known[:-_MOST]
+            if len(self._outputs) > _MOST:
+                del self._outputs[next(iter(self._outputs))]
 
     def read(self, messages: Sequence[Any]) -> tuple[str, ...]:
         """Outputs that LLM messages contain; of calls that said the same, the newest, as often as it occurs."""

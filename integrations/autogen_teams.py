@@ -87,7 +87,7 @@ async def _at_work(team: Any, episode: LiveEpisode, source: AsyncIterator[Any]) 
         async for item in items:
             yield item
     finally:
-        await items.aclose()  # type: ignore[attr-defined]
+        await items.aclose()
         if before is None:
             _running.pop(team._team_id, None)
 
