@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -14,6 +14,7 @@ import msgspec
 from cotune.context import Mark, current_episode
 from cotune.errors import CotuneError, RecordError
 from cotune.ids import message_id, new_id
+from cotune.outputs import Outputs
 from cotune.prompts import PromptTree
 from cotune.records import (
     Call,
@@ -186,7 +187,7 @@ class LiveEpisode:
         self._steps = 0
         self._turns: dict[str, int] = {}
         self._open: dict[str, LiveCall] = {}
-        self._outputs: dict[Hashable, str] = {}
+        self._outputs = Outputs()
         self._stored: set[str] = set()
         self._prompts = PromptTree()
         self.redaction = Redaction(redactors, keep_token_ids, self.warn) if redactors else None
@@ -211,7 +212,7 @@ class LiveEpisode:
     def _link(self, call: LiveCall) -> None:
         try:
             with self._lock:
-                call.parents = self._parents(call)
+                call.parents = self._outputs.read_by(call.mark.read, call.messages)
         except Exception as broken:  # noqa: BLE001
             self.warn("unlinked_call", f"What a call of role {call.role!r} has read could not be found.", broken)
 
@@ -334,7 +335,8 @@ class LiveEpisode:
                 if isinstance(told, Told):
                     prompt, segments = self._withhold(prompt, segments, told.withheld)
                 records.extend(segments)
-            self._remember(call, answer)
+            if answer and answer.candidates:
+                self._outputs.add(call.id, answer.candidates[answer.chosen].message, call.mark.output)
         if isinstance(told, Told):
             answer, error = told.answer, told.error
         names = tuple(i for i, _ in bodies if i != tools)
@@ -393,30 +395,6 @@ class LiveEpisode:
             redacted=isinstance(told, Told) and (told.changed or _lacks_prompt(answer, prompt)),
         )
 
-    def _parents(self, call: LiveCall) -> tuple[str, ...]:
-        """Calls whose outputs this prompt contains: by the framework's message ids, else by the messages themselves."""
-        found = dict.fromkeys(self._outputs[name] for name in call.mark.read if name in self._outputs)
-        if not found:
-            said = (_said_by_assistant(m) for m in call.messages if m.get("role") == "assistant")
-            found = dict.fromkeys(self._outputs[name] for name in said if name in self._outputs)
-        return tuple(found)
-
-    def _remember(self, call: LiveCall, answer: Answer | None) -> None:
-        if answer and answer.candidates:
-            if call.mark.output:
-                self._outputs[call.mark.output] = call.id
-            self._outputs[_said_by_assistant(answer.candidates[answer.chosen].message)] = call.id
-
 
 def _lacks_prompt(answer: Answer | None, prompt: str | None) -> bool:
     return answer is not None and bool(answer.prompt_ids) and prompt is None
-
-
-def _said_by_assistant(message: Mapping[str, Any]) -> Hashable:
-    """What an assistant message says, whatever optional fields a client adds or drops on the way."""
-    content, tools = message.get("content") or None, message.get("tool_calls")
-    if not tools and (content is None or isinstance(content, str)):
-        return (content,)
-    functions = [tool.get("function") or {} for tool in tools or []]
-    calls = [(function.get("name"), function.get("arguments")) for function in functions]
-    return message_id({"content": content, "calls": calls})

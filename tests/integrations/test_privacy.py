@@ -18,7 +18,7 @@ from langgraph.graph import START, MessagesState, StateGraph
 
 import cotune
 from cotune.cli import main
-from cotune.recorder import LiveEpisode
+from cotune.outputs import Outputs
 from cotune.records import Message
 from cotune.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider, event, json_reply
@@ -65,7 +65,7 @@ def test_no_prompt_is_in_the_log_whatever_goes_wrong(provider: Provider, caplog,
 
     redacting = cotune.workflow(lambda task: graph.invoke({"messages": USER}))
     redacting.redactor(raises)
-    monkeypatch.setattr(LiveEpisode, "_remember", raises)
+    monkeypatch.setattr(Outputs, "add", raises)
     with caplog.at_level(logging.INFO), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for sink, reply in ((Sink(), None), (Full(), None), (Sink(), raises), (Sink(), lambda call: answer(SECRET))):

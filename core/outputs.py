@@ -1,0 +1,39 @@
+"""Outputs of one episode: which call said what, so that a prompt tells which calls it has read."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from cotune.ids import message_id
+
+
+class Outputs:
+    """Answers of the calls that have ended. Not thread-safe: the episode's lock guards it."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Hashable, str] = {}
+
+    def add(self, call: str, message: Mapping[str, Any], name: str | None) -> None:
+        """Remember what a call said, also under the `name` that a framework gives it."""
+        if name:
+            self._calls[name] = call
+        self._calls[_said(message)] = call
+
+    def read_by(self, names: Iterable[str], messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """Calls whose outputs a prompt contains: by the framework's names, else by what its messages say."""
+        found = dict.fromkeys(self._calls[name] for name in names if name in self._calls)
+        if not found:
+            said = (_said(message) for message in messages if message.get("role") == "assistant")
+            found = dict.fromkeys(self._calls[name] for name in said if name in self._calls)
+        return tuple(found)
+
+
+def _said(message: Mapping[str, Any]) -> Hashable:
+    """What an assistant message says, whatever optional fields a client adds or drops on the way."""
+    content, tools = message.get("content") or None, message.get("tool_calls")
+    if not tools and (content is None or isinstance(content, str)):
+        return (content,)
+    functions = [tool.get("function") or {} for tool in tools or []]
+    calls = [(function.get("name"), function.get("arguments")) for function in functions]
+    return message_id({"content": content, "calls": calls})
