@@ -1,4 +1,4 @@
-"""The same task, team and recipe in three frameworks: what each reaches after the same short training, and what it costs.
+"""The same task, team and recipe in three frameworks: what each reaches after a short training, and what it costs.
 
     python benchmarks/frameworks.py
 
