@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
 from cotune.answering import answer, failed
+from cotune.errors import ConfigError
 from cotune.integrations.gateway_address import Address, identity
 from cotune.integrations.gateway_episodes import Episodes
 from cotune.integrations.gateway_exchange import Exchange
@@ -30,7 +31,6 @@ from cotune.integrations.http_requests import (
 from cotune.integrations.http_server import Receive, Scope, Send
 from cotune.integrations.openai_forms import Form
 
-log = logging.getLogger("cotune.gateway")
 _RETRIED = (408, 409, 429)
 _STATUSES = frozenset(HTTPStatus)
 
@@ -42,6 +42,11 @@ class Limits:
     body: int = 16 << 20
     in_flight: int = 512
     seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for flag, value in (("max_body", self.body), ("max_inflight", self.in_flight), ("timeout", self.seconds)):
+            if not 0 < value < math.inf:
+                raise ConfigError(flag, value, "a number above 0", "Leave the flag out for the default.")
 
 
 @dataclass

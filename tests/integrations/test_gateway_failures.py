@@ -237,6 +237,12 @@ def test_no_access_from_outside_without_a_token_and_no_bad_upstream(tmp_path: Pa
             pass
 
 
+@pytest.mark.parametrize("wrong", [{"body": 0}, {"in_flight": -1}, {"seconds": float("nan")}])
+def test_limits_are_above_zero(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="above 0"):
+        Limits(**wrong)
+
+
 def test_records_that_another_process_writes(tmp_path: Path) -> None:
     with (
         SqliteStore.open(tmp_path),
