@@ -13,7 +13,7 @@ from typing import Any
 
 from cotune.context import current_episode
 from cotune.errors import CotuneError
-from cotune.integrations.versions import require
+from cotune.integrations.versions import require, unhooked
 
 _INSTALL = {
     "openai._base_client": ("cotune.integrations.openai_sdk",),
@@ -35,13 +35,16 @@ _INSTALL = {
 
 _REQUIRES = {
     "cotune.integrations.openai_sdk": ("openai",),
+    "cotune.integrations.openai_sockets": ("openai",),
     "cotune.integrations.langgraph": ("langchain-core", "langgraph"),
     "cotune.integrations.langchain_models": ("langchain-core",),
+    "cotune.integrations.langchain_middleware": ("langchain-core",),
     "cotune.integrations.langgraph_graphs": ("langgraph",),
     "cotune.integrations.autogen": ("autogen-agentchat", "autogen-core"),
     "cotune.integrations.autogen_teams": ("autogen-agentchat", "autogen-core"),
     "cotune.integrations.autogen_models": ("autogen-core",),
     "cotune.integrations.crewai": ("crewai",),
+    "cotune.integrations.crewai_memory": ("crewai",),
 }
 """By integration: the distributions whose installed version it must support."""
 
@@ -83,14 +86,20 @@ def _install(module: str) -> None:
     """Never raises into the application's own import: `activate` raises what is refused, and the episode fails."""
     for name in _waiting.pop(module, ()):
         try:
-            for distribution in _REQUIRES.get(name, ()):
+            for distribution in _REQUIRES[name]:
                 require(distribution)
             importlib.import_module(name).install()
         except CotuneError as error:
-            _refused.append(error)
-            episode = current_episode.get()
-            if episode is not None:
-                episode.fatal = error
+            _refuse(error)
+        except (ImportError, AttributeError, KeyError, TypeError) as error:
+            _refuse(unhooked(_REQUIRES[name], error))
+
+
+def _refuse(error: CotuneError) -> None:
+    _refused.append(error)
+    episode = current_episode.get()
+    if episode is not None:
+        episode.fatal = error
 
 
 class _Watch(importlib.abc.MetaPathFinder):

@@ -31,10 +31,13 @@ def install() -> None:
     """Wrap all model classes, those there are and those to come."""
     for cls in (BaseLLM, *_subclasses(BaseLLM)):
         _wrap(cls)
-    own = BaseLLM.__dict__["__init_subclass__"]
+    own = BaseLLM.__dict__.get("__init_subclass__")
 
     def init_subclass(cls: type[BaseLLM], **kwargs: Any) -> None:
-        own.__get__(None, cls)(**kwargs)
+        if own is None:
+            super(BaseLLM, cls).__init_subclass__(**kwargs)
+        else:
+            own.__get__(None, cls)(**kwargs)
         _wrap(cls)
 
     BaseLLM.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from cotune.errors import CotuneError
@@ -46,6 +47,17 @@ def missing_hook(distribution: str, hook: str) -> UnsupportedVersion:
         f"{distribution} {version(distribution)} has no {hook}, which cotune records it by.",
         f"Install a version of {distribution} that docs/versions.md names.",
     )
+
+
+def unhooked(distributions: Sequence[str], error: Exception) -> UnsupportedVersion:
+    """The error for a framework whose private parts are not as they were, though its version is in the range."""
+    found = ", ".join(f"{name} {version(name)}" for name in distributions)
+    refused = UnsupportedVersion(
+        f"{found} is not built as cotune knows it: {type(error).__name__}: {error}.",
+        "Install versions that docs/versions.md lists as tested.",
+    )
+    refused.__cause__ = error
+    return refused
 
 
 def _release(text: str) -> tuple[int, ...]:

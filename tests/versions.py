@@ -45,6 +45,7 @@ _OLDEST = (
     "langgraph-supervisor",
     "openai==2.45.0",
 )
+_CHAT = ("langchain", "langchain-openai")
 _EXT = "autogen-ext[openai]"
 
 ENVIRONMENTS = {
@@ -54,14 +55,18 @@ ENVIRONMENTS = {
     "langgraph-newest": Environment("langgraph,train", (*_NEWEST, "openai>=2.45,<3"), _LANGGRAPH),
     "langgraph-newest-openai-3": Environment("langgraph,train", (*_NEWEST, "openai>=3,<4"), _LANGGRAPH),
     "autogen-oldest": Environment(
-        "autogen,train",
-        ("autogen-agentchat==0.7.0", "autogen-core==0.7.0", f"{_EXT}==0.7.0", "openai==2.45.0"),
+        "autogen,langgraph,train",
+        ("autogen-agentchat==0.7.0", "autogen-core==0.7.0", f"{_EXT}==0.7.0", *_CHAT, "openai==2.45.0"),
         _AUTOGEN,
     ),
-    "autogen-newest": Environment("autogen,train", ("autogen-agentchat", _EXT, "openai>=2.45,<3"), _AUTOGEN),
-    "autogen-newest-openai-3": Environment("autogen,train", ("autogen-agentchat", _EXT, "openai>=3,<4"), _AUTOGEN),
-    "crewai-oldest": Environment("crewai,train", ("crewai==1.15.0",), _CREWAI),
-    "crewai-newest": Environment("crewai,train", ("crewai",), _CREWAI),
+    "autogen-newest": Environment(
+        "autogen,langgraph,train", ("autogen-agentchat", _EXT, *_CHAT, "openai>=2.45,<3"), _AUTOGEN
+    ),
+    "autogen-newest-openai-3": Environment(
+        "autogen,langgraph,train", ("autogen-agentchat", _EXT, *_CHAT, "openai>=3,<4"), _AUTOGEN
+    ),
+    "crewai-oldest": Environment("crewai,langgraph,train", ("crewai==1.15.0", *_CHAT), _CREWAI),
+    "crewai-newest": Environment("crewai,langgraph,train", ("crewai", *_CHAT), _CREWAI),
 }
 
 

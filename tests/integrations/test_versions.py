@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -68,3 +71,43 @@ def test_the_extras_allow_what_is_supported():
     pins = {pin for extra in project["optional-dependencies"].values() for pin in extra}
     for name, (oldest, beyond) in SUPPORTED.items():
         assert f"{name}>={oldest},<{beyond}" in pins
+
+
+HOOKS = {
+    "cotune.integrations.openai_sdk": ("openai._base_client", "SyncAPIClient", "_send_request"),
+    "cotune.integrations.langgraph": ("langchain_core.tracers.context", "register_configure_hook", None),
+    "cotune.integrations.langchain_models": ("langchain_core.language_models.chat_models", "BaseChatModel", None),
+    "cotune.integrations.autogen": ("autogen_core.tools", "BaseTool", "run_json"),
+    "cotune.integrations.crewai": ("crewai", "Task", "_execute_core"),
+}
+"""By integration: one of the things it hooks into."""
+
+
+def test_every_integration_says_what_it_requires():
+    assert set(integrations._REQUIRES) == {name for names in integrations._INSTALL.values() for name in names}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_framework_without_a_hook_is_refused_and_the_application_goes_on(name: str):
+    """In a process of its own, since an integration is installed once."""
+    module, owner, hook = HOOKS[name]
+    target = f"{owner}, {hook!r}" if hook else f"sys.modules[{module!r}], {owner!r}"
+    script = f"""
+import importlib, sys
+from cotune import integrations
+integrations._waiting.clear()
+where = importlib.import_module({module!r})
+{owner} = getattr(where, {owner!r})
+delattr({target})
+integrations._waiting["x"] = ({name!r},)
+integrations._install("x")
+try:
+    integrations.activate()
+except integrations.CotuneError as error:
+    print(type(error).__name__, error)
+"""
+    environment = {**os.environ, "CREWAI_DISABLE_TELEMETRY": "true", "CREWAI_TRACING_ENABLED": "false"}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert run.stdout.startswith("UnsupportedVersion "), run.stderr
+    for distribution in integrations._REQUIRES[name]:
+        assert distribution in run.stdout or "cannot be recorded" in run.stdout or "has no" in run.stdout
