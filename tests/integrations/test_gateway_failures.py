@@ -54,7 +54,7 @@ def send(gate: Bench, base: str, body: dict[str, Any]) -> socket.socket:
         f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     )
     connection = socket.create_connection(("127.0.0.1", gate.running.port), timeout=20)
-    connection.sendall(head.encode() + b"\r\n\r\n" + content)
+    connection.sendall(head.encode() + content)
     return connection
 
 
