@@ -319,7 +319,8 @@ def _serve(commands: Any) -> None:
 
 def _gateway(commands: Any) -> None:
     def run(a: argparse.Namespace) -> int:
-        from cotune.integrations.gateway import Limits, serve
+        from cotune.integrations.gateway import serve
+        from cotune.integrations.gateway_proxy import Limits
         from cotune.redaction import load_redactor
 
         serve(
