@@ -43,6 +43,18 @@ _override: ContextVar[str | None] = ContextVar("cotune_role", default=None)
 
 scopes: list[Callable[[], Mark | None]] = []
 """Integrations add a function that names the enclosing scope (a graph node, a flow step) where no mark is set."""
+_asking: ContextVar[bool] = ContextVar("cotune_asking", default=False)
+
+
+def units_around(scope: Callable[[], Mark | None]) -> list[Hashable]:
+    """Units of the scopes of other frameworks around this point; none for a scope that is asked while another asks."""
+    if _asking.get():
+        return []
+    token = _asking.set(True)
+    try:
+        return [found.unit for other in scopes if other is not scope and (found := other()) is not None]
+    finally:
+        _asking.reset(token)
 
 
 @contextmanager

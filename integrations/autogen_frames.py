@@ -16,7 +16,7 @@ from typing import Any
 from autogen_agentchat.base import ChatAgent, Team
 from autogen_core.tools import StaticWorkbench
 
-from cotune.context import Mark, current_mark, opened_call, scopes
+from cotune.context import Mark, current_mark, opened_call, units_around
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,6 @@ class Frame:
 
 NAME = "autogen"
 current_frame: ContextVar[Frame | None] = ContextVar("cotune_autogen_frame", default=None)
-_asking: ContextVar[bool] = ContextVar("cotune_autogen_asking", default=False)
 
 
 def enter(owner: Any, name: str, *, part: bool = False, received: tuple[Any, ...] = ()) -> Frame:
@@ -102,7 +101,7 @@ def enter(owner: Any, name: str, *, part: bool = False, received: tuple[Any, ...
     names = outer.names if outer else None
     if names is None and isinstance(owner, ChatAgent | Team):
         names = Names(owner)
-    return Frame(owner, name, outer, names, part, received, around=tuple(_others()))
+    return Frame(owner, name, outer, names, part, received, around=tuple(units_around(scope)))
 
 
 @contextmanager
@@ -121,20 +120,9 @@ def scope() -> Mark | None:
     """The current frame, for a call that no model client's owner announces; None where a scope of another framework
     was entered within it."""
     frame = current_frame.get()
-    if frame is None or any(unit not in frame.around for unit in _others()):
+    if frame is None or any(unit not in frame.around for unit in units_around(scope)):
         return None
     return Mark(frame.role, NAME, state=AgentState(frame.owner, frame.team, frame.received, ()), unit=id(frame))
-
-
-def _others() -> list[Any]:
-    """Units of the scopes of other frameworks around this point, which may ask for this one in turn."""
-    if _asking.get():
-        return []
-    token = _asking.set(True)
-    try:
-        return [found.unit for other in scopes if other is not scope and (found := other()) is not None]
-    finally:
-        _asking.reset(token)
 
 
 def hand_on(frame: Frame) -> None:

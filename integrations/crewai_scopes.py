@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from cotune.context import Mark, current_mark, opened_call, scopes
+from cotune.context import Mark, current_mark, opened_call, scopes, units_around
 from cotune.ids import new_id
 
 NAME = "crewai"
@@ -51,7 +51,6 @@ class Scope:
 
 
 _current: ContextVar[Scope | None] = ContextVar("cotune_crewai_scope", default=None)
-_asking: ContextVar[bool] = ContextVar("cotune_crewai_asking", default=False)
 _templates: dict[int, str] = {}
 """Role as written of agents that were copied after inputs had been filled in, by object."""
 
@@ -100,7 +99,7 @@ def part_scope(name: str, *, inside: bool) -> Scope:
 @contextmanager
 def entered(scope: Scope) -> Iterator[None]:
     """Be in `scope`: whatever call was being made around it is not what the scope does."""
-    scope.units = tuple(_others())
+    scope.units = tuple(units_around(_innermost))
     tokens = (_current.set(scope), current_mark.set(None), opened_call.set(None), calling.set(False))
     try:
         yield
@@ -140,20 +139,9 @@ def mark_of(agent: Any, task: Any) -> Mark | None:
 def _innermost() -> Mark | None:
     """The current scope, unless another framework's scope was entered within it."""
     scope = _current.get()
-    if scope is None or any(unit not in scope.units for unit in _others()):
+    if scope is None or any(unit not in scope.units for unit in units_around(_innermost)):
         return None
     return _mark(scope, output=None)
-
-
-def _others() -> list[Any]:
-    """Identities of the scopes of other frameworks around this point, which may ask for this one in turn."""
-    if _asking.get():
-        return []
-    token = _asking.set(True)
-    try:
-        return [found.unit for other in scopes if other is not _innermost and (found := other()) is not None]
-    finally:
-        _asking.reset(token)
 
 
 def _mark(scope: Scope, output: str | None) -> Mark:

@@ -38,6 +38,7 @@ _CREWAI = ("tests/integrations/test_crewai_*.py",)
 _NEWEST = ("langgraph", "langchain-core", "langchain", "langchain-openai", "langgraph-swarm", "langgraph-supervisor")
 _OLDEST = (
     "langgraph==1.0.0",
+    "langgraph-prebuilt==1.0.0",
     "langchain-core==1.0.0",
     "langchain==1.0.0",
     "langchain-openai==1.0.0",
