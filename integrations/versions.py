@@ -14,7 +14,7 @@ SUPPORTED: dict[str, tuple[str, str]] = {
     "langgraph": ("1.0", "2"),
     "autogen-agentchat": ("0.7", "0.8"),
     "autogen-core": ("0.7", "0.8"),
-    "crewai": ("1.15", "2"),
+    "crewai": ("1.15.23", "2"),
 }
 """By distribution: the oldest version that is supported, and the first that is not any more."""
 

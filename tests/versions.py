@@ -66,7 +66,7 @@ ENVIRONMENTS = {
     "autogen-newest-openai-3": Environment(
         "autogen,langgraph,train", ("autogen-agentchat", _EXT, *_CHAT, "openai>=3,<4"), _AUTOGEN
     ),
-    "crewai-oldest": Environment("crewai,langgraph,train", ("crewai==1.15.0", *_CHAT), _CREWAI),
+    "crewai-oldest": Environment("crewai,langgraph,train", ("crewai==1.15.23", *_CHAT), _CREWAI),
     "crewai-newest": Environment("crewai,langgraph,train", ("crewai", *_CHAT), _CREWAI),
 }
 

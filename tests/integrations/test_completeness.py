@@ -113,7 +113,8 @@ EXAMPLES = {
 def _forget_examples() -> None:
     """Examples name their modules alike, and make their clients when they are imported."""
     for name, module in list(sys.modules.items()):
-        if str(ROOT / "examples") in str(getattr(module, "__file__", None)):
+        known = vars(module)
+        if str(ROOT / "examples") in f"{known.get('__file__')} {list(known.get('__path__') or ())}":
             del sys.modules[name]
 
 
