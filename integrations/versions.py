@@ -10,11 +10,11 @@ from cotune.errors import CotuneError
 
 SUPPORTED: dict[str, tuple[str, str]] = {
     "openai": ("2.45", "4"),
-    "langchain-core": ("1.0", "2"),
-    "langgraph": ("1.0", "2"),
+    "langchain-core": ("1.3", "2"),
+    "langgraph": ("1.1", "2"),
     "autogen-agentchat": ("0.7", "0.8"),
     "autogen-core": ("0.7", "0.8"),
-    "crewai": ("1.15.23", "2"),
+    "crewai": ("1.15.29", "2"),
 }
 """By distribution: the oldest version that is supported, and the first that is not any more."""
 

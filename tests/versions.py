@@ -37,11 +37,10 @@ _AUTOGEN = ("tests/integrations/test_autogen_*.py",)
 _CREWAI = ("tests/integrations/test_crewai_*.py",)
 _NEWEST = ("langgraph", "langchain-core", "langchain", "langchain-openai", "langgraph-swarm", "langgraph-supervisor")
 _OLDEST = (
-    "langgraph==1.0.0",
-    "langgraph-prebuilt==1.0.0",
-    "langchain-core==1.0.0",
-    "langchain==1.0.0",
-    "langchain-openai==1.0.0",
+    "langgraph==1.1.10",
+    "langchain-core<1.4",
+    "langchain==1.2.18",
+    "langchain-openai==1.1.16",
     "langgraph-swarm",
     "langgraph-supervisor",
     "openai==2.45.0",
@@ -66,7 +65,7 @@ ENVIRONMENTS = {
     "autogen-newest-openai-3": Environment(
         "autogen,langgraph,train", ("autogen-agentchat", _EXT, *_CHAT, "openai>=3,<4"), _AUTOGEN
     ),
-    "crewai-oldest": Environment("crewai,langgraph,train", ("crewai==1.15.23", *_CHAT), _CREWAI),
+    "crewai-oldest": Environment("crewai,langgraph,train", ("crewai==1.15.29", *_CHAT), _CREWAI),
     "crewai-newest": Environment("crewai,langgraph,train", ("crewai", *_CHAT), _CREWAI),
 }
 

@@ -152,7 +152,11 @@ def test_selectors_and_emulators_are_named_by_what_they_do(record: Recorded):
         return '{"tools": ["look"]}' if call.params.get("response_format") else looks_once(call)
 
     record(running(agent, "ainvoke"), reply)
-    assert record.roles == ["boss/tool_selection", "boss", "boss/tool_emulation", "boss/tool_selection", "boss"]
+    assert record.roles[1::3] == ["boss", "boss"]
+    # LangChain says what they do from 1.3 on; before, the class names the role.
+    assert record.roles[0] in ("boss/tool_selection", "boss/LLMToolSelectorMiddleware")
+    assert record.roles[2] in ("boss/tool_emulation", "boss/LLMToolEmulator")
+    assert record.roles[3] == record.roles[0]
 
 
 def test_a_subclass_of_the_summarizer_has_its_own_name(record: Recorded):
