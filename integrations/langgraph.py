@@ -16,7 +16,6 @@ from langchain_core.runnables.config import var_child_runnable_config
 from langchain_core.tracers.context import register_configure_hook
 
 from cotune.context import Mark, current_episode, current_mark, scopes
-from cotune.integrations import langchain_dispatch
 from cotune.integrations.langchain_middleware import around
 from cotune.integrations.langgraph_graphs import starting
 from cotune.integrations.langgraph_runs import Run, role_of
@@ -42,7 +41,6 @@ class _Notes:
 def install() -> None:
     """Register the callback handler, active inside episodes only, and name the scope of calls that have no mark."""
     register_configure_hook(_Within(), inheritable=True)
-    langchain_dispatch.install(_HANDLER)
     scopes.append(_scope)
 
 

@@ -84,6 +84,17 @@ def test_the_application_runs_alone() -> None:
     assert [body["model"] for body in provider.requests].count("driver") == 2 * grid.ROUNDS
 
 
+def test_an_empty_answer_costs_a_turn_not_the_walk() -> None:
+    record = Recorded()
+
+    async def solve(_: Any) -> Any:
+        return await train.solve(TASK)
+
+    walked = record(solve, lambda call: best(call) if call.turn else "")
+    assert (walked.episode.status, walked.rewards) == ("ok", {"team": 4 / 2 + 1})
+    assert record.roles == ["navigator", "driver"] * 5
+
+
 def test_it_learns(run: Path) -> None:
     steps = [json.loads(line)["roles"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     for role in ("navigator", "driver"):
