@@ -113,7 +113,7 @@ async def _probe(
     ]
     if not rows:
         raise SyncError(f"The probe of {proof.policy} came back empty.", "Probe with other prompts.")
-    trained = np.concatenate([np.asarray(a, dtype=np.float64) for a in trainer_logprobs(rows)])
+    trained = np.concatenate([np.asarray(a, dtype=np.float64) for a in await asyncio.to_thread(trainer_logprobs, rows)])
     sampled = np.concatenate([np.asarray(row.logprobs, dtype=np.float64) for row in rows])
     gap = np.abs(trained - sampled)
     mean, worst = float(gap.mean()), float(gap.max())

@@ -104,6 +104,11 @@ class TrainConfig(_Table):
     """Episodes in flight."""
     episode_timeout: float = 600.0
     """Seconds until an episode fails."""
+    mode: Literal["sync", "async"] = "sync"
+    """sync: roll out, then train | async: the next steps are rolled out while this one trains."""
+    max_staleness: int = 1
+    """In mode async, how many versions a sample may be behind the policy that trains on it; older ones are dropped
+    and counted."""
     on_failure: str = "exclude"
     """What a failed episode teaches: exclude (nothing) | reward:<number> (its calls train with that team reward)."""
     redact: str = ""
@@ -123,7 +128,7 @@ class TrainConfig(_Table):
     learner: LearnerSettings = LearnerSettings()
 
     def __post_init__(self) -> None:
-        for name in ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints"):
+        for name in ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "max_staleness"):
             _positive(name, getattr(self, name))
         _positive("sampling.temperature", self.sampling.temperature)
         _positive("sampling.max_tokens", self.sampling.max_tokens)
@@ -135,6 +140,11 @@ class TrainConfig(_Table):
         for role, count in Counter(role for p in self.policy for role in p.roles).items():
             if count > 1:
                 raise ConfigError("policy.roles", role, "one policy for each role", "Remove the role from all but one.")
+
+    @property
+    def ahead(self) -> int:
+        """How many steps rollouts may be ahead of training."""
+        return self.max_staleness if self.mode == "async" else 0
 
     def resolve_plan(self, scorers: Sequence[str]) -> tuple[Plan, Recipe, str]:
         """Plan and recipe, with a sentence that says why. Raises ConfigError for a tree plan without a scorer."""

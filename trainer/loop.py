@@ -14,7 +14,7 @@ from cotune.collect import Collected, collect, failure_reward
 from cotune.errors import GroupError
 from cotune.policies import PolicySpec
 from cotune.prepare import Prepared, prepare, train_rows
-from cotune.records import Episode, PolicyRef, Task
+from cotune.records import Episode, PolicyRef
 from cotune.respond import PolicyResponder
 from cotune.sampler import SamplingParams
 from cotune.samples import TrainRow
@@ -22,6 +22,7 @@ from cotune.trainer.checkpoint import Checkpoint, save_checkpoint
 from cotune.trainer.metrics import Clock, StepMetrics, outcome_means, role_metrics
 from cotune.trainer.progress import Progress
 from cotune.trainer.rollout import rollout
+from cotune.trainer.rollouts import Rollouts
 from cotune.trainer.run import Run
 from cotune.trainer.schedule import lr_scale, tasks_of_step
 
@@ -30,60 +31,71 @@ NOTHING_TO_LEARN = ("zero_variance", "zero_advantage", "mean_out_of_range")
 
 
 async def train_steps(run: Run, progress: Progress) -> None:
-    """Synchronous training from the run's next step to its last.
+    """Training from the run's next step to its last.
 
     for each step:
         episodes = run the workflow on the step's tasks; every call is K candidates, scored, one goes on
+                   (mode async: the next steps' episodes go on meanwhile, at most `max_staleness` steps ahead)
         samples  = candidates of finished episodes; what cannot be trained on is counted by reason
         groups   = samples with one prompt; advantages inside each
         for each policy: update on the rows of its roles; publish the new version; prove that it arrived
         commit (as the next step begins): checkpoint with the ledger of consumed groups
     """
     config = run.config
-    while run.step < config.steps and not run.stopping:
-        clock = Clock()
-        with clock("checkpoint"):
-            commit(run)
-        tasks = tasks_of_step(run.tasks, run.step, config.tasks_per_step, config.seed)
-        with clock("rollout"):
-            episodes = await roll_out(run, tasks, progress)
-        if episodes is None:
-            break
-        with clock("group"):
-            collected = collect(
-                run.store,
-                episodes,
-                plan=run.plan.kind,
-                roles=run.trained_roles,
-                versions=run.versions,
-                on_failure=failure_reward(config.on_failure),
-            )
-            prepared = prepare(collected.samples, run.recipe, run.state, consumed=run.consumed)
-            rows = by_policy(run, train_rows(prepared, collected, run.store))
-        left_out = Counter(collected.left_out) + Counter(prepared.left_out)
-        scale = lr_scale(config.schedule, run.step, config.steps)
-        with clock("update"):
-            updates = await update(run, rows, scale, left_out)
-        with clock("publish"):
-            await publish(run, rows)
-        run.state = prepared.state
-        metrics = step_metrics(run, episodes, collected, prepared, rows, updates, left_out, scale, clock)
-        run.latest = metrics.roles
-        run.ledger.update({group.id: run.step for group in prepared.groups})
-        run.consumed.update(run.ledger)
-        run.folder.append_metrics(msgspec.to_builtins(metrics))
-        run.step += 1
-        progress.step(metrics)
+    rollouts = Rollouts(lambda step: roll_out(run, step, progress), steps=config.steps, ahead=config.ahead)
+    async with rollouts:
+        while run.step < config.steps and not run.stopping:
+            clock = Clock()
+            with clock("checkpoint"):
+                commit(run)
+            with clock("rollout"):
+                episodes = await run.interruptible(rollouts.of(run.step))
+            if episodes is None:
+                break
+            await train_step(run, episodes, clock, progress)
     commit(run, last=True)
 
 
-async def roll_out(run: Run, tasks: Sequence[Task], progress: Progress) -> list[Episode] | None:
-    """All episodes of the step; those that a run before an interruption finished are kept, not run again.
+async def train_step(run: Run, episodes: Sequence[Episode], clock: Clock, progress: Progress) -> None:
+    """Group the episodes of the run's next step, update the policies, publish them, and report."""
+    config = run.config
+    with clock("group"):
+        collected = collect(
+            run.store,
+            episodes,
+            plan=run.plan.kind,
+            roles=run.trained_roles,
+            versions=run.versions,
+            max_lag=config.ahead,
+            on_failure=failure_reward(config.on_failure),
+        )
+        prepared = prepare(collected.samples, run.recipe, run.state, consumed=run.consumed)
+        rows = by_policy(run, train_rows(prepared, collected, run.store))
+    left_out = Counter(collected.left_out) + Counter(prepared.left_out)
+    staleness = lags(rows, run.versions)
+    scale = lr_scale(config.schedule, run.step, config.steps)
+    with clock("update"):
+        updates = await update(run, rows, scale, left_out)
+    with clock("publish"):
+        await publish(run, rows)
+    run.state = prepared.state
+    metrics = step_metrics(run, episodes, collected, prepared, rows, updates, left_out, staleness, scale, clock)
+    run.latest = metrics.roles
+    run.ledger.update({group.id: run.step for group in prepared.groups})
+    run.consumed.update(run.ledger)
+    run.folder.append_metrics(msgspec.to_builtins(metrics))
+    run.step += 1
+    progress.step(metrics)
 
-    None when the run was told to stop meanwhile; finished episodes stay recorded for a resumed run.
+
+async def roll_out(run: Run, step: int, progress: Progress) -> list[Episode]:
+    """All episodes of a step; those that a run before an interruption finished are kept, not run again.
+
+    When this is cancelled, finished episodes stay recorded for a resumed run.
     """
     config = run.config
-    recorded = run.store.episodes(phase="train", training_step=run.step)
+    tasks = tasks_of_step(run.tasks, step, config.tasks_per_step, config.seed)
+    recorded = run.store.episodes(phase="train", training_step=step)
     done = [episode for episode in recorded if episode.status != "cancelled"]
     responder = PolicyResponder(
         run.sampler,
@@ -97,21 +109,20 @@ async def roll_out(run: Run, tasks: Sequence[Task], progress: Progress) -> list[
         provider_roles=run.provider_roles,
         seed=config.seed,
     )
-    progress.rollout(run.step, len(tasks) * run.plan.episodes_per_task)
-    rolling = rollout(
+    progress.rollout(step, len(tasks) * run.plan.episodes_per_task)
+    episodes = await rollout(
         run.workflow,
         tasks,
         sink=run.store,
         responder=responder,
         phase="train",
-        training_step=run.step,
+        training_step=step,
         rollouts=run.plan.episodes_per_task,
         concurrency=config.concurrency,
         timeout=config.episode_timeout,
         done=done,
         on_episode=progress.episode,
     )
-    episodes = await run.interruptible(rolling)
     run.store.flush()
     progress.scorer_errors(responder.scorer_errors)
     return episodes
@@ -139,15 +150,21 @@ async def update(
 
 
 async def publish(run: Run, rows: Mapping[str, Sequence[TrainRow]]) -> None:
-    """Publish the next version of every updated policy, with proof; the version before it is retired."""
+    """Publish the next version of every updated policy, with proof; versions that no rollout uses any more are
+    retired."""
     for name, its_rows in rows.items():
-        old = PolicyRef(name, run.versions.get(name, 0))
-        new = PolicyRef(name, old.version + 1)
+        new = PolicyRef(name, run.versions.get(name, 0) + 1)
         probe = list({row.prompt_ids: None for row in its_rows[:64]})[:4]
-        previous = run.proofs.get(name)
-        outdated = (old,) if previous else ()
-        run.proofs[name] = await published(run, run.policies.specs[name], new, probe, previous, outdated)
+        live = [*run.live.get(name, ()), new]
+        outdated, run.live[name] = live[: -1 - run.config.ahead], live[-1 - run.config.ahead :]
+        run.proofs[name] = await published(run, run.policies.specs[name], new, probe, run.proofs.get(name), outdated)
         run.versions[name] = new.version
+
+
+def lags(rows: Mapping[str, Sequence[TrainRow]], versions: Mapping[str, int]) -> dict[str, int]:
+    """Rows by the number of versions that their sampler was behind the policy that trains on them."""
+    counts = Counter(versions.get(name, 0) - row.version for name, its_rows in rows.items() for row in its_rows)
+    return {str(lag): counts[lag] for lag in sorted(counts)}
 
 
 async def published(
@@ -200,6 +217,7 @@ def step_metrics(
     rows: Mapping[str, Sequence[TrainRow]],
     updates: Mapping[str, Mapping[str, Any]],
     left_out: Mapping[str, int],
+    staleness: Mapping[str, int],
     scale: float,
     clock: Clock,
 ) -> StepMetrics:
@@ -222,6 +240,7 @@ def step_metrics(
         roles=role_metrics(prepared, collected, rows, updates),
         policies=policies,
         left_out=dict(left_out),
+        staleness=dict(staleness),
         lr_scale=scale,
         seconds=dict(clock.seconds),
         tokens_per_s=tokens / max(sum(clock.seconds.values()), 1e-9),

@@ -59,6 +59,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     roles: dict[str, dict[str, float]]
     policies: dict[str, dict[str, float]]
     left_out: dict[str, int]
+    staleness: dict[str, int]
+    """Rows by how many versions their sampler was behind the policy that trained on them; all "0" in mode sync."""
     lr_scale: float
     seconds: dict[str, float]
     """By phase. `checkpoint` is what it took to save the steps before this one."""

@@ -104,6 +104,9 @@ def summary(metrics: StepMetrics) -> str:
     parts = [outcome, f"groups {metrics.groups}", f"rows {metrics.rows}", seconds]
     if metrics.failed:
         parts.append(f"failed episodes {metrics.failed} of {metrics.episodes}")
+    if metrics.staleness.keys() - {"0"}:
+        lags = ", ".join(f"{lag}: {count}" for lag, count in metrics.staleness.items())
+        parts.append(f"rows by staleness {lags}")
     if left_out:
         parts.append(f"left out: {left_out}")
     if not metrics.updated:

@@ -51,6 +51,8 @@ class Run:
     committed: int = -1
     versions: dict[str, int] = field(default_factory=dict)
     proofs: dict[str, Proof] = field(default_factory=dict)
+    live: dict[str, list[PolicyRef]] = field(default_factory=dict)
+    """Versions that the sampler serves, oldest first."""
     state: AdvantageState = field(default_factory=AdvantageState)
     ledger: dict[str, int] = field(default_factory=dict)
     consumed: set[str] = field(default_factory=set)
@@ -178,4 +180,5 @@ async def _restore(run: Run, checkpoint: Checkpoint, path: Path) -> None:
         spec = run.policies.specs[name]
         weights = run.learner.weights(name)
         lora = spec.lora if spec.kind == "lora" else None
-        run.proofs[name] = await prove_publish(run.sampler, PolicyRef(name, version), weights, lora)
+        run.live[name] = [PolicyRef(name, version)]
+        run.proofs[name] = await prove_publish(run.sampler, run.live[name][0], weights, lora)

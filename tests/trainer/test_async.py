@@ -1,0 +1,41 @@
+"""Mode async: rollouts go on while the learner trains, within the bound on staleness."""
+
+from __future__ import annotations
+
+import contextlib
+
+from cotune.sqlite_store import SqliteStore
+from tests.trainer.tiny_app import application, letters
+
+BOTH = {"first": letters, "second": letters}
+SETTINGS = {"policies": "full", "plan": {"k": 8}, "learner": {"lr": 5e-3, "mini_batch": 8}, "alpha": 0.0}
+
+
+def test_rewards_rise_and_samples_come_from_the_version_before(module_trainer) -> None:
+    summary = module_trainer(application(**BOTH), steps=8, mode="async", to="async", **SETTINGS)
+    lines = module_trainer.metrics("async")
+    assert summary.finished
+    assert lines[-1]["roles"]["first"]["reward"] > lines[0]["roles"]["first"]["reward"] + 0.2
+    assert [set(line["staleness"]) for line in lines] == [{"0"}, *[{"1"}] * 7]
+    assert not any("stale_version" in line["left_out"] for line in lines)
+    for line in lines:
+        assert line["rows"] == sum(line["staleness"].values())
+
+
+def test_every_call_names_the_version_that_answered(module_trainer) -> None:
+    module_trainer(application(**BOTH), steps=5, mode="async", max_staleness=2, to="two", **SETTINGS)
+    with contextlib.closing(SqliteStore.open(module_trainer.folder / "two" / "records.db")) as store:
+        seen = {
+            episode.training_step: {call.policy.version for call in store.calls(episode.id)}
+            for episode in store.episodes(phase="train")
+        }
+    assert all(len(versions) == 1 for versions in seen.values())
+    lags = [step - min(seen[step]) for step in range(5)]
+    assert lags[0] == 0 and 1 <= max(lags) <= 2
+    lines = module_trainer.metrics("two")
+    assert [set(line["staleness"]) for line in lines] == [{str(lag)} for lag in lags]
+
+
+def test_in_mode_sync_nothing_is_stale(module_trainer) -> None:
+    module_trainer(application(**BOTH), steps=2, to="sync", **SETTINGS)
+    assert [set(line["staleness"]) for line in module_trainer.metrics("sync")] == [{"0"}] * 2
