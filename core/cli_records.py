@@ -1,25 +1,68 @@
-"""The commands on records that leave or enter: `cotune otel export | import`, and `cotune sft`."""
+"""The commands on records: `cotune show`, `cotune sft`, and `cotune otel export | import`."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cotune.errors import ConfigError
+from cotune.cli_command import RECORDS, add_command, pairs
 
 
-def add_otel(commands: Any, add: Callable[..., Any]) -> None:
-    """Add `cotune otel export | import`; `add` makes a command of a name, a function, its help and an example."""
+def add_show(commands: Any) -> None:
+    """Add `cotune show`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from rich.console import Console
+
+        from cotune.show import show_run
+
+        Console().print(show_run(a.run_folder, episode=a.episode, task=a.task, groups=a.groups, limit=a.limit))
+        return 0
+
+    text = "show what a run recorded: episodes, the tree of calls of one, groups and what was left out"
+    command = add_command(commands, "show", run, text, "cotune show runs/r1 --groups")
+    command.add_argument("run_folder", metavar="RUN", help=RECORDS)
+    command.add_argument("--episode", metavar="ID", help="one episode as a tree of calls")
+    command.add_argument("--task", metavar="ID", help="episodes of one task only")
+    command.add_argument("--groups", action="store_true", help="groups by role and turn, and what was left out and why")
+    command.add_argument("--limit", type=int, default=20, help="episodes listed (default: %(default)s)")
+
+
+def add_sft(commands: Any) -> None:
+    """Add `cotune sft`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from cotune.sqlite_store import SqliteStore
+        from cotune.supervised import write_supervised
+
+        with SqliteStore.open(a.run_folder, read_only=True) as store:
+            made = write_supervised(store, a.to, role=a.role, min_reward=a.min_reward)
+        print(f"wrote {made.lines} lines to {a.to}")
+        _say_left_out(made.left_out)
+        return 0 if made.lines else 1
+
+    text = "write recorded answers as chat lines for supervised fine-tuning"
+    command = add_command(commands, "sft", run, text, "cotune sft runs/r1 --to sft.jsonl --role writer --min-reward 1")
+    command.add_argument("run_folder", metavar="RUN", help=RECORDS)
+    command.add_argument("--to", required=True, metavar="FILE", help="JSON-lines file to write")
+    command.add_argument("--role", help="calls of this role only")
+    command.add_argument(
+        "--min-reward", type=float, metavar="X", help="least sum of the answer's rewards, or else of the episode's"
+    )
+
+
+def add_otel(commands: Any) -> None:
+    """Add `cotune otel export | import`."""
     text = "export records as OpenTelemetry spans, or read those of other tools as records"
     command = commands.add_parser("otel", help=text, description=f"{text[0].upper()}{text[1:]}.")
     ways = command.add_subparsers(dest="way", required=True, metavar="export | import")
-    _export(ways, add)
-    _import(ways, add)
+    _export(ways)
+    _import(ways)
 
 
-def _export(ways: Any, add: Callable[..., Any]) -> None:
+def _export(ways: Any) -> None:
     def run(a: argparse.Namespace) -> int:
         from cotune.integrations.otel_export import export_file, export_to, otlp_exporter
         from cotune.integrations.otel_spans import Detail
@@ -30,7 +73,7 @@ def _export(ways: Any, add: Callable[..., Any]) -> None:
             if a.to:
                 made = export_file(store, a.to, episode=a.episode, detail=detail)
             else:
-                exporter = otlp_exporter(a.endpoint, _pairs("--header", a.header))
+                exporter = otlp_exporter(a.endpoint, pairs("--header", a.header))
                 made = export_to(store, exporter, episode=a.episode, detail=detail)
                 exporter.shutdown()
         print(f"exported {made.spans} spans of {made.episodes} episodes to {a.to or a.endpoint}")
@@ -39,8 +82,8 @@ def _export(ways: Any, add: Callable[..., Any]) -> None:
 
     text = "write OTLP/JSON, or send OTLP over HTTP; no message content and no token ids unless asked for"
     example = "cotune otel export runs/r1 --endpoint http://127.0.0.1:4318"
-    command = add(ways, "export", run, text, example)
-    command.add_argument("run_folder", metavar="RUN", help="run folder or records file")
+    command = add_command(ways, "export", run, text, example)
+    command.add_argument("run_folder", metavar="RUN", help=RECORDS)
     target = command.add_mutually_exclusive_group(required=True)
     target.add_argument("--to", metavar="FILE", help="file to write, one line per episode")
     target.add_argument("--endpoint", metavar="URL", help="OTLP/HTTP endpoint; /v1/traces is added to a bare address")
@@ -52,7 +95,7 @@ def _export(ways: Any, add: Callable[..., Any]) -> None:
     command.add_argument("--tokens", action="store_true", help="token ids, log-probabilities, policy versions too")
 
 
-def _import(ways: Any, add: Callable[..., Any]) -> None:
+def _import(ways: Any) -> None:
     def run(a: argparse.Namespace) -> int:
         from cotune.integrations.otel_import import import_file
         from cotune.sqlite_store import SqliteStore
@@ -68,42 +111,9 @@ def _import(ways: Any, add: Callable[..., Any]) -> None:
         return 1 if lost else 0
 
     text = "read traces in OTLP/JSON as records, to look at, score and fine-tune on"
-    command = add(ways, "import", run, text, "cotune otel import traces.jsonl --to runs/imported")
+    command = add_command(ways, "import", run, text, "cotune otel import traces.jsonl --to runs/imported")
     command.add_argument("files", nargs="+", metavar="FILE", help="OTLP/JSON, as a collector's file exporter writes it")
     command.add_argument("--to", required=True, metavar="RUN", help="run folder; records are added to it")
-
-
-def add_sft(commands: Any, add: Callable[..., Any]) -> None:
-    """Add `cotune sft`."""
-
-    def run(a: argparse.Namespace) -> int:
-        from cotune.sqlite_store import SqliteStore
-        from cotune.supervised import write_supervised
-
-        with SqliteStore.open(a.run_folder, read_only=True) as store:
-            made = write_supervised(store, a.to, role=a.role, min_reward=a.min_reward)
-        print(f"wrote {made.lines} lines to {a.to}")
-        _say_left_out(made.left_out)
-        return 0 if made.lines else 1
-
-    text = "write recorded answers as chat lines for supervised fine-tuning"
-    command = add(commands, "sft", run, text, "cotune sft runs/r1 --to sft.jsonl --role writer --min-reward 1")
-    command.add_argument("run_folder", metavar="RUN", help="run folder or records file")
-    command.add_argument("--to", required=True, metavar="FILE", help="JSON-lines file to write")
-    command.add_argument("--role", help="calls of this role only")
-    command.add_argument(
-        "--min-reward", type=float, metavar="X", help="least sum of the answer's rewards, or else of the episode's"
-    )
-
-
-def _pairs(flag: str, given: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for pair in given:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise ConfigError(flag, pair, "NAME=VALUE")
-        found[name] = value
-    return found
 
 
 def _say_left_out(left_out: Mapping[str, int]) -> None:

@@ -1,0 +1,76 @@
+"""What the commands of the command line share: how one is added, the texts of their arguments, NAME=VALUE flags."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cotune.errors import ConfigError
+
+APP = "MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of a @cotune.workflow"
+TASKS = "JSON-lines file: one task per line"
+RECORDS = "run folder or records file"
+FUNCTION = "MODULE:FUNCTION"
+REDACT = "sees each message before it is stored, and returns what to store; see docs/privacy.md"
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Help with room for long flags."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=110)
+
+
+def add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, example: str) -> Any:
+    """Add a command to `commands`, what `add_subparsers` returned; its parser, to add arguments to.
+
+    Args:
+        run: does the command and returns the exit status.
+        text: one line of help, without a capital or a full stop.
+        example: a command line, shown by `--help`.
+    """
+    command = commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.\n\nExample:\n  {example}",
+        formatter_class=Formatter,
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def add_address(command: Any, port: int) -> None:
+    """Add `--host`, `--port` (default: `port`) and `--token` of a command that listens."""
+    command.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: %(default)s); any other than loopback needs a token",
+    )
+    command.add_argument("--port", type=int, default=port, help="0 takes a free one (default: %(default)s)")
+    command.add_argument("--token", help="bearer token that clients must send (or the environment's COTUNE_TOKEN)")
+
+
+def pairs(flag: str, given: Sequence[str], form: str = "NAME=VALUE", hint: str = "") -> dict[str, str]:
+    """What a repeatable flag was given, by name; of a name given twice, the last. Raises ConfigError."""
+    found = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(flag, pair, form, hint)
+        found[name] = value
+    return found
+
+
+def settings(given: Sequence[str]) -> dict[str, Any]:
+    """What `--set FIELD=VALUE` was given; values are TOML, or else text. Raises ConfigError."""
+    found = pairs("--set", given, "FIELD=VALUE", "For example: --set lora.rank=8")
+    return {name: _toml(value) for name, value in found.items()}
+
+
+def _toml(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

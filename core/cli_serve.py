@@ -1,0 +1,85 @@
+"""The commands that hand over and answer: `cotune export`, `serve` and `gateway`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from functools import partial
+from typing import Any
+
+from cotune.cli_command import FUNCTION, REDACT, add_address, add_command
+
+
+def add_export(commands: Any) -> None:
+    """Add `cotune export`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from cotune.adapters.export import export_run
+
+        manifest = export_run(a.run_folder, a.to)
+        print(f"exported {', '.join(sorted(entry.role for entry in manifest.roles))} to {a.to}")
+        print(f"next: cotune serve {a.to}")
+        return 0
+
+    text = "write the trained policies as PEFT folders (or models) with roles.json and a model card"
+    command = add_command(commands, "export", run, text, "cotune export runs/r1 --to adapters/")
+    command.add_argument("run_folder", metavar="RUN", help="run folder")
+    command.add_argument("--to", required=True, metavar="DIR", help="folder to write; must be empty, new, or an export")
+
+
+def add_serve(commands: Any) -> None:
+    """Add `cotune serve`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from cotune.adapters.serve import serve
+
+        token = a.token or os.environ.get("COTUNE_TOKEN")
+        serve(a.folder, partial(print, flush=True), host=a.host, port=a.port, token=token, base=a.model, names=a.role)
+        return 0
+
+    text = "serve an export (or a plain model) over an OpenAI-compatible API, one model name per role"
+    command = add_command(commands, "serve", run, text, "cotune serve adapters/ --port 8000")
+    command.add_argument("folder", metavar="DIR", help="export, or model folder or Hugging Face id")
+    add_address(command, port=8000)
+    command.add_argument("--model", metavar="BASE", help="base model, where it lies elsewhere than the export says")
+    command.add_argument(
+        "--role", action="append", default=[], metavar="NAME", help="further model name for a plain model; repeatable"
+    )
+
+
+def add_gateway(commands: Any) -> None:
+    """Add `cotune gateway`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from cotune.integrations.gateway import serve
+        from cotune.integrations.gateway_proxy import Limits
+        from cotune.redaction import load_redactor
+
+        serve(
+            a.upstream,
+            a.records,
+            partial(print, flush=True),
+            host=a.host,
+            port=a.port,
+            token=a.token or os.environ.get("COTUNE_TOKEN"),
+            key=os.environ.get("COTUNE_UPSTREAM_KEY"),
+            limits=Limits(body=a.max_body, in_flight=a.max_inflight, seconds=a.timeout),
+            redactors=[load_redactor(a.redact)] if a.redact else [],
+        )
+        return 0
+
+    text = "record applications in other processes and languages, between them and their provider"
+    command = add_command(commands, "gateway", run, text, "cotune gateway --upstream https://api.openai.com/v1")
+    command.add_argument("--upstream", required=True, metavar="URL", help="base URL of the provider's OpenAI API")
+    command.add_argument(
+        "--records", default="runs/gateway", metavar="PATH", help="folder or records file (default: %(default)s)"
+    )
+    add_address(command, port=8100)
+    command.add_argument(
+        "--max-body", type=int, default=16 << 20, metavar="BYTES", help="largest body (default: %(default)s)"
+    )
+    command.add_argument(
+        "--max-inflight", type=int, default=512, metavar="N", help="requests in flight (default: %(default)s)"
+    )
+    command.add_argument("--timeout", type=float, default=600.0, help="seconds for one request (default: %(default)s)")
+    command.add_argument("--redact", metavar=FUNCTION, help=REDACT)

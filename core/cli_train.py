@@ -1,0 +1,189 @@
+"""The commands that run an application: `cotune check`, `trace`, `train` and `eval`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from cotune.cli_command import APP, FUNCTION, REDACT, TASKS, add_command, settings
+from cotune.errors import ConfigError
+
+_FLAGS = ("model", "policies", "recipe", "steps", "tasks_per_step", "concurrency", "seed", "on_failure", "redact")
+
+
+def add_check(commands: Any) -> None:
+    """Add `cotune check`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from rich.console import Console
+
+        from cotune.trainer.check import check
+        from cotune.trainer.check_report import render
+        from cotune.trainer.config import load_config
+
+        flags = {k: v for k, v in vars(a).items() if "." in k or k in ("policies", "recipe")}
+        config = load_config(a.config, {**flags, "model": a.model or "none", **settings(a.set)})
+        bounds = {"limit": a.limit, "calls": a.calls, "timeout": a.timeout}
+        report = check(
+            a.workflow, a.tasks, config, model=a.model, answers=a.answer, call_tools=not a.no_tools, **bounds
+        )
+        if a.json:
+            print(report.to_json())
+        else:
+            Console().print(render(report))
+        return 0 if report.trainable else 1
+
+    text = "run an application on a task with made-up answers and say what would be trained, and what not and why"
+    command = add_command(commands, "check", run, text, "cotune check app:solve --tasks tasks.jsonl")
+    command.add_argument("workflow", help=APP)
+    command.add_argument("--tasks", required=True, help=TASKS)
+    command.add_argument("--limit", type=int, default=1, help="take the first N tasks (default: %(default)s)")
+    command.add_argument("--config", help="TOML file of the training run; see docs/config.md")
+    command.add_argument("--model", help="count tokens with this model's tokenizer; it is not loaded")
+    command.add_argument("--policies", choices=("shared", "lora", "full"), help="default: lora")
+    command.add_argument("--plan", dest="plan.kind", choices=("tree", "independent"), help="as in cotune train")
+    command.add_argument("-k", dest="plan.k", type=int, metavar="K", help="candidates per call, or episodes per task")
+    command.add_argument("--recipe", help="as in cotune train")
+    command.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as in cotune train")
+    command.add_argument(
+        "--answer",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a text that the made-up answers use; repeatable, used in turn",
+    )
+    command.add_argument("--no-tools", action="store_true", help="never answer with a tool call: no tool is run")
+    command.add_argument("--calls", type=int, default=64, help="most calls of an episode (default: %(default)s)")
+    command.add_argument("--timeout", type=float, default=60.0, help="seconds for one episode (default: %(default)s)")
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def add_trace(commands: Any) -> None:
+    """Add `cotune trace`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from cotune.trainer.trace import trace
+
+        settings = {"concurrency": a.concurrency, "limit": a.limit, "timeout": a.timeout, "redact": a.redact}
+        return trace(a.workflow, a.tasks, a.out, otlp=a.otlp, otlp_content=a.otlp_content, **settings)
+
+    text = "record episodes of an application with the model that it uses today"
+    command = add_command(commands, "trace", run, text, "cotune trace app:solve --tasks tasks.jsonl --out runs/traced")
+    command.add_argument("workflow", help=APP)
+    command.add_argument("--tasks", required=True, help=TASKS)
+    command.add_argument(
+        "--out", default="runs/trace", help="run folder; records are added to it (default: %(default)s)"
+    )
+    command.add_argument("--concurrency", type=int, default=8, help="episodes in flight (default: %(default)s)")
+    command.add_argument("--limit", type=int, help="take only the first N tasks")
+    command.add_argument("--timeout", type=float, default=600.0, help="seconds for one episode (default: %(default)s)")
+    command.add_argument("--redact", metavar=FUNCTION, help=REDACT)
+    command.add_argument("--otlp", metavar="URL", help="also send each episode's spans to this OTLP/HTTP endpoint")
+    command.add_argument("--otlp-content", action="store_true", help="with --otlp, send messages and task inputs too")
+
+
+def add_train(commands: Any) -> None:
+    """Add `cotune train`."""
+    text = "train the policies of an application's roles"
+    command = add_command(
+        commands, "train", _run_train, text, "cotune train app:solve --tasks tasks.jsonl --model base/"
+    )
+    command.add_argument("workflow", nargs="?", help=APP)
+    command.add_argument("--tasks", help=TASKS)
+    command.add_argument("--config", help="TOML file; see docs/config.md. Flags go before it")
+    command.add_argument("--model", help="folder or Hugging Face id of the base model")
+    command.add_argument(
+        "--policies",
+        choices=("shared", "lora", "full"),
+        help="one adapter for all roles, one per role, or one model per role (default: lora)",
+    )
+    command.add_argument(
+        "--plan", dest="plan.kind", choices=("tree", "independent"), help="default: tree when the workflow has scorers"
+    )
+    command.add_argument(
+        "-k", dest="plan.k", type=int, metavar="K", help="candidates per call, or episodes per task (default: 4)"
+    )
+    command.add_argument(
+        "--select",
+        dest="plan.select",
+        choices=("argmax", "sample", "first"),
+        help="candidate that goes on (default: argmax)",
+    )
+    command.add_argument(
+        "--recipe", help="at_grpo, dr_mas, grpo, dr_grpo, rloo, gspo, dapo, cispo; see docs/recipes.md"
+    )
+    command.add_argument("--steps", type=int, help="default: 100")
+    command.add_argument("--tasks-per-step", dest="tasks_per_step", type=int, help="default: 32")
+    command.add_argument("--concurrency", type=int, help="episodes in flight (default: 64)")
+    command.add_argument(
+        "--lr", dest="learner.lr", type=float, help="learning rate (default: 5e-6 for LoRA, 1e-6 for all weights)"
+    )
+    command.add_argument(
+        "--max-tokens", dest="sampling.max_tokens", type=int, help="new tokens per candidate (default: 256)"
+    )
+    command.add_argument("--seed", type=int, help="default: 0")
+    command.add_argument(
+        "--on-failure",
+        dest="on_failure",
+        metavar="HOW",
+        help="what failed episodes teach: exclude (nothing) or reward:NUMBER (default: exclude)",
+    )
+    command.add_argument("--redact", metavar=FUNCTION, help=REDACT)
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="any other field, such as lora.rank=8 or schedule.kind=linear",
+    )
+    command.add_argument("--out", help="run folder (default: runs/DATE-TIME)")
+    command.add_argument(
+        "--resume", metavar="RUN", help="go on with a stopped or killed run, under its own configuration"
+    )
+
+
+def _run_train(a: argparse.Namespace) -> int:
+    from cotune.trainer.config import load_config
+    from cotune.trainer.train import resume, train
+
+    if a.resume:
+        summary = resume(a.resume, workflow=a.workflow, tasks=a.tasks)
+    else:
+        for name in ("workflow", "tasks"):
+            if getattr(a, name) is None:
+                raise ConfigError(name, None, "given, unless --resume is", "See cotune train --help.")
+        flags = {k: v for k, v in vars(a).items() if "." in k or k in _FLAGS}
+        summary = train(a.workflow, a.tasks, load_config(a.config, {**flags, **settings(a.set)}), run=a.out)
+    state = "finished" if summary.finished else "stopped"
+    print(f"{state} after {summary.steps} steps in {summary.seconds:.0f} s: {summary.path}")
+    if summary.finished:
+        print(f"next: cotune export {summary.path} --to adapters/")
+    return 0 if summary.finished else 130
+
+
+def add_eval(commands: Any) -> None:
+    """Add `cotune eval`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from rich.console import Console
+
+        from cotune.trainer.evaluate import evaluate
+        from cotune.trainer.evaluation_report import render
+
+        modes, settings = tuple(a.modes.split(",")), {"limit": a.limit, "concurrency": a.concurrency, "out": a.out}
+        Console().print(render(evaluate(a.run_folder, a.workflow, a.tasks, modes=modes, **settings)))
+        return 0
+
+    text = "evaluate trained policies against the base, with confidence intervals"
+    command = add_command(commands, "eval", run, text, "cotune eval app:solve --tasks held_out.jsonl --run runs/r1")
+    command.add_argument("workflow", help=APP)
+    command.add_argument("--tasks", required=True, help=TASKS)
+    command.add_argument("--run", dest="run_folder", required=True, help="run folder or export")
+    command.add_argument(
+        "--modes",
+        default="base,trained,base_greedy,greedy,swapped",
+        help="any of base, trained (temperature 1), base_greedy, greedy, swapped (policies of the roles exchanged)",
+    )
+    command.add_argument("--limit", type=int, help="take only the first N tasks")
+    command.add_argument("--concurrency", type=int, default=64, help="episodes in flight (default: %(default)s)")
+    command.add_argument("--out", metavar="DIR", help="also write the records and evaluation.json there")
