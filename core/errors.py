@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 
 class CotuneError(Exception):
     """Base of all cotune errors. `cause` is what happened, `remedy` what the user can do about it."""
@@ -10,6 +13,16 @@ class CotuneError(Exception):
         self.cause = cause
         self.remedy = remedy
         super().__init__(f"{cause} {remedy}".strip())
+
+    def __reduce__(self) -> tuple[Callable[..., CotuneError], tuple[type[CotuneError], str, dict[str, Any]]]:
+        """Crosses processes whole, whatever the arguments of its class."""
+        return _restored, (type(self), str(self), self.__dict__)
+
+
+def _restored(kind: type[CotuneError], message: str, fields: dict[str, Any]) -> CotuneError:
+    error = kind.__new__(kind, message)
+    error.__dict__.update(fields)
+    return error
 
 
 class ConfigError(CotuneError):
@@ -40,6 +53,14 @@ class SamplerError(CotuneError):
 
 class SampleTimeout(SamplerError):
     """A request took longer than its time-out; its partial tokens are discarded."""
+
+
+class RequestRefused(SamplerError):
+    """A healthy engine will not serve this request (too long, unknown version): asking another engine is no use."""
+
+
+class EngineLost(SamplerError):
+    """Too few engines are left and their restarts are used up: no request can be served any more."""
 
 
 class LearnerError(CotuneError):

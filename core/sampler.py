@@ -60,6 +60,8 @@ class SamplerInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     served: Mapping[str, str] = {}
     """Fingerprint of what is served, by `str(PolicyRef)`."""
+    counters: Mapping[str, int] = {}
+    """What the sampler has counted since it was opened, by reason; empty where it counts nothing."""
 
 
 class Sampler(Protocol):
@@ -71,7 +73,10 @@ class Sampler(Protocol):
     async def sample(
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
     ) -> list[Completion]:
-        """Draw `n` candidates from one prefill. Raises SamplerError, SampleTimeout."""
+        """Draw `n` candidates from one prefill.
+
+        Raises RequestRefused when the request itself cannot be served, SampleTimeout, and SamplerError for the rest.
+        """
         ...
 
     async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:

@@ -85,7 +85,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """A SamplerError. Id 0 says that the engine itself is gone."""
+    """The command is refused. Id 0 says that the engine itself is gone."""
 
     id: int
     cause: str

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
-from cotune.errors import ConfigError, SamplerError, SampleTimeout
+from cotune.errors import ConfigError, RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.sampler_process import Host, ProcessHost, ThreadHost
 from cotune.integrations.sampler_wire import (
     Cancel,
@@ -85,7 +85,7 @@ class TransformersSampler:
     async def sample(
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
     ) -> list[Completion]:
-        """Draw `n` candidates from one prefill. Raises SamplerError, SampleTimeout."""
+        """Draw `n` candidates from one prefill. Raises RequestRefused, SampleTimeout, SamplerError."""
         command = Sample(next(self._ids), tuple(prompt_token_ids), n, params, policy)
         try:
             async with asyncio.timeout(params.timeout):
@@ -136,7 +136,7 @@ class TransformersSampler:
             if answer is None or not answer.set_running_or_notify_cancel():
                 continue
             if isinstance(reply, Failure):
-                answer.set_exception(SamplerError(reply.cause, reply.remedy))
+                answer.set_exception(RequestRefused(reply.cause, reply.remedy))
             else:
                 answer.set_result(reply.value)
 
