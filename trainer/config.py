@@ -16,6 +16,7 @@ from cotune.errors import ConfigError
 from cotune.plans import Plan, PlanKind, Select
 from cotune.policies import ALL_LINEAR, LoraSpec, Policies, PolicyKind, PolicySpec, policies_for
 from cotune.recipes import RECIPES, Recipe, recipe
+from cotune.trainer.cluster_config import ClusterConfig
 from cotune.trainer.learner_settings import LearnerSettings
 
 Layout = Literal["shared", "lora", "full"]
@@ -126,6 +127,7 @@ class TrainConfig(_Table):
     sampling: SamplingConfig = SamplingConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     learner: LearnerSettings = LearnerSettings()
+    cluster: ClusterConfig = ClusterConfig()
 
     def __post_init__(self) -> None:
         for name in ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "max_staleness"):
@@ -230,6 +232,8 @@ def load_config(path: str | Path | None, flags: Mapping[str, Any]) -> TrainConfi
 
 def convert(table: Mapping[str, Any]) -> TrainConfig:
     """TrainConfig from a plain table, with ConfigError for what does not fit."""
+    if isinstance(table.get("cluster"), Mapping):
+        table = {**table, "cluster": {"address": "local", **table["cluster"]}}
     if not table.get("model"):
         raise ConfigError("model", table.get("model"), "a model folder or Hugging Face id", "Pass --model.")
     name = table.get("recipe")

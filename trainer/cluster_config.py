@@ -1,0 +1,86 @@
+"""The [cluster] table: where the parts of a run live."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from cotune.errors import ConfigError
+
+Engine = Literal["vllm", "transformers"]
+Pools = Literal["shared", "per_policy"]
+Placement = Literal["pack", "spread"]
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """Processes of one kind that a run starts, and what each of them takes."""
+
+    part: str
+    count: int
+    cpus: float
+    gpus: int
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[cluster] Samplers, learners and rollout workers as Ray actors. Without this table a run stays on this machine:
+    the sampler in a process of its own, everything else in this one."""
+
+    address: str = ""
+    """local: a Ray of its own on this machine, gone after the run | auto or HOST:PORT: a Ray cluster that is up |
+    empty: no Ray. A table without an address means local."""
+    engine: Engine = "vllm"
+    """What samples: vllm | transformers (the in-process sampler, in an actor)."""
+    engines: int = 1
+    gpus_per_engine: int = 0
+    """GPUs of one engine; above 1 it is tensor parallel. 0: the CPU build of vLLM."""
+    cpus_per_engine: float = 1.0
+    min_engines: int = 1
+    """Below this many healthy engines the run pauses until restarts bring them back."""
+    engine_restarts: int = 3
+    """How often one engine is started again; then it stays away."""
+    engine_args: dict[str, Any] = {}
+    """[cluster.engine_args] Further arguments of vLLM's engine, such as max_model_len or gpu_memory_utilization."""
+    learners: int = 1
+    """FSDP workers of a pool; a batch is divided among them."""
+    pools: Pools = "shared"
+    """shared: one pool trains all policies, in turn | per_policy: a pool for each, in parallel."""
+    gpus_per_learner: int = 0
+    cpus_per_learner: float = 1.0
+    learner_restarts: int = 3
+    """How often lost learners go on from the last checkpoint; then the run stops, and can be resumed."""
+    rollout_workers: int = 1
+    """Processes that run the application; one that crashes costs its episodes only."""
+    cpus_per_rollout_worker: float = 1.0
+    episode_retries: int = 1
+    """How often an episode whose worker died is run again; then it counts as failed."""
+    placement: Placement = "pack"
+    """pack: learners of one pool on as few machines as possible | spread: on as many."""
+    env: dict[str, str] = {}
+    """[cluster.env] Environment variables of the actors, such as keys that the application needs."""
+    runtime_env: dict[str, Any] = {}
+    """[cluster.runtime_env] Ray's runtime environment of the rollout workers, such as working_dir or pip."""
+
+    def __post_init__(self) -> None:
+        for name in ("engines", "learners", "rollout_workers", "min_engines"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("gpus_per_engine", "gpus_per_learner", "engine_restarts", "learner_restarts", "episode_retries"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("cpus_per_engine", "cpus_per_learner", "cpus_per_rollout_worker"):
+            _at_least(name, getattr(self, name), 0)
+        if self.min_engines > self.engines:
+            raise ConfigError("cluster.min_engines", self.min_engines, f"at most cluster.engines ({self.engines})")
+
+    def demands(self, policies: int = 1) -> tuple[Demand, ...]:
+        """What the run asks of the cluster, with this many trained policies."""
+        pools = policies if self.pools == "per_policy" else 1
+        return (
+            Demand("engine", self.engines, self.cpus_per_engine, self.gpus_per_engine),
+            Demand("learner", self.learners * pools, self.cpus_per_learner, self.gpus_per_learner),
+            Demand("rollout worker", self.rollout_workers, self.cpus_per_rollout_worker, 0),
+        )
+
+
+def _at_least(name: str, value: float, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"cluster.{name}", value, f"a number of at least {least}")
