@@ -16,6 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 from cotune.errors import SamplerError, SampleTimeout
+from cotune.integrations.ray_sampler import start_sampler
 from cotune.integrations.transformers_sampler import TransformersSampler
 from cotune.policies import ALL_LINEAR, LoraSpec
 from cotune.records import PolicyRef
@@ -39,10 +40,16 @@ async def few_rows(folder: Path) -> Sampler:
     return await TransformersSampler.open(folder, host="thread", max_batch_rows=11)
 
 
+async def in_ray(folder: Path) -> Sampler:
+    factory = "cotune.integrations.transformers_sampler:TransformersSampler.open"
+    return await start_sampler(factory, {"model": str(folder), "host": "thread"})
+
+
 SAMPLERS: dict[str, Callable[[Path], Awaitable[Sampler]]] = {
     "thread": in_thread,
     "process": in_process,
     "few-rows": few_rows,
+    "ray": in_ray,
 }
 
 LORA = LoraSpec(rank=4, alpha=8.0)
@@ -95,11 +102,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 @pytest.fixture(scope="module", params=list(SAMPLERS))
 def sampler(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Sampler]:
     """One engine for all tests of the module: it must outlive event loops, and no test may spoil it."""
+    prepare(request, request.param)
     opened = run(SAMPLERS[request.param](reference.folder))
     run(opened.publish(PolicyRef("planner", 1), reference.weights["planner"], LORA))
     run(opened.publish(PolicyRef("coder", 1), reference.weights["coder"], LORA))
     yield opened
     run(opened.aclose())
+
+
+def prepare(request: pytest.FixtureRequest, sampler: str) -> None:
+    """Start what a sampler runs on."""
+    if "ray" in sampler:
+        request.getfixturevalue("ray_runtime")
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -394,12 +408,14 @@ def test_requests_from_several_loops_and_threads_at_once(sampler: Sampler, refer
     assert [tokens(answers[i]) for i in range(4)] == [expected] * 4
 
 
-@pytest.mark.parametrize("factory", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_closing_fails_what_is_pending_and_may_be_repeated(
-    factory: Callable[[Path], Awaitable[Sampler]], reference: Reference
+    name: str, reference: Reference, request: pytest.FixtureRequest
 ) -> None:
+    prepare(request, name)
+
     async def scenario() -> None:
-        sampler = await factory(reference.folder)
+        sampler = await SAMPLERS[name](reference.folder)
         pending = asyncio.create_task(sampler.sample(PROMPTS[0], 8, params(max_tokens=480), BASE))
         await asyncio.sleep(0)
         await sampler.aclose()

@@ -1,0 +1,46 @@
+"""Temporary folders that go with their owner: at its end, or at the next start after it was killed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_LOCK = ".owner"
+
+
+@contextmanager
+def owned_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A fresh folder under `parent`, removed in the end.
+
+    Its owner holds a lock on a file in it, which the system gives back however the owner ends: folders of the same
+    prefix whose lock is free are what killed owners left, and are removed first.
+    """
+    for left in parent.glob(f"{prefix}-*"):
+        _remove_if_free(left)
+    folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=parent))
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_if_free(folder: Path) -> None:
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR)
+    except OSError:
+        return  # being made or removed by another process, or of another user
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)
