@@ -16,7 +16,7 @@ from autogen_core.tools import BaseStreamTool, BaseTool
 from cotune.context import current_episode, scopes
 from cotune.integrations.autogen_client import ClientAttribute, said
 from cotune.integrations.autogen_frames import Frame, enter, hand_on, scope, stepped, within
-from cotune.integrations.autogen_hooks import each_subclass, replace_method
+from cotune.integrations.class_hooks import each_subclass, replace_method
 from cotune.integrations.versions import missing_hook
 from cotune.recorder import LiveEpisode
 

@@ -12,11 +12,10 @@ from typing import Any
 
 from autogen_core.models import ChatCompletionClient
 
-from cotune.answering import answer, failed, reason_of
-from cotune.context import current_episode, identify, opened_call
-from cotune.errors import RecordError
-from cotune.integrations.autogen_hooks import each_subclass, replace_method
+from cotune.answering import answer, reason_of
 from cotune.integrations.autogen_messages import answer_of_result, part_of, request_of, result_of
+from cotune.integrations.class_hooks import each_subclass, replace_method
+from cotune.model_calls import ask_async, end_call, observed, open_call, step_async
 from cotune.recorder import Answer, LiveCall
 
 _PASSED = {"BaseOpenAIChatCompletionClient", "ChatCompletionCache"}
@@ -39,41 +38,17 @@ def _is_passed(cls: type) -> bool:
     return cls.__name__ in _PASSED and cls.__module__.startswith("autogen_ext.")
 
 
-def _open(client: Any, messages: Any, options: dict[str, Any]) -> LiveCall | None:
-    """A call to record, or None: outside an episode, and within a call that another method has already opened."""
-    episode = current_episode.get()
-    if episode is None or opened_call.get() is not None:
-        return None
-    try:
-        return episode.start(identify(), request_of(client, messages, options))
-    except RecordError as error:
-        if episode.responder is not None:
-            raise
-        episode.warn("late_call", f"A call was made after its episode had ended and is not recorded. {error}")
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        if episode.responder is not None:
-            raise
-        episode.warn("unread_call", "A request could not be read and is not recorded.", error)
-    return None
-
-
 def _create(original: Any) -> Any:
     async def create(self: Any, messages: Any, *args: Any, **options: Any) -> Any:
-        call = _open(self, messages, options)
+        call = open_call(lambda: request_of(self, messages, options))
         if call is None:
             return await original(self, messages, *args, **options)
-        found = await _asked(call, options)
+        found = await _ask(call, options)
         if found is not None:
             return result_of(found)
-        token = opened_call.set(call)
-        try:
+        with observed(call):
             result = await original(self, messages, *args, **options)
-        except BaseException as error:
-            call.fail(*reason_of(error))
-            raise
-        finally:
-            opened_call.reset(token)
-        _record(call, result)
+        end_call(call, result, answer_of_result)
         return result
 
     return create
@@ -81,8 +56,8 @@ def _create(original: Any) -> Any:
 
 def _create_stream(original: Any) -> Any:
     async def create_stream(self: Any, messages: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
-        call = _open(self, messages, {**options, "stream": True})
-        found = await _asked(call, options) if call is not None else None
+        call = open_call(lambda: request_of(self, messages, {**options, "stream": True}))
+        found = await _ask(call, options) if call is not None else None
         if found is not None:
             result = result_of(found)
             if isinstance(result.content, str) and result.content:
@@ -92,11 +67,11 @@ def _create_stream(original: Any) -> Any:
         source = original(self, messages, *args, **options)
         texts: list[str] = []
         try:
-            while (part := await _step(call, source)) is not None:
+            while (part := await (anext(source, None) if call is None else step_async(call, source))) is not None:
                 if isinstance(part, str):
                     texts.append(part)
                 elif call is not None:
-                    _record(call, part)
+                    end_call(call, part, answer_of_result)
                 yield part
         except BaseException as error:
             if call is not None:
@@ -111,41 +86,13 @@ def _create_stream(original: Any) -> Any:
     return create_stream
 
 
-async def _asked(call: LiveCall, options: dict[str, Any]) -> Answer | None:
+async def _ask(call: LiveCall, options: dict[str, Any]) -> Answer | None:
     """The responder's answer, which the application's cancellation token can cancel."""
     asking = asyncio.ensure_future(answer(call))
     token = options.get("cancellation_token")
     if token is not None:
         token.link_future(asking)
     try:
-        found = await asking
-    except BaseException as error:
-        asking.cancel()
-        failed(call, error)
-        raise
-    if found is not None:
-        call.finish(found)
-    return found
-
-
-async def _step(call: LiveCall | None, source: Any) -> Any:
-    """The next part, with the call open; between steps the application's own code runs, without it."""
-    if call is None:
-        return await anext(source, None)
-    token = opened_call.set(call)
-    try:
-        return await anext(source, None)
+        return await ask_async(call, asking)
     finally:
-        opened_call.reset(token)
-
-
-def _record(call: LiveCall, result: Any) -> None:
-    """End the call with what the client returned, unless its wire request has; a fault is not the application's."""
-    if call.ended:
-        return
-    try:
-        found = answer_of_result(result)
-    except Exception as error:  # noqa: BLE001
-        call.fail("malformed", reason_of(error)[1])
-        return
-    call.finish(found)
+        asking.cancel()

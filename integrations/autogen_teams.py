@@ -22,7 +22,7 @@ from cotune.context import current_episode
 from cotune.integrations.autogen_client import ClientAttribute
 from cotune.integrations.autogen_copies import fresh
 from cotune.integrations.autogen_frames import Frame, enter, hand_on, stepped, within
-from cotune.integrations.autogen_hooks import each_subclass, replace_method
+from cotune.integrations.class_hooks import each_subclass, replace_method
 from cotune.integrations.versions import missing_hook
 from cotune.recorder import LiveEpisode
 

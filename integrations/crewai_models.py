@@ -14,14 +14,12 @@ from typing import Any
 
 from crewai.llms.base_llm import BaseLLM
 
-from cotune.answering import answer, answer_blocking, failed, reason_of
 from cotune.context import Mark, current_episode, current_mark, identify, opened_call
-from cotune.errors import RecordError
+from cotune.integrations.class_hooks import each_subclass, replace_method
 from cotune.integrations.crewai_scopes import calling, entered, mark_of, outside_call, part_scope
 from cotune.integrations.crewai_values import answer_of, request_of, returned
-from cotune.recorder import Answer, LiveCall
+from cotune.model_calls import ask, ask_async, end_call, observed, open_call
 
-_MARK = "__cotune__"
 _ARGUMENTS = ("messages", "tools", "callbacks", "available_functions", "from_task", "from_agent", "response_model")
 _SDK = "OpenAICompletion"
 """CrewAI's class on the OpenAI SDK; its subclasses serve the providers that speak the same protocol."""
@@ -29,43 +27,19 @@ _SDK = "OpenAICompletion"
 
 def install() -> None:
     """Wrap all model classes, those there are and those to come."""
-    for cls in (BaseLLM, *_subclasses(BaseLLM)):
-        _wrap(cls)
-    own = BaseLLM.__dict__.get("__init_subclass__")
-
-    def init_subclass(cls: type[BaseLLM], **kwargs: Any) -> None:
-        if own is None:
-            super(BaseLLM, cls).__init_subclass__(**kwargs)
-        else:
-            own.__get__(None, cls)(**kwargs)
-        _wrap(cls)
-
-    BaseLLM.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
+    each_subclass(BaseLLM, _wrap)
     BaseLLM._handle_tool_execution = _tool(BaseLLM._handle_tool_execution)
     BaseLLM.summarize_messages = _summary(BaseLLM.summarize_messages)
 
 
-def _subclasses(cls: type) -> Iterator[type]:
-    for sub in cls.__subclasses__():
-        yield sub
-        yield from _subclasses(sub)
-
-
 def _wrap(cls: type) -> None:
     for name in ("call", "acall"):
-        original = cls.__dict__.get(name)
-        if original is None or hasattr(original, _MARK) or getattr(original, "__isabstractmethod__", False):
-            continue
-        make = _acall if inspect.iscoroutinefunction(original) else _call
-        wrapped = functools.wraps(original)(make(original))
-        setattr(wrapped, _MARK, True)
-        type.__setattr__(cls, name, wrapped)
+        replace_method(cls, name, _call_or_acall)
+    replace_method(cls, "get_input_tokens_count", _count)
 
-    counted = cls.__dict__.get("get_input_tokens_count")
-    if counted is not None and not hasattr(counted, _MARK):
-        wrapped = functools.wraps(counted)(_count(counted))
-        setattr(wrapped, _MARK, True)
-        type.__setattr__(cls, "get_input_tokens_count", wrapped)
+
+def _call_or_acall(original: Callable[..., Any]) -> Callable[..., Any]:
+    return _acall(original) if inspect.iscoroutinefunction(original) else _call(original)
 
 
 def _count(original: Callable[..., int]) -> Callable[..., int]:
@@ -110,18 +84,16 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         asked = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
         with _named(asked) as mark:
-            live = _open(self, asked, mark)
+            live = None if _on_waist(type(self)) else open_call(lambda: request_of(self, asked))
             if live is None:
                 return _seen(mark, self, original(self, *args, **kwargs))
-            try:
-                found = answer_blocking(live)
-            except BaseException as error:
-                failed(live, error)
-                raise
+            found = ask(live)
             if found is not None:
-                return _answered(self, live, found, asked)
-            with _recording(live):
-                return _record(live, original(self, *args, **kwargs))
+                return returned(self, found, asked)
+            with observed(live):
+                value = original(self, *args, **kwargs)
+            end_call(live, value, answer_of)
+            return value
 
     return call
 
@@ -132,18 +104,16 @@ def _acall(original: Callable[..., Any]) -> Callable[..., Any]:
             return await original(self, *args, **kwargs)
         asked = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
         with _named(asked) as mark:
-            live = _open(self, asked, mark)
+            live = None if _on_waist(type(self)) else open_call(lambda: request_of(self, asked))
             if live is None:
                 return _seen(mark, self, await original(self, *args, **kwargs))
-            try:
-                found = await answer(live)
-            except BaseException as error:
-                failed(live, error)
-                raise
+            found = await ask_async(live)
             if found is not None:
-                return _answered(self, live, found, asked)
-            with _recording(live):
-                return _record(live, await original(self, *args, **kwargs))
+                return returned(self, found, asked)
+            with observed(live):
+                value = await original(self, *args, **kwargs)
+            end_call(live, value, answer_of)
+            return value
 
     return acall
 
@@ -161,20 +131,6 @@ def _named(asked: Mapping[str, Any]) -> Iterator[Mark]:
         calling.reset(tokens[1])
 
 
-def _open(model: Any, asked: Mapping[str, Any], mark: Mark) -> LiveCall | None:
-    """A call to record, or None: for a model on the SDK's waist, and within a call that is open already."""
-    episode = current_episode.get()
-    if episode is None or opened_call.get() is not None or _on_waist(type(model)):
-        return None
-    try:
-        return episode.start(identify(), request_of(model, asked))
-    except RecordError as error:
-        if episode.responder is not None:
-            raise
-        episode.warn("late_call", f"A call was made after its episode had ended and is not recorded. {error}")
-        return None
-
-
 @functools.cache
 def _on_waist(cls: type) -> bool:
     return any(base.__name__ == _SDK and base.__module__.startswith("crewai.") for base in cls.__mro__)
@@ -188,31 +144,4 @@ def _seen(mark: Mark, model: Any, value: Any) -> Any:
             f"A model answered role {mark.role!r} without a request that can be recorded: by a client of its own or "
             "from a cache.",
         )
-    return value
-
-
-def _answered(model: Any, call: LiveCall, found: Answer, asked: Mapping[str, Any]) -> Any:
-    call.finish(found)
-    return returned(model, found, asked)
-
-
-@contextmanager
-def _recording(call: LiveCall) -> Iterator[None]:
-    token = opened_call.set(call)
-    try:
-        yield
-    except BaseException as error:
-        call.fail(*reason_of(error))
-        raise
-    finally:
-        opened_call.reset(token)
-
-
-def _record(call: LiveCall, value: Any) -> Any:
-    """End the call with what the model returned, unless its wire request has; a fault here is not the application's."""
-    if not call.ended:
-        try:
-            call.finish(answer_of(value))
-        except Exception as error:  # noqa: BLE001
-            call.fail("malformed", reason_of(error)[1])
     return value

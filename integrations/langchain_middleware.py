@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from cotune.context import current_episode
+from cotune.integrations.class_hooks import each_subclass, replace_method
 from cotune.integrations.versions import missing_hook
 
 _WRAPPERS = ("wrap_model_call", "awrap_model_call", "wrap_tool_call", "awrap_tool_call")
-_MARK = "__cotune__"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -34,35 +32,15 @@ def install() -> None:
     for name in _WRAPPERS:
         if not hasattr(AgentMiddleware, name):
             raise missing_hook("langchain", f"AgentMiddleware.{name}")
-    base: Any = AgentMiddleware
-    for cls in _subclasses(base):
-        _wrap(cls)
-
-    def init_subclass(cls: type, **kwargs: Any) -> None:
-        super(base, cls).__init_subclass__(**kwargs)
-        _wrap(cls)
-
-    base.__init_subclass__ = classmethod(init_subclass)
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    sub: type
-    for sub in cls.__subclasses__():
-        yield sub
-        yield from _subclasses(sub)
+    each_subclass(AgentMiddleware, lambda cls: None if cls is AgentMiddleware else _wrap(cls))
 
 
 def _wrap(cls: type) -> None:
     for name in _WRAPPERS:
-        original = cls.__dict__.get(name)
-        if inspect.isfunction(original) and not hasattr(original, _MARK):
-            wrapped = (_awrapped if name.startswith("a") else _wrapped)(original)
-            setattr(wrapped, _MARK, True)
-            setattr(cls, name, wrapped)
+        replace_method(cls, name, _awrapped if name.startswith("a") else _wrapped)
 
 
 def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def wrapper(self: Any, request: Any, handler: Callable[..., Any]) -> Any:
         if current_episode.get() is None:
             return original(self, request, handler)
@@ -85,7 +63,6 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _awrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     async def wrapper(self: Any, request: Any, handler: Callable[..., Any]) -> Any:
         if current_episode.get() is None:
             return await original(self, request, handler)

@@ -19,6 +19,7 @@ from cotune.integrations.openai_forms import Form, asked_in, form_of
 from cotune.integrations.openai_response_body import ProviderFailed
 from cotune.integrations.openai_tee import package_of, tee
 from cotune.integrations.versions import missing_hook
+from cotune.model_calls import UNREADABLE, warn_unrecorded
 from cotune.recorder import Answer, LiveCall, LiveEpisode
 
 
@@ -186,10 +187,10 @@ def _open(episode: LiveEpisode, form: Form, request: Any, exchange: _Exchange) -
     except RecordError as error:
         if episode.responder is not None:
             return _error_response(request, 409, str(error))
-        episode.warn("late_call", f"A call was made after its episode had ended and is not recorded. {error}")
+        warn_unrecorded(episode, error)
         return None
-    except (ValueError, TypeError, AttributeError) as error:
-        episode.warn("unread_call", "A request could not be read and is not recorded.", error)
+    except UNREADABLE as error:
+        warn_unrecorded(episode, error)
         if episode.responder is not None:
             return _error_response(request, 400, f"the request cannot be read: {error!r}")
         return None
@@ -281,7 +282,7 @@ def _settle(
     except ProviderFailed as failure:
         call.fail("error", str(failure), _part(form, raw) if streamed else None)
         return
-    except (ValueError, TypeError, AttributeError, KeyError) as broken:
+    except UNREADABLE as broken:
         call.fail("malformed", reason_of(broken)[1], _part(form, raw) if streamed else None)
         return
     if found is not None:
@@ -298,5 +299,5 @@ def _part(form: Form, raw: bytes) -> Answer | None:
     try:
         body = form.part(raw)
         return None if body is None else form.answer(body)
-    except (ValueError, TypeError, AttributeError, KeyError):
+    except UNREADABLE:
         return None

@@ -383,3 +383,15 @@ def test_completion_of_the_provider_is_left_as_it_is(provider: Provider, record:
     out = []
     record(running(crew(sdk(base_url=provider.url)), check=lambda o: out.append(o.raw) or 1))
     assert out == ["exact"] and record.calls[0].usage.prompt_tokens == 7
+
+
+def test_a_request_that_cannot_be_read_goes_its_way_and_is_counted(
+    record: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*args):
+        raise TypeError("a part that nobody knows")
+
+    monkeypatch.setattr("cotune.integrations.crewai_models.request_of", unreadable)
+    outcome = record(lambda task: Own(model="m").call("hello") == "own True")
+    assert outcome.rewards == {"team": 1.0}
+    assert (record.calls, outcome.live.warnings) == ([], {"unread_call": 1})

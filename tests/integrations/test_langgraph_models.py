@@ -246,3 +246,13 @@ def test_outside_an_episode_and_for_later_classes(record: Recorded):
     assert record(lambda task: len(Later().invoke("x").content), lambda call: "x").rewards == {"team": 1.0}
     assert "run_manager" in inspect.signature(Later._generate).parameters
     assert len(record.calls) == 1
+
+
+def test_a_request_that_cannot_be_read_goes_its_way_and_is_counted(record: Recorded, monkeypatch: pytest.MonkeyPatch):
+    def unreadable(*args):
+        raise TypeError("a part that nobody knows")
+
+    monkeypatch.setattr("cotune.integrations.langchain_models.request_of", unreadable)
+    outcome = record(lambda task: Own().invoke("hello").content == "own hello")
+    assert outcome.rewards == {"team": 1.0}
+    assert (record.calls, outcome.live.warnings["unread_call"]) == ([], 1)

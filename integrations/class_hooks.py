@@ -1,4 +1,4 @@
-"""AutoGen: replacing methods of classes, those there are and those to come."""
+"""Replacing methods of a framework's classes, those there are and those to come."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def each_subclass(base: Any, wrap: Callable[[Any], None]) -> None:
 
 
 def replace_method(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Wrap a method that the class itself defines, once."""
+    """Wrap a method that the class itself defines and does not leave abstract, once."""
     original = cls.__dict__.get(name)
-    if callable(original) and not hasattr(original, _MARK):
+    if callable(original) and not hasattr(original, _MARK) and not getattr(original, "__isabstractmethod__", False):
         wrapped = functools.wraps(original)(wrapper(original))
         setattr(wrapped, _MARK, True)
         setattr(cls, name, wrapped)
