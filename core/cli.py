@@ -13,12 +13,13 @@ from pathlib import Path
 from cotune.cli_command import Formatter
 from cotune.cli_records import add_otel, add_sft, add_show
 from cotune.cli_serve import add_export, add_gateway, add_serve
-from cotune.cli_train import add_check, add_eval, add_trace, add_train
+from cotune.cli_train import add_check, add_doctor, add_eval, add_trace, add_train
 from cotune.errors import CotuneError
 
 _DESCRIPTION = """Train the agents you already have.
 
   cotune check  app:solve --tasks tasks.jsonl                      a dry run without a model: what would be trained
+  cotune doctor --config train.toml                                whether this machine or cluster can run it
   cotune trace  app:solve --tasks tasks.jsonl                      record with the model the app uses today
   cotune train  app:solve --tasks tasks.jsonl --model Qwen/Qwen3-1.7B
   cotune eval   app:solve --tasks held_out.jsonl --run runs/r1     against the base, with intervals
@@ -30,7 +31,7 @@ _DESCRIPTION = """Train the agents you already have.
 `app:solve` is the attribute `solve` of the module (or file) `app`: a function decorated with @cotune.workflow.
 """
 
-_APPLICATIONS = (add_check, add_trace, add_train, add_eval)
+_APPLICATIONS = (add_check, add_doctor, add_trace, add_train, add_eval)
 _SERVICES = (add_export, add_serve, add_gateway)
 _RECORDS = (add_show, add_otel, add_sft)
 

@@ -1,4 +1,4 @@
-"""The commands that run an application: `cotune check`, `trace`, `train` and `eval`."""
+"""The commands around training: `cotune check`, `doctor`, `trace`, `train` and `eval`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ from typing import Any
 from cotune.cli_command import APP, FUNCTION, REDACT, TASKS, add_command, settings
 from cotune.errors import ConfigError
 
-_FLAGS = ("model", "policies", "recipe", "steps", "tasks_per_step", "concurrency", "seed", "on_failure", "redact")
+_CLUSTER = "run on Ray: local (its own, for this run), auto or HOST:PORT of a cluster; see docs/cluster.md"
+_FLAGS = (
+    "model",
+    "policies",
+    "recipe",
+    "steps",
+    "tasks_per_step",
+    "concurrency",
+    "seed",
+    "mode",
+    "on_failure",
+    "redact",
+)
 
 
 def add_check(commands: Any) -> None:
@@ -55,6 +67,36 @@ def add_check(commands: Any) -> None:
     command.add_argument("--no-tools", action="store_true", help="never answer with a tool call: no tool is run")
     command.add_argument("--calls", type=int, default=64, help="most calls of an episode (default: %(default)s)")
     command.add_argument("--timeout", type=float, default=60.0, help="seconds for one episode (default: %(default)s)")
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def add_doctor(commands: Any) -> None:
+    """Add `cotune doctor`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from rich.console import Console
+
+        from cotune.trainer.config import load_config
+        from cotune.trainer.doctor import examine, render
+
+        flags = {"model": a.model, "cluster.address": a.cluster, **settings(a.set)}
+        config = load_config(a.config, flags) if a.config or a.model else None
+        if config is None and a.cluster:
+            raise ConfigError("model", None, "given where --cluster is", "Pass --model or --config.")
+        report = examine(config)
+        if a.json:
+            print(report.to_json())
+        else:
+            Console(soft_wrap=True).print(render(report))
+            print("a run can start" if report.fits else "a run cannot start: see what blocks it")
+        return 0 if report.fits else 1
+
+    text = "look at this machine or a Ray cluster and say whether a configuration fits; starts nothing"
+    command = add_command(commands, "doctor", run, text, "cotune doctor --config train.toml --cluster local")
+    command.add_argument("--config", help="TOML file of the training run; see docs/config.md")
+    command.add_argument("--model", help="folder or Hugging Face id of the base model")
+    command.add_argument("--cluster", metavar="ADDRESS", help=_CLUSTER)
+    command.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as in cotune train")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
@@ -129,6 +171,8 @@ def add_train(commands: Any) -> None:
         help="what failed episodes teach: exclude (nothing) or reward:NUMBER (default: exclude)",
     )
     command.add_argument("--redact", metavar=FUNCTION, help=REDACT)
+    command.add_argument("--mode", choices=("sync", "async"), help="async: roll out the next steps while one trains")
+    command.add_argument("--cluster", dest="cluster.address", metavar="ADDRESS", help=_CLUSTER)
     command.add_argument(
         "--set",
         action="append",

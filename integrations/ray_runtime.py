@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,9 @@ from cotune.integrations.owned_folder import owned_folder
 
 START_SECONDS = 120
 """How long Ray's own processes may take to start; on a busy machine they need over a minute."""
+
+REACH_SECONDS = 5.0
+"""How long the address of a cluster may take to answer."""
 
 _BEFORE_RAY = {
     "RAY_raylet_start_wait_time_s": str(START_SECONDS),
@@ -55,6 +59,8 @@ def open_ray(
     if ray.is_initialized():
         yield _joined(ray, address)
         return
+    if not local:
+        _check_reachable(str(address))
     with _folder(local) as folder, _signals():
         _start(ray, _arguments(address, local, num_cpus, env or {}, folder))
         try:
@@ -71,6 +77,20 @@ def _ray() -> Any:
     except ImportError as error:
         raise ConfigError("cluster", "ray", "an installed Ray", "pip install 'cotune[ray]'.") from error
     return ray
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "cluster.address", address, f"local, auto, or HOST:PORT of a running Ray ({error})",
+            "Start one with ray start --head, or correct the address.",
+        ) from None  # fmt: skip
 
 
 def _start(ray: Any, arguments: Mapping[str, Any]) -> None:

@@ -1,0 +1,112 @@
+"""`cotune doctor`: what it finds, and that it blocks what cannot run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotune.trainer.cluster_config import ClusterConfig
+from cotune.trainer.config import load_config
+from cotune.trainer.doctor import Finding, examine, judge_machine, judge_placement, render
+from cotune.trainer.doctor_machine import Gpu, Machine, Node
+
+GPU = Gpu(name="H200", memory_gb=139.0, free_gb=138.0)
+MACHINE = Machine(
+    python="3.11.7", system="Linux", cores=16, memory_gb=128.0, free_memory_gb=100.0, shared_gb=64.0, disk_gb=50.0,
+    temporary_gb=50.0, open_files=65536, gpus=(GPU,), versions={"torch": "2.13.0", "ray": "2.60.0", "vllm": "0.28.0"},
+)  # fmt: skip
+
+
+def node(cpus: float, gpus: float = 0.0) -> Node:
+    return Node(address="n", cpus=cpus, gpus=gpus, free_cpus=cpus, free_gpus=gpus)
+
+
+def levels(findings: Any) -> dict[str, str]:
+    return {finding.subject: finding.level for finding in findings}
+
+
+def blocking(findings: Any) -> list[Finding]:
+    return [finding for finding in findings if finding.level == "blocks"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "subject", "level"),
+    [
+        ({"versions": {"torch": "2.13.0", "vllm": "0.28.0"}}, "ray", "blocks"),
+        ({"versions": {"torch": "2.13.0", "ray": "2.60.0"}}, "vllm", "blocks"),
+        ({"versions": {"ray": "2.60.0", "vllm": "0.28.0"}}, "torch", "blocks"),
+        ({"shared_gb": 0.06}, "shared memory", "warns"),
+        ({"disk_gb": 0.2}, "disk for runs", "warns"),
+        ({"open_files": 256}, "open files", "warns"),
+        ({"loopback": "Permission denied"}, "ports", "blocks"),
+        ({"gpus": ()}, "GPU", "ok"),
+    ],
+)
+def test_what_a_machine_lacks_is_named_with_its_remedy(changes: dict[str, Any], subject: str, level: str) -> None:
+    cluster = ClusterConfig(address="local")
+    assert not blocking(judge_machine(MACHINE, cluster))
+    found = {f.subject: f for f in judge_machine(msgspec.structs.replace(MACHINE, **changes), cluster)}
+    assert found[subject].level == level
+    assert bool(found[subject].remedy) == (level != "ok")
+
+
+def test_an_unsupported_framework_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cotune.integrations.versions.version", lambda name: "0.1")
+    machine = msgspec.structs.replace(MACHINE, versions={**MACHINE.versions, "langgraph": "0.1"})
+    (finding,) = blocking(judge_machine(machine, ClusterConfig()))
+    assert "langgraph 0.1" in finding.text and "pip install" in finding.remedy
+
+
+def test_eight_gpus_hold_six_engines_and_two_learners_but_not_three() -> None:
+    asked = ClusterConfig(address="auto", engines=6, gpus_per_engine=1, learners=2, gpus_per_learner=1)
+    assert not blocking(judge_placement([node(64, 8)], asked))
+    (finding,) = blocking(judge_placement([node(64, 8)], msgspec.structs.replace(asked, learners=3)))
+    assert finding.subject == "learners" and "2 fit" in finding.text
+
+
+def test_a_tensor_parallel_engine_needs_its_gpus_on_one_machine() -> None:
+    asked = ClusterConfig(address="auto", gpus_per_engine=4)
+    assert [f.subject for f in blocking(judge_placement([node(8, 3), node(8, 3)], asked))] == ["engines"]
+    assert not blocking(judge_placement([node(8, 3), node(8, 4)], asked))
+
+
+def test_a_pool_for_each_policy_counts_for_each() -> None:
+    asked = ClusterConfig(address="auto", pools="per_policy", learners=2, gpus_per_learner=1)
+    assert blocking(judge_placement([node(16, 4)], asked, policies=3))
+    assert not blocking(judge_placement([node(16, 4)], asked, policies=2))
+
+
+def test_more_processes_than_cores_warns_on_a_local_ray() -> None:
+    found = judge_placement([node(2)], ClusterConfig(address="local", learners=2, rollout_workers=2))
+    assert levels(found) == {"placement": "warns", "engines": "ok", "learners": "ok", "rollout workers": "ok"}
+
+
+@given(cpus=st.lists(st.integers(0, 8), min_size=1, max_size=4), engines=st.integers(1, 5), learners=st.integers(1, 5))
+def test_what_does_not_fit_in_all_machines_together_never_passes(cpus: list[int], engines: int, learners: int) -> None:
+    asked = ClusterConfig(address="auto", engines=engines, learners=learners)
+    fits = not blocking(judge_placement([node(c) for c in cpus], asked))
+    assert fits == (sum(cpus) >= engines + learners + 1)
+
+
+def test_this_machine_can_run_a_local_cluster(tiny_base: Path) -> None:
+    report = examine(load_config(None, {"model": str(tiny_base), "cluster.address": "local"}))
+    assert report.fits
+    assert {"torch", "ray", "vllm", "engines", "learners", "rollout workers"} <= {f.subject for f in report.findings}
+    assert render(report).row_count == len(report.findings)
+
+
+def test_the_command_blocks_a_cluster_that_is_not_there(tiny_base: Path) -> None:
+    command = [sys.executable, "-m", "cotune.cli", "doctor", "--model", str(tiny_base), "--cluster", "127.0.0.1:9"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert not found["fits"]
+    assert "cluster.address = '127.0.0.1:9'" in {f["subject"]: f["text"] for f in found["findings"]}["cluster"]
