@@ -12,11 +12,13 @@ import argparse
 import math
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
 from grid import (
@@ -36,8 +38,9 @@ from grid import (
     navigator_messages,
     step,
 )
+from tiny_model import UNLABELLED, Row, build_model, warm_up
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 STEPS = 260
 BATCH = 96
@@ -92,27 +95,6 @@ def build_tokenizer(words: Iterable[str] = ()) -> PreTrainedTokenizerFast:
     )
     fast.chat_template = TEMPLATE
     return fast
-
-
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """An untrained Qwen3 of 0.3M parameters."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        initializer_range=0.08,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config)
 
 
 def scene(rng: random.Random) -> tuple[Grid, Cell]:
@@ -173,52 +155,13 @@ TEAM: tuple[Demonstrator, ...] = (navigator_demonstration, driver_demonstration,
 """The driver has more to learn: to look a move up in a table."""
 
 
-def warm_up(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    seed: int,
-    steps: int = STEPS,
-    demonstrators: Sequence[Demonstrator] = TEAM,
-    count: int = DEMONSTRATIONS,
-    report: Callable[[int, float], None] = lambda step, loss: None,
-) -> None:
-    """Supervised training on demonstrations, on the answer's tokens only."""
-    rng = random.Random(f"demonstrations {seed}")
-    pool = _tokenized(tokenizer, [demonstrators[i % len(demonstrators)](rng) for i in range(count)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01)
-    model.train()
-    for number in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = LR * min(1.0, (number + 1) / 20) * (1 - number / steps)
-        ids, labels = _batch(rng.sample(pool, min(BATCH, count)), tokenizer.pad_token_id)
-        loss = model(input_ids=ids, attention_mask=ids.ne(tokenizer.pad_token_id), labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        report(number + 1, loss.item())
-    model.eval()
-
-
-def _tokenized(
-    tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[Demonstration]
-) -> list[tuple[list[int], list[int]]]:
-    """Prompt and answer ids of each demonstration."""
+def _tokenized(tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[Demonstration]) -> list[Row]:
+    """The ids of each demonstration, with labels where the answer is."""
     texts = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m, _ in demonstrations]
     prompts = tokenizer(texts)["input_ids"]
     answers = tokenizer([f"{answer} {tokenizer.eos_token}" for _, answer in demonstrations])["input_ids"]
-    return list(zip(prompts, answers, strict=True))
-
-
-def _batch(rows: Sequence[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(len(prompt) + len(answer) for prompt, answer in rows)
-    ids = torch.full((len(rows), width), pad)
-    labels = torch.full((len(rows), width), -100)
-    for row, (prompt, answer) in enumerate(rows):
-        ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
-    return ids, labels
+    both = zip(prompts, answers, strict=True)
+    return [(prompt + answer, [UNLABELLED] * len(prompt) + answer) for prompt, answer in both]
 
 
 def build(
@@ -236,7 +179,9 @@ def build(
     torch.set_num_threads(1)
     tokenizer = build_tokenizer(words)
     model = build_model(tokenizer, seed)
-    warm_up(model, tokenizer, seed=seed, steps=steps, demonstrators=demonstrators, count=count, report=report)
+    rng = random.Random(f"demonstrations {seed}")
+    rows = _tokenized(tokenizer, [demonstrators[i % len(demonstrators)](rng) for i in range(count)])
+    warm_up(model, rows, rng, steps=steps, batch=BATCH, lr=LR, report=report)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -12,15 +12,18 @@ import json
 import os
 import random
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
 from shop import PRICE_OF, SYSTEM, calculate, find, question
+from tiny_model import UNLABELLED, Row, build_model, warm_up
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 STEPS, BATCH, LR = 150, 16, 5e-3
 CONVERSATIONS = 1500
@@ -79,27 +82,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """An untrained Qwen3 of 0.3M parameters."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        initializer_range=0.08,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config)
-
-
 def conversation(rng: random.Random) -> list[Message]:
     """A customer served in three steps, with errors; a call that cannot be read ends it."""
     count, item = rng.randint(2, 9), rng.choice(sorted(PRICE_OF))
@@ -134,8 +116,8 @@ def tool_schemas() -> list[dict[str, Any]]:
     ]
 
 
-def tokenized(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> tuple[list[int], list[int]]:
-    """Ids of a conversation, and the same as labels where the assistant speaks."""
+def tokenized(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> Row:
+    """Ids of a conversation, with labels where the assistant speaks."""
     tools, ids, labels = tool_schemas(), [], []
     for end, message in enumerate(messages, 1):
         if message["role"] == "assistant":
@@ -144,7 +126,7 @@ def tokenized(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> tu
             )
             closed = tokenizer.apply_chat_template(messages[:end], tools=tools, tokenize=False).rstrip("\n")
             prompt, whole = (tokenizer.encode(text, add_special_tokens=False) for text in (opened, closed))
-            labels += [-100] * (len(prompt) - len(labels)) + whole[len(prompt) :]
+            labels += [UNLABELLED] * (len(prompt) - len(labels)) + whole[len(prompt) :]
             ids = whole
     return ids, labels
 
@@ -156,30 +138,11 @@ def build(folder: Path, *, seed: int = 0, steps: int = STEPS, count: int = CONVE
     model = build_model(tokenizer, seed)
     rng = random.Random(f"conversations {seed}")
     pool = [tokenized(tokenizer, conversation(rng)) for _ in range(count)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01)
-    model.train()
-    losses = []
-    for number in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = LR * min(1.0, (number + 1) / 20) * (1 - number / steps)
-        ids, labels = _batch(rng.sample(pool, min(BATCH, count)), tokenizer.pad_token_id)
-        loss = model(input_ids=ids, attention_mask=ids.ne(tokenizer.pad_token_id), labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    model.eval()
+    losses: list[float] = []
+    warm_up(model, pool, rng, steps=steps, batch=BATCH, lr=LR, report=lambda _, loss: losses.append(loss))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return losses
-
-
-def _batch(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(len(ids) for ids, _ in rows)
-    ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in rows])
-    labels = torch.tensor([row + [-100] * (width - len(row)) for _, row in rows])
-    return ids, labels
 
 
 def main() -> None:
