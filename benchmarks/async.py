@@ -1,6 +1,6 @@
 """Mode async against mode sync. Prints a table; the last line is JSON: sync_step_s, async_step_s, ratio, staleness.
 
-Both train the Plan-Path team of examples/plan_path from the same base, with the same seeds, in turns: a run of each mode
+Both train the Plan-Path team of examples/plan_path from one base, with the same seeds, in turns: a run of each mode
 per round. A step's time is that of all its phases, waiting included; the first step of a run is left out. `ratio` is
 sync over async, `staleness` the rows of async by how many versions their sampler was behind.
 """
