@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import random
 import sys
@@ -11,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.examples.applications import check_knows_nothing_of_cotune, imports_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "plan_path"))
 
@@ -140,11 +141,8 @@ def test_the_team_earns_what_its_way_is_worth() -> None:
 
 @pytest.mark.parametrize("name", ["app.py", "grid.py"])
 def test_the_application_knows_nothing_of_cotune(name: str) -> None:
-    tree = ast.parse((FOLDER / name).read_text())
-    imports = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    imports += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert imports and not [found for found in imports if "cotune" in found]
-    local = {found for found in imports if (FOLDER / f"{found}.py").is_file()}
+    check_knows_nothing_of_cotune(FOLDER / name)
+    local = {found for found in imports_of(FOLDER / name) if (FOLDER / f"{found}.py").is_file()}
     assert local <= {"grid"}
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from cotune.adapters.export import export_run
 from cotune.records import Message
 from cotune.trainer.config import load_config
 from cotune.trainer.train import train as run_training
-from tests.integrations.provider import completion, json_reply, serving
+from tests.examples.applications import check_knows_nothing_of_cotune, models_asked_by
 from tests.integrations.recorded import Recorded
 
 ROOT = Path(__file__).parents[2]
@@ -54,10 +51,7 @@ def best(call: Any) -> str:
 
 
 def test_the_application_knows_nothing_of_cotune() -> None:
-    tree = ast.parse((FOLDER / "app.py").read_text())
-    imports = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    imports += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert imports and not [found for found in imports if "cotune" in found or found in ("rewards", "train")]
+    check_knows_nothing_of_cotune(FOLDER / "app.py")
 
 
 def test_roles_are_the_agents_and_prompts_those_of_the_base() -> None:
@@ -75,13 +69,8 @@ def test_roles_are_the_agents_and_prompts_those_of_the_base() -> None:
 
 
 def test_the_application_runs_alone() -> None:
-    with serving() as provider:
-        provider.reply = lambda body, number: json_reply(completion({"role": "assistant", "content": "up"}))
-        environment = {**os.environ, "OPENAI_BASE_URL": provider.url}
-        command = [sys.executable, str(FOLDER / "app.py"), "--tasks", "2"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.endswith("0 of 2 reached the goal\n"), done.stderr
-    assert [body["model"] for body in provider.requests].count("driver") == 2 * grid.ROUNDS
+    asked = models_asked_by(FOLDER / "app.py", answer="up", ends="0 of 2 reached the goal\n")
+    assert asked["driver"] == 2 * grid.ROUNDS
 
 
 def test_an_empty_answer_costs_a_turn_not_the_walk() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import io
 import json
@@ -21,6 +20,7 @@ from cotune.records import Call
 from cotune.sqlite_store import SqliteStore
 from cotune.trainer.train import RunSummary, train
 from cotune.workflow import load_workflow
+from tests.examples.applications import check_knows_nothing_of_cotune
 
 FOLDER = Path(__file__).parents[2] / "examples" / "tool_agent"
 OWN = ("app", "clerk_base", "shop", "train")
@@ -106,10 +106,7 @@ def test_questions_repeat_with_their_seed_and_have_answers() -> None:
 
 @pytest.mark.parametrize("name", ["app.py", "shop.py"])
 def test_the_application_knows_nothing_of_cotune(name: str) -> None:
-    tree = ast.parse((FOLDER / name).read_text())
-    imports = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    imports += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert imports and not [found for found in imports if "cotune" in found]
+    check_knows_nothing_of_cotune(FOLDER / name)
 
 
 def test_what_each_message_is_worth() -> None:

@@ -1,0 +1,42 @@
+"""What every example's application must be: without a word of cotune, and a program that runs alone."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from tests.integrations.provider import completion, json_reply, serving
+
+TRAINING = ("rewards", "train")
+"""Modules of the examples that belong to their training."""
+
+
+def imports_of(path: Path) -> list[str]:
+    """The modules that a file imports, anywhere in it."""
+    tree = ast.parse(path.read_text())
+    found = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    return found + [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+
+
+def check_knows_nothing_of_cotune(path: Path) -> None:
+    """Fail where an application's file imports cotune or what trains it."""
+    found = imports_of(path)
+    assert found and not [name for name in found if "cotune" in name or name in TRAINING]
+
+
+def models_asked_by(path: Path, *, answer: str, ends: str) -> Counter[str]:
+    """Run an application on two tasks against a provider that says `answer`; its requests by model.
+
+    Fails unless its output ends with `ends`.
+    """
+    with serving() as provider:
+        provider.reply = lambda body, number: json_reply(completion({"role": "assistant", "content": answer}))
+        environment = {**os.environ, "OPENAI_BASE_URL": provider.url}
+        command = [sys.executable, str(path), "--tasks", "2"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith(ends), done.stderr
+    return Counter(body["model"] for body in provider.requests)
