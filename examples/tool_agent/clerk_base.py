@@ -68,8 +68,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         *TOOLS,
         *TOOLS.values(),
     ]
-    words = sorted({word for text in [*texts, *PRICE_OF] for word in re.findall(r"[A-Za-z]{2,}", text)}, key=len)
-    whole = [*PIECES, *reversed(words), *(str(n) for n in range(99, 9, -1))]
+    words = {word for text in [*texts, *PRICE_OF] for word in re.findall(r"[A-Za-z]{2,}", text)}
+    whole = [*PIECES, *sorted(words, key=lambda word: (-len(word), word)), *(str(n) for n in range(99, 9, -1))]
     characters = [chr(i) for i in range(10, 127)]
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys([*SPECIAL, *MARKS, *whole, *characters]))}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))

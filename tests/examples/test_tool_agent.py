@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import io
 import json
+import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,6 +157,15 @@ def test_the_words_of_the_shop_are_tokens_and_every_text_survives() -> None:
         said = tokenizer.decode([label for label in labels if label >= 0])
         assert said.count("<|im_end|>") == text.count("<|im_start|>assistant")
     assert len(tokenizer.encode(shop.question(3, "lamp"), add_special_tokens=False)) == 12
+
+
+def test_the_vocabulary_is_the_same_in_every_process() -> None:
+    import clerk_base
+
+    code = "import clerk_base; print(json.dumps(clerk_base.build_tokenizer().get_vocab()))"
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(FOLDER)}
+    told = subprocess.check_output([sys.executable, "-c", f"import json; {code}"], env=environment)
+    assert json.loads(told) == clerk_base.build_tokenizer().get_vocab()
 
 
 # Training through the tools
