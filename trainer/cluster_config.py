@@ -39,6 +39,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Below this many healthy engines the run pauses until restarts bring them back."""
     engine_restarts: int = 3
     """How often one engine is started again; then it stays away."""
+    engine_timeout: float = 60.0
+    """Seconds that an engine may take to answer a health check; then it is restarted, and others do its work."""
     engine_args: dict[str, Any] = {}
     """[cluster.engine_args] Further arguments of vLLM's engine, such as max_model_len or gpu_memory_utilization."""
     learners: int = 1
@@ -68,6 +70,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             _at_least(name, getattr(self, name), 0)
         for name in ("cpus_per_engine", "cpus_per_learner", "cpus_per_rollout_worker"):
             _at_least(name, getattr(self, name), 0)
+        if not self.engine_timeout > 0:
+            raise ConfigError("cluster.engine_timeout", self.engine_timeout, "a number above 0")
         if self.min_engines > self.engines:
             raise ConfigError("cluster.min_engines", self.min_engines, f"at most cluster.engines ({self.engines})")
 
