@@ -27,11 +27,12 @@ def plain_states(network: Any, rows: Sequence[TrainRow]) -> Tensor:
     return states[torch.from_numpy(at_row).to(device), torch.from_numpy(at_position).to(device)]
 
 
-def shared_states(network: Any, rows: Sequence[TrainRow]) -> Tensor:
+def shared_states(network: Any, rows: Sequence[TrainRow], *, always_continue: bool = False) -> Tensor:
     """The same states with each distinct prompt computed once.
 
     Its keys and values are expanded, with gradients, to the rows that continue it; its last state predicts their
-    first tokens.
+    first tokens. `always_continue` runs that second pass also where all responses are of one token, so that ranks
+    with other rows do the same.
     """
     from transformers import DynamicCache
 
@@ -50,8 +51,9 @@ def shared_states(network: Any, rows: Sequence[TrainRow]) -> Tensor:
         use_cache=True,
     ).last_hidden_state[:, -1:]
     states = first[owner]
-    if max(len(row.response_ids) for row in rows) > 1:
-        rest, _ = _padded([row.response_ids[:-1] for row in rows], left=False)
+    longest = max(len(row.response_ids) for row in rows)
+    if longest > 1 or always_continue:
+        rest, _ = _padded([row.response_ids[:-1] if longest > 1 else (0,) for row in rows], left=False)
         cache.batch_select_indices(owner)
         length = mask.sum(-1)[owner]
         steps = torch.arange(rest.shape[1], device=device)

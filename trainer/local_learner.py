@@ -1,4 +1,4 @@
-"""The learner of one process: every policy's weights and optimizer on one device."""
+"""The learner of one process, which may be one rank of several that train the same weights."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cotune.errors import ConfigError, GroupError, LearnerError, RunError
+from cotune.errors import ConfigError, GroupError, LearnerError
 from cotune.policies import Policies
 from cotune.recipes import LossSpec
 from cotune.sampler import Weights
 from cotune.samples import TrainRow
+from cotune.trainer import learner_files as files
 from cotune.trainer.learner_settings import FULL_LR, LORA_LR, LearnerSettings
 from cotune.trainer.loss import Tokens, policy_loss, token_weights
-from cotune.trainer.microbatch import micro_batches, mini_batches
+from cotune.trainer.microbatch import mini_batches, passes
 from cotune.trainer.movement import Movement, check_optimizers
 from cotune.trainer.open_models import open_policy_models
 from cotune.trainer.policy_model import PolicyModel
+from cotune.trainer.ranks import Alone, Ranks, whole
 from cotune.trainer.tally import Tally
 
 
@@ -35,24 +35,33 @@ class LocalLearner:
     Ratio and correction: with `anchor` "sampler" the policy ratio is pi_train / pi_sampler in all optimizer steps of
     an update; with "trainer" it is pi_train / pi_train_before_update, and each token weighs
     min(pi_train_before_update / pi_sampler, cap).
+
+    As one of several `ranks` it holds a part of every tensor and computes a part of the rows; all ranks call the same
+    methods with the same rows, and all return the same.
     """
 
-    def __init__(self, policies: Mapping[str, PolicyModel], settings: LearnerSettings, loss: LossSpec) -> None:
+    def __init__(
+        self,
+        policies: Mapping[str, PolicyModel],
+        settings: LearnerSettings,
+        loss: LossSpec,
+        ranks: Ranks | None = None,
+    ) -> None:
         self._policies = dict(policies)
         self._settings = settings
         self._loss = loss
+        self._ranks = ranks or Alone()
         self._lock = threading.RLock()
-        self._order = torch.Generator().manual_seed(settings.seed)
+        self._order = {name: torch.Generator().manual_seed(settings.seed) for name in self._policies}
         self._optimizers = {name: _optimizer(policy, settings) for name, policy in self._policies.items()}
         trainable = {name: policy.parameters() for name, policy in self._policies.items()}
         check_optimizers(trainable, self._optimizers)
-        self._movement = {name: Movement(parameters) for name, parameters in trainable.items()}
+        self._movement = {name: Movement(parameters, self._ranks) for name, parameters in trainable.items()}
 
     @classmethod
     def open(cls, model: str, policies: Policies, settings: LearnerSettings, loss: LossSpec) -> LocalLearner:
         """Load `model` for every trained policy. Raises ConfigError for a model or loss that cannot be trained."""
-        if loss.aggregation == "constant" and loss.constant_length is None:
-            raise ConfigError("loss.constant_length", None, "the run's response limit, in tokens")
+        check_loss(loss)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         return cls(open_policy_models(model, policies, settings, reference=loss.kl > 0), settings, loss)
@@ -70,9 +79,9 @@ class LocalLearner:
         """
         started = time.perf_counter()
         with self._lock:
-            _check_rows(rows)
+            check_rows(rows)
             model = self._model(policy)
-            batches = [b for _ in range(self._settings.epochs) for b in self._mini_batches(rows)]
+            batches = [b for _ in range(self._settings.epochs) for b in self._mini_batches(policy, rows)]
             old = self._anchor(model, rows) if len(batches) > 1 else None
             tally = Tally([row.role for row in rows])
             norms, losses = [], []
@@ -80,6 +89,7 @@ class LocalLearner:
                 loss = self._backward(model, rows, batch, old, tally, first=step == 0)
                 norms.append(self._step(policy, lr_scale, moves=any(rows[i].advantage for i in batch)))
                 losses.append(loss)
+            losses = self._ranks.sum(torch.tensor(losses, dtype=torch.float64)).tolist()
             finite = [norm for norm in norms if np.isfinite(norm)]
             if not finite:
                 raise LearnerError(
@@ -87,7 +97,7 @@ class LocalLearner:
                 )
             self._movement[policy].after_update(policy)
             return {
-                **tally.metrics(),
+                **tally.metrics(self._ranks),
                 "loss": float(np.mean(losses)),
                 "grad_norm": float(np.mean(finite)),
                 "steps": float(len(batches)),
@@ -101,68 +111,65 @@ class LocalLearner:
     def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         """log pi_train of each row's response tokens at the row's temperature, in nats, without gradients."""
         with self._lock:
-            _check_rows(rows)
+            check_rows(rows)
             return [part.cpu().numpy() for part in self._logprobs(self._model(policy), rows)]
 
     def weights(self, policy: str) -> Weights:
         """Trainable weights as fp32 arrays: PEFT state-dict names for a LoRA, model parameter names else."""
         with self._lock:
-            return self._model(policy).weights()
+            return self._model(policy).weights(keep=self._ranks.rank == 0)
 
     def save(self, folder: Path) -> None:
-        """Write `learner.json`, `rng.pt`, and `<n>.safetensors` and `<n>.optimizer.pt` per policy."""
-        from safetensors.torch import save_file
-
+        """Write `learner.json`, and weights, optimizer and row order per policy (see `learner_files`)."""
         with self._lock:
-            for index, (name, policy) in enumerate(self._policies.items()):
-                state = {key: tensor.contiguous().cpu() for key, tensor in policy.state().items()}
-                save_file(state, folder / f"{index}.safetensors")
-                torch.save(self._optimizers[name].state_dict(), folder / f"{index}.optimizer.pt")
-            moved = {name: self._movement[name].steps for name in self._policies}
-            torch.save({"order": self._order.get_state(), "steps": moved}, folder / "rng.pt")
-            (folder / "learner.json").write_bytes(msgspec.json.encode(self._identity()))
+            if self._ranks.rank == 0:
+                files.write_identity(folder, [policy.spec for policy in self._policies.values()])
+            self.save_policies(folder)
+
+    def save_policies(self, folder: Path) -> None:
+        """What `save` writes of each policy."""
+        with self._lock:
+            for name, policy in self._policies.items():
+                files.write_weights(folder, policy, self._ranks)
+                files.write_optimizer(folder, policy, self._optimizers[name])
+                if self._ranks.rank == 0:
+                    files.write_progress(folder, policy, self._order[name], self._movement[name].steps)
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Raises RunError when it is missing, broken, or of other policies."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
+        """Restore what `save` wrote, here or in a learner of several processes. Raises RunError when it is missing,
+        broken, or of other policies."""
+        files.check_identity(folder, [policy.spec for policy in self._policies.values()])
+        self.load_policies(folder)
 
-        with self._lock:
-            try:
-                identity = msgspec.json.decode((folder / "learner.json").read_bytes())
-                if identity != msgspec.json.decode(msgspec.json.encode(self._identity())):
-                    raise RunError(f"{folder} holds the policies {identity}, this run trains {self._identity()}.")
-                for index, (name, policy) in enumerate(self._policies.items()):
-                    policy.load(load_file(folder / f"{index}.safetensors", device=str(policy.device)))
-                    state = torch.load(folder / f"{index}.optimizer.pt", map_location=policy.device, weights_only=True)
-                    self._optimizers[name].load_state_dict(state)
-                rng = torch.load(folder / "rng.pt", weights_only=True)
-            except (OSError, KeyError, RuntimeError, ValueError, msgspec.DecodeError, SafetensorError) as error:
-                raise RunError(
-                    f"Cannot restore the learner from {folder}: {error}", "Use another checkpoint."
-                ) from error
-            self._order.set_state(rng["order"])
-            for name, steps in rng["steps"].items():
-                self._movement[name].steps = steps
+    def load_policies(self, folder: Path) -> None:
+        """What `load` restores of each policy."""
+        with self._lock, files.restoring(folder):
+            for name, policy in self._policies.items():
+                files.read_weights(folder, policy)
+                files.read_optimizer(folder, policy, self._optimizers[name])
+                self._movement[name].steps = files.read_progress(folder, policy, self._order[name])
 
-    def _mini_batches(self, rows: Sequence[TrainRow]) -> list[list[int]]:
-        return mini_batches(rows, self._settings.mini_batch, self._order)
+    def _mini_batches(self, policy: str, rows: Sequence[TrainRow]) -> list[list[int]]:
+        return mini_batches(rows, self._settings.mini_batch, self._order[policy])
 
     def _micro_batches(self, model: PolicyModel, rows: Sequence[TrainRow], batch: Sequence[int]) -> list[list[int]]:
-        return micro_batches(rows, batch, self._settings.micro_batch_tokens, model.shares_prompts)
+        """This rank's passes over a batch; an empty one keeps the others company."""
+        budget, ranks = self._settings.micro_batch_tokens, self._ranks
+        return passes(rows, batch, budget, shared=model.shares_prompts, rank=ranks.rank, size=ranks.size)
 
     def _anchor(self, model: PolicyModel, rows: Sequence[TrainRow]) -> list[Tensor] | None:
         return self._logprobs(model, rows) if self._settings.anchor == "trainer" else None
 
     def _logprobs(self, model: PolicyModel, rows: Sequence[TrainRow]) -> list[Tensor]:
-        found: list[Tensor] = [torch.empty(0)] * len(rows)
-        with torch.no_grad():
-            for micro in self._micro_batches(model, rows, range(len(rows))):
-                part = [rows[i] for i in micro]
-                values = model.token_logprobs(part)[0].split([len(row.response_ids) for row in part])
-                for index, value in zip(micro, values, strict=True):
-                    found[index] = value
-        return found
+        """Of all rows: each rank computes its own and adds them to the others'."""
+        lengths = [len(row.response_ids) for row in rows]
+        found = torch.zeros(sum(lengths), device=model.device)
+        parts = found.split(lengths)
+        for micro in self._micro_batches(model, rows, range(len(rows))):
+            values = model.logprobs([rows[i] for i in micro])
+            for index, value in zip(micro, values.split([lengths[i] for i in micro]) if micro else (), strict=True):
+                parts[index].copy_(value)
+        return list(self._ranks.sum(found).split(lengths))
 
     def _backward(
         self,
@@ -174,19 +181,24 @@ class LocalLearner:
         *,
         first: bool,
     ) -> float:
-        """Gradients of one mini-batch; returns its loss."""
+        """Gradients of one mini-batch; returns this rank's part of its loss."""
         lengths = torch.tensor([len(rows[i].response_ids) for i in batch])
         shares = dict(zip(batch, token_weights(self._loss, lengths).split(lengths.tolist()), strict=True))
         total = 0.0
-        for micro in self._micro_batches(model, rows, batch):
+        micros = self._micro_batches(model, rows, batch)
+        for number, micro in enumerate(micros):
             part = [rows[i] for i in micro]
+            reference = model.reference_logprobs(part) if self._loss.kl else None
             new, entropy = model.token_logprobs(part)
+            model.scorer.reduce_next(number == len(micros) - 1)
+            if not micro:
+                (new.sum() * 0.0).backward()
+                continue
             anchor = None
             if self._settings.anchor == "trainer":
                 anchor = new.detach() if old is None else torch.cat([old[i] for i in micro])
             tokens = _tokens(part, new, entropy, torch.cat([shares[i] for i in micro]), anchor)
-            if self._loss.kl:
-                tokens = dataclasses.replace(tokens, reference=model.reference_logprobs(part))
+            tokens = dataclasses.replace(tokens, reference=reference)
             parts = policy_loss(self._loss, tokens)
             parts.loss.backward()
             total += parts.loss.item()
@@ -196,9 +208,7 @@ class LocalLearner:
     def _step(self, policy: str, lr_scale: float, *, moves: bool) -> float:
         """One optimizer step on the gradients at hand; returns their norm. A non-finite one is not applied."""
         model, optimizer = self._policies[policy], self._optimizers[policy]
-        parameters = [p for p in model.parameters().values() if p.grad is not None]
-        limit = self._settings.grad_clip or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit).item() if parameters else 0.0
+        norm = _clip([p for p in model.parameters().values() if p.grad is not None], self._settings.grad_clip)
         if np.isfinite(norm):
             for group in optimizer.param_groups:
                 group["lr"] = self._lr(model) * lr_scale
@@ -219,9 +229,6 @@ class LocalLearner:
             raise ConfigError("policy", policy, f"a trained policy: {sorted(self._policies)}")
         return self._policies[policy]
 
-    def _identity(self) -> dict[str, Any]:
-        return {name: msgspec.to_builtins(policy.spec) for name, policy in self._policies.items()}
-
 
 def _optimizer(model: PolicyModel, settings: LearnerSettings) -> torch.optim.AdamW:
     return torch.optim.AdamW(
@@ -238,9 +245,17 @@ def _default_lr(model: PolicyModel) -> float:
     return LORA_LR if model.spec.kind == "lora" else FULL_LR
 
 
+def _clip(parameters: Sequence[Tensor], limit: float) -> float:
+    """Scale the gradients to an L2 norm of at most `limit` (0: as they are); returns the norm that they had."""
+    if not parameters:
+        return 0.0
+    norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+    torch.nn.utils.clip_grads_with_norm_(parameters, limit or float("inf"), norm)
+    return norm.item()
+
+
 def _norm(model: PolicyModel) -> float:
-    norms = torch._foreach_norm([p.detach() for p in model.parameters().values()])
-    return float(torch.stack(norms).norm())
+    return float(whole(torch.nn.utils.get_total_norm([p.detach() for p in model.parameters().values()])))
 
 
 def _tokens(rows: Sequence[TrainRow], new: Tensor, entropy: Tensor, share: Tensor, old: Tensor | None) -> Tokens:
@@ -259,7 +274,14 @@ def _tokens(rows: Sequence[TrainRow], new: Tensor, entropy: Tensor, share: Tenso
     )
 
 
-def _check_rows(rows: Sequence[TrainRow]) -> None:
+def check_loss(loss: LossSpec) -> None:
+    """Raises ConfigError for a loss that lacks a number."""
+    if loss.aggregation == "constant" and loss.constant_length is None:
+        raise ConfigError("loss.constant_length", None, "the run's response limit, in tokens")
+
+
+def check_rows(rows: Sequence[TrainRow]) -> None:
+    """Raises GroupError for rows that cannot be trained on."""
     if not rows:
         raise GroupError("There are no rows to train on.")
     for row in rows:

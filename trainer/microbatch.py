@@ -1,9 +1,9 @@
-"""Which rows make an optimizer step, and which of them go through the model together."""
+"""Which rows make an optimizer step, which rank computes them, and which go through the model together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -34,6 +34,48 @@ def _group_boundary(rows: Sequence[TrainRow], order: Sequence[int], cut: int) ->
     while 0 < cut < len(order) and rows[order[cut - 1]].prompt_ids == rows[order[cut]].prompt_ids:
         cut -= 1
     return cut
+
+
+def passes(
+    rows: Sequence[TrainRow], indices: Sequence[int], budget: int, *, shared: bool, rank: int = 0, size: int = 1
+) -> list[list[int]]:
+    """The micro-batches that `rank` of `size` computes of `indices`; equally many on each rank, so the last ones may be
+    empty."""
+    parts = [micro_batches(rows, part, budget, shared) for part in rank_parts(rows, indices, size)]
+    most = max(map(len, parts))
+    return parts[rank] + [[]] * (most - len(parts[rank]))
+
+
+def rank_parts(rows: Sequence[TrainRow], indices: Sequence[int], size: int) -> list[list[int]]:
+    """Split `indices` into `size` parts of nearly equal tokens, rows of one prompt together unless they are many.
+
+    A cut through the rows of a prompt computes the prompt once more: it is moved to their edge where the parts differ
+    by less than a prompt after that. With fewer rows than `size` some parts are empty.
+    """
+    if size == 1:
+        return [list(indices)]
+    ordered = sorted(indices, key=lambda index: rows[index].prompt_ids)
+    until = [0, *accumulate(len(rows[index].prompt_ids) + len(rows[index].response_ids) for index in ordered)]
+    cuts = [0]
+    for part in range(1, size):
+        goal = until[-1] * part / size
+        cut = min(range(cuts[-1], len(until)), key=lambda at: abs(until[at] - goal))
+        cuts.append(_near_edge(rows, ordered, until, cut, cuts[-1]))
+    return [ordered[start:end] for start, end in pairwise([*cuts, len(ordered)])]
+
+
+def _near_edge(rows: Sequence[TrainRow], ordered: Sequence[int], until: Sequence[int], cut: int, least: int) -> int:
+    def inside(at: int) -> bool:
+        return 0 < at < len(ordered) and rows[ordered[at - 1]].prompt_ids == rows[ordered[at]].prompt_ids
+
+    edges = []
+    for direction in (-1, 1):
+        at = cut
+        while inside(at):
+            at += direction
+        edges.append(at)
+    found = [at for at in edges if at > least and abs(until[at] - until[cut]) <= len(rows[ordered[cut - 1]].prompt_ids)]
+    return min(found, key=lambda at: abs(until[at] - until[cut]), default=cut)
 
 
 def micro_batches(rows: Sequence[TrainRow], indices: Sequence[int], budget: int, shared: bool) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,37 +12,45 @@ from cotune.errors import ConfigError
 from cotune.policies import Policies, PolicySpec
 from cotune.trainer.learner_settings import LearnerSettings
 from cotune.trainer.policy_model import PolicyModel
+from cotune.trainer.scorer import Scorer
 
 log = logging.getLogger(__name__)
 
+SEED_STRIDE = 7919
+"""Sets the seeds of a run's policies so far apart that neighbouring seeds of two runs share none."""
+
 
 def open_policy_models(
-    model: str, policies: Policies, settings: LearnerSettings, *, reference: bool
+    model: str, policies: Policies, settings: LearnerSettings, *, reference: bool, names: Collection[str] | None = None
 ) -> dict[str, PolicyModel]:
-    """The trained policies by name; frozen and provider policies are left out.
+    """The trained policies by name, or those of them in `names`; frozen and provider policies are left out.
 
-    `reference` keeps a frozen copy of each `full` model (an adapter's reference is its base). Raises ConfigError
-    for a model that cannot be trained this way.
+    `reference` keeps a frozen copy of each `full` model (an adapter's reference is its base). A policy starts from the
+    same weights whatever else is opened with it. Raises ConfigError for a model that cannot be trained this way.
     """
     device = _device(settings.device)
+    trained = [spec for spec in policies.specs.values() if spec.trained]
     opened: dict[str, PolicyModel] = {}
-    shared: dict[str, Any] = {}
+    shared: dict[str, tuple[Any, Scorer]] = {}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        for index, (name, spec) in enumerate(policies.specs.items()):
+        for index, spec in enumerate(trained):
+            if names is not None and spec.name not in names:
+                continue
+            torch.manual_seed(settings.seed + SEED_STRIDE * index)
             path = spec.model or model
             if spec.kind == "full":
-                network = _load(path, "float32", device, settings)
-                copy = _load(path, "float32", device, settings).requires_grad_(False) if reference else None
-                opened[name] = PolicyModel(spec, network, settings, frozen_copy=copy)
-            elif spec.kind == "lora":
+                network = Scorer(_load(path, "float32", device, settings))
+                copy = Scorer(_load(path, "float32", device, settings).requires_grad_(False)) if reference else None
+                opened[spec.name] = PolicyModel(spec, index, network, settings, frozen_copy=copy)
+            else:
                 adapter = f"policy{index}"
                 if path in shared:
-                    shared[path].add_adapter(adapter, _lora_config(spec))
+                    shared[path][0].add_adapter(adapter, _lora_config(spec))
                 else:
-                    shared[path] = _wrap(_load(path, settings.dtype, device, settings), spec, adapter)
-                base = shared[path]
-                opened[name] = PolicyModel(spec, base.get_base_model(), settings, peft=base, adapter=adapter)
+                    base = _wrap(_load(path, settings.dtype, device, settings), spec, adapter)
+                    shared[path] = (base, Scorer(base.get_base_model()))
+                base, network = shared[path]
+                opened[spec.name] = PolicyModel(spec, index, network, settings, peft=base, adapter=adapter)
     if not opened:
         raise ConfigError("policies", {n: s.kind for n, s in policies.specs.items()}, "at least one lora or full")
     for policy in {id(p.network): p for p in opened.values()}.values():

@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cotune.policies import PolicySpec
 from cotune.sampler import Weights
 from cotune.samples import TrainRow
-from cotune.trainer.forward import can_share, plain_states, shared_states
+from cotune.trainer.forward import can_share
 from cotune.trainer.learner_settings import LearnerSettings
-from cotune.trainer.logprobs import token_logprobs
+from cotune.trainer.ranks import fill, whole
+from cotune.trainer.scorer import Scorer
 
 COPY = {"dtype": torch.float32, "device": "cpu", "copy": True}
 
 
 @dataclass
 class PolicyModel:
-    """A causal LM of its own (`adapter` None), or one adapter of a PEFT model that several policies may share."""
+    """A causal LM of its own (`adapter` None), or one adapter of a PEFT model that several policies may share.
+
+    `index` is its number among the trained policies, `frozen_copy` the untrained model of a policy without an adapter.
+    """
 
     spec: PolicySpec
-    network: Any
+    index: int
+    scorer: Scorer
     settings: LearnerSettings
     peft: Any = None
     adapter: str | None = None
-    frozen_copy: Any = None
+    frozen_copy: Scorer | None = None
+
+    @property
+    def network(self) -> Any:
+        """The causal LM, with all its adapters inside."""
+        return self.scorer.network
 
     @property
     def device(self) -> torch.device:
@@ -57,20 +65,32 @@ class PolicyModel:
     def token_logprobs(self, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each response token, rows in order; both [tokens], float32, in nats."""
         self.activate()
-        return self._run(self.network, rows)
+        return self._run(self.scorer, rows)
+
+    def logprobs(self, rows: Sequence[TrainRow]) -> Tensor:
+        """The log-probabilities of `token_logprobs` without gradients."""
+        self.activate()
+        return self._look(self.scorer, rows)
 
     def reference_logprobs(self, rows: Sequence[TrainRow]) -> Tensor:
-        """What `token_logprobs` gives for the untrained policy, without gradients."""
-        with torch.no_grad():
-            if self.adapter is None:
-                return self._run(self.frozen_copy, rows)[0]
-            self.activate()
-            with self.peft.disable_adapter():
-                return self._run(self.network, rows)[0]
+        """What `logprobs` gives for the untrained policy."""
+        if self.adapter is None:
+            return self._look(self.frozen_copy, rows)
+        self.activate()
+        with self.peft.disable_adapter():
+            return self._look(self.scorer, rows)
 
-    def weights(self) -> Weights:
-        """Trainable weights as fp32 copies on the CPU: PEFT state-dict names for a LoRA, else parameter names."""
-        return {name: tensor.to(**COPY).numpy() for name, tensor in self.state().items()}
+    def weights(self, *, keep: bool = True) -> Weights:
+        """Trainable weights as fp32 copies on the CPU: PEFT state-dict names for a LoRA, else parameter names.
+
+        Sharded tensors are gathered one by one, on all ranks; one that does not `keep` them returns none.
+        """
+        found = {}
+        for name, tensor in self.state().items():
+            gathered = whole(tensor)
+            if keep:
+                found[name] = gathered.to(**COPY).numpy()
+        return found
 
     def state(self) -> dict[str, Tensor]:
         """Trainable tensors (not copies) by the names of `weights`; tied tensors once."""
@@ -81,24 +101,17 @@ class PolicyModel:
         return get_peft_model_state_dict(self.peft, adapter_name=self.adapter, save_embedding_layers=False)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Copy tensors under the names of `state` into the policy."""
+        """Copy whole tensors under the names of `state` into the policy."""
         own = self.state()
         with torch.no_grad():
             for name, tensor in state.items():
-                own[name].copy_(tensor)
+                fill(own[name], tensor)
 
-    def _run(self, network: Any, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
-        head = network.get_output_embeddings()
-        device = head.weight.device
-        targets = torch.from_numpy(np.concatenate([np.asarray(r.response_ids, np.int64) for r in rows])).to(device)
-        temperature = torch.tensor([row.temperature for row in rows], device=device)
-        lengths = torch.tensor([len(row.response_ids) for row in rows], device=device)
-        states = shared_states if self.shares_prompts else plain_states
-        with self._precision(device):
-            hidden = states(network, rows)
-        return token_logprobs(hidden, head.weight, head.bias, targets, temperature.repeat_interleave(lengths))
+    def _run(self, scorer: Scorer, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
+        return scorer(rows, shared=self.shares_prompts, dtype=self.settings.dtype)
 
-    def _precision(self, device: torch.device) -> Any:
-        if self.settings.dtype == "float32":
-            return nullcontext()
-        return torch.autocast(device.type, dtype=getattr(torch, self.settings.dtype))
+    def _look(self, scorer: Scorer, rows: Sequence[TrainRow]) -> Tensor:
+        with torch.no_grad():
+            found = self._run(scorer, rows)[0]
+        scorer.release()
+        return found

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from cotune.trainer.loss import LossParts, Tokens
+from cotune.trainer.ranks import Ranks
 
 MEANS = ("clip_share", "tis_clipped_share", "entropy", "ratio_mean", "kl")
 FIRST = ("sampler_gap_mean", "sampler_kl")
 MAXIMA = ("ratio_max", "sampler_gap_max")
+SUMS = ("tokens", "first_tokens", *MEANS, *FIRST)
 
 
 class Tally:
@@ -52,15 +54,26 @@ class Tally:
                 found.index_add_(0, owner, values.double())
                 self._sums[name] = self._sums[name] + found if name in self._sums else found
 
-    def metrics(self) -> dict[str, float]:
-        """Means, maxima and token counts; also per role, as `<role>/<name>`, where there are several."""
-        sums = {name: values.cpu() for name, values in self._sums.items()}
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
+        """Means, maxima and token counts over all ranks; also per role, as `<role>/<name>`, where there are several."""
+        sums = self._reduced(ranks)
         found = _means({name: _pool(name, values) for name, values in sums.items()})
         if len(self._names) > 1:
             for index, role in enumerate(self._names):
                 part = _means({name: float(values[index]) for name, values in sums.items()})
                 found |= {f"{role}/{name}": value for name, value in part.items()}
         return found
+
+    def _reduced(self, ranks: Ranks) -> dict[str, Tensor]:
+        """Sums and maxima over all ranks, of what any of them has counted; a rank may have had no rows."""
+        empty = torch.zeros(len(self._names), dtype=torch.float64)
+        known = (*SUMS, *MAXIMA)
+        counted = ranks.max(torch.tensor([float(name in self._sums) for name in known])).tolist()
+        mine = {name: self._sums.get(name, empty).double().cpu() for name in known}
+        sums = dict(zip(SUMS, ranks.sum(torch.stack([mine[name] for name in SUMS])), strict=True))
+        maxima = dict(zip(MAXIMA, ranks.max(torch.stack([mine[name] for name in MAXIMA])), strict=True))
+        found = {**sums, **maxima}
+        return {name: found[name] for name, any_rank in zip(known, counted, strict=True) if any_rank}
 
 
 def _pool(name: str, values: Tensor) -> float:
