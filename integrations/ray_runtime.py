@@ -16,6 +16,7 @@ import msgspec
 
 from cotune.errors import ConfigError
 from cotune.integrations.owned_folder import owned_folder
+from cotune.integrations.versions import require
 
 START_SECONDS = 120
 """How long Ray's own processes may take to start; on a busy machine they need over a minute."""
@@ -52,7 +53,7 @@ def open_ray(
     A Ray that this process already has is used, and is left running, unless another `address` is asked for.
     `num_cpus` is how many a local Ray gives out (default: those of the machine), `env` the environment of all its
     workers. Open it in a thread that lives as long as Ray is needed: a local Ray ends with it. Raises ConfigError when
-    Ray is missing, does not start or is not at the address.
+    Ray is missing, does not start or is not at the address; UnsupportedVersion.
     """
     ray = _ray()
     local = address in (None, "local")
@@ -76,6 +77,7 @@ def _ray() -> Any:
         import ray
     except ImportError as error:
         raise ConfigError("cluster", "ray", "an installed Ray", "pip install 'cotune[ray]'.") from error
+    require("ray")
     return ray
 
 

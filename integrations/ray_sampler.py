@@ -17,7 +17,8 @@ from cotune.records import PolicyRef
 from cotune.sampler import Completion, Sampler, SamplerInfo, SamplingParams, Weights
 
 CONTROL = "control"
-"""Methods that must get through however many requests wait; they run on an event loop of their own."""
+"""Methods that must get through however many requests wait: they run on an event loop of their own. The others run in
+the order in which a caller asks."""
 
 DRAIN_SECONDS = 5.0
 """How long a closed sampler's actor waits for the failures of its pending requests to be sent."""
@@ -94,11 +95,13 @@ class RaySampler:
 
     async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
         """Serve `policy` with these weights; return the fingerprint of what arrived."""
-        return await self._control("publish", policy, dict(weights), lora)
+        self._check_open()
+        return await self._answer(self._actor.publish.remote(policy, dict(weights), lora))
 
     async def retire(self, policy: PolicyRef) -> None:
         """Refuse new requests of a version at once; it is freed when its running requests have ended."""
-        await self._control("retire", policy)
+        self._check_open()
+        await self._answer(self._actor.retire.remote(policy))
 
     async def info(self) -> SamplerInfo:
         return await self._control("info")

@@ -1,4 +1,4 @@
-"""Versions of the frameworks that the integrations are tested with, and the refusal of any other."""
+"""Versions of the foreign packages that the integrations are tested with, and the refusal of any other."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ SUPPORTED: dict[str, tuple[str, str]] = {
     "autogen-agentchat": ("0.7", "0.8"),
     "autogen-core": ("0.7", "0.8"),
     "crewai": ("1.15.29", "2"),
+    "vllm": ("0.28", "0.29"),
+    "ray": ("2.49", "3"),
 }
 """By distribution: the oldest version that is supported, and the first that is not any more."""
 
+_RUNS = ("vllm", "ray")
+"""What cotune runs on; the others it records."""
+
 
 class UnsupportedVersion(CotuneError):
-    """A framework is installed in a version that cannot be recorded; recording it anyway would lose calls silently."""
+    """A package is installed in a version that is not supported; recording a framework anyway would lose calls."""
 
 
 def require(distribution: str) -> str:
@@ -35,7 +40,8 @@ def require(distribution: str) -> str:
     oldest, beyond = SUPPORTED[distribution]
     if not _release(oldest) <= _release(found) < _release(beyond):
         raise UnsupportedVersion(
-            f"{distribution} {found} cannot be recorded: supported is >= {oldest} and < {beyond}.",
+            f"{distribution} {found} cannot be {'used' if distribution in _RUNS else 'recorded'}: supported is "
+            f">= {oldest} and < {beyond}.",
             f"Install a supported version: pip install '{distribution}>={oldest},<{beyond}'.",
         )
     return found

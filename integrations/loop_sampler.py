@@ -1,0 +1,230 @@
+"""What samplers on asynchronous engines share: a loop of their own, versions that drain, time-outs, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from cotune.errors import SamplerError, SampleTimeout
+from cotune.integrations.model_skeleton import ModelSkeleton
+from cotune.policies import LoraSpec
+from cotune.records import PolicyRef
+from cotune.sampler import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
+
+T = TypeVar("T")
+
+CLOSED = SamplerError("The sampler was closed.", "Open a new one.")
+
+
+@dataclass(eq=False)
+class Served:
+    """A version in the engine. `target` is what the engine knows it by; `running` counts its unfinished requests."""
+
+    target: Any
+    fingerprint: str
+    running: int = 0
+    retired: bool = False
+
+
+class LoopSampler(ABC):
+    """The `Sampler` protocol over an engine that lives on one event loop, in a thread of its own.
+
+    Methods with a leading underscore run on that loop, so what they share needs no locks; the public ones may be
+    awaited from any loop.
+    """
+
+    name: str
+
+    def __init__(self, skeleton: ModelSkeleton) -> None:
+        self.max_model_len = 0
+        self._skeleton = skeleton
+        self._served: dict[str, Served] = {}
+        self._base: Served | None = Served(target=None, fingerprint="")
+        self._publishing = asyncio.Lock()
+        self._freed = asyncio.Event()
+        self._requests: set[asyncio.Task[Any]] = set()
+        self._work: set[asyncio.Task[Any]] = set()
+        self._broken: SamplerError | None = None
+        self._gate = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"cotune-{self.name}", daemon=True)
+        self._thread.start()
+
+    @abstractmethod
+    async def _generate(self, prompt: Sequence[int], n: int, params: SamplingParams, target: Any) -> list[Completion]:
+        """Draw candidates; `params.max_tokens` fits the model. `target` None is the base. Cancelled, it aborts."""
+
+    @abstractmethod
+    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Served:
+        """Bring weights that fit the model into the engine. Nothing is left behind when it raises."""
+
+    @abstractmethod
+    async def _unload(self, served: Served) -> None:
+        """Free a version that nobody uses any more."""
+
+    @abstractmethod
+    async def _close(self) -> None:
+        """Stop the engine."""
+
+    async def sample(
+        self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
+    ) -> list[Completion]:
+        """Draw `n` candidates from one prefill. Raises SamplerError, SampleTimeout."""
+        try:
+            async with asyncio.timeout(params.timeout):
+                return await self._there(self._sample(prompt_token_ids, n, params, policy))
+        except TimeoutError:
+            raise SampleTimeout(
+                f"{policy} did not answer within {params.timeout} s.",
+                "Raise the time-out, lower max_tokens, or run fewer requests at once.",
+            ) from None
+
+    async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
+        """Serve `policy` with these weights; return the fingerprint of what arrived."""
+        return await self._there(self._whole(self._publish(policy, weights, lora)))
+
+    async def retire(self, policy: PolicyRef) -> None:
+        """Refuse new requests of a version at once; it is freed when its running requests have ended."""
+        await self._there(self._whole(self._retire(policy)))
+
+    async def info(self) -> SamplerInfo:
+        return await self._there(self._info())
+
+    async def aclose(self) -> None:
+        """Stop the engine; pending requests fail with SamplerError. Safe to call twice."""
+        with self._gate:
+            first = self._thread.is_alive() and self._broken is not CLOSED
+            self._broken = CLOSED
+        if first:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._end(), self._loop))
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+
+    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run on the engine's loop; cancelled here, it is cancelled there."""
+        with self._gate:
+            if self._broken is not None:
+                work.close()
+                raise SamplerError(self._broken.cause, self._broken.remedy)
+            future = asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+        return await asyncio.wrap_future(future)
+
+    async def _tracked(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        self._requests.add(task)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._broken is not None:
+                raise SamplerError(self._broken.cause, self._broken.remedy) from None
+            raise
+        finally:
+            self._requests.discard(task)
+
+    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
+        """Work that is done to its end, even if nobody waits for it any more."""
+        return await asyncio.shield(self._start(work))
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return task
+
+    def _fail(self, error: SamplerError) -> None:
+        """The engine is gone: every later request fails at once. The first reason stays."""
+        with self._gate:
+            self._broken = self._broken or error
+
+    async def _end(self) -> None:
+        for task in [*self._requests, *self._work]:
+            if task is not asyncio.current_task():
+                task.cancel()
+        await asyncio.gather(*self._requests, *self._work, return_exceptions=True)
+        await self._close()
+
+    async def _sample(
+        self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
+    ) -> list[Completion]:
+        length, room = len(prompt), self.max_model_len - len(prompt)
+        if not length or room < 1:
+            raise SamplerError(
+                f"The prompt has {length} tokens; the model takes 1 to {self.max_model_len - 1} and one to answer.",
+                "Shorten the prompt, or use a model with a longer context.",
+            )
+        if n < 1 or params.max_tokens < 1:
+            raise SamplerError(f"n = {n} and max_tokens = {params.max_tokens} were asked for.", "Both are 1 or more.")
+        served = self._locate(policy)
+        served.running += 1
+        try:
+            return await self._generate(prompt, n, fitted(params, room), served.target)
+        finally:
+            served.running -= 1
+            if served.retired and not served.running:
+                self._start(self._drop(str(policy)))
+
+    def _locate(self, policy: PolicyRef) -> Served:
+        served = self._served.get(str(policy))
+        if served is not None and not served.retired:
+            return served
+        if served is None and policy.version == 0 and self._base is not None:
+            return self._base
+        base = " and every unpublished policy at version 0" if self._base is not None else ""
+        raise SamplerError(
+            f"{policy} is not served; served are {sorted(self._info_served())}{base}.",
+            "Publish this version before sampling from it.",
+        )
+
+    async def _publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> str:
+        async with self._publishing:
+            known = self._served.get(str(policy))
+            if known is not None:
+                if not known.retired and known.fingerprint == fingerprint(weights):
+                    return known.fingerprint
+                raise SamplerError(f"{policy} was published before with other weights.", "Publish under a new version.")
+            self._skeleton.check(policy, weights, lora)
+            served = await self._load(policy, weights, lora)
+            self._served[str(policy)] = served
+            return served.fingerprint
+
+    async def _retire(self, policy: PolicyRef) -> None:
+        served = self._served.get(str(policy))
+        if served is None or served.retired:
+            raise SamplerError(f"{policy} is not served, so it cannot be retired.", "Retire what was published.")
+        served.retired = True
+        if not served.running:
+            await self._drop(str(policy))
+
+    async def _drop(self, key: str) -> None:
+        served = self._served.pop(key)
+        await self._unload(served)
+        self._freed.set()
+
+    async def _info(self) -> SamplerInfo:
+        return SamplerInfo(name=self.name, max_model_len=self.max_model_len, served=self._info_served())
+
+    def _info_served(self) -> dict[str, str]:
+        return {key: served.fingerprint for key, served in self._served.items() if not served.retired}
+
+
+def fitted(params: SamplingParams, room: int) -> SamplingParams:
+    """The same parameters with at most `room` tokens."""
+    import msgspec
+
+    return params if params.max_tokens <= room else msgspec.structs.replace(params, max_tokens=room)
+
+
+def spread(seed: int) -> int:
+    """A seed in [0, 2**62) far from those of neighbouring seeds.
+
+    vLLM seeds the candidates of a request with seed, seed + 1, ...: unspread, candidates of the seeds 5 and 6 would be
+    the same.
+    """
+    z = (seed + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return (z ^ (z >> 31)) >> 2

@@ -1,0 +1,55 @@
+"""A model without its weights: names and shapes that published weights must fit, before an engine is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from cotune.errors import SamplerError
+from cotune.integrations.model_folder import locate_model
+from cotune.policies import LoraSpec
+from cotune.records import PolicyRef
+from cotune.sampler import Weights
+
+
+class ModelSkeleton:
+    """A transformers causal LM on torch's meta device: it takes no memory."""
+
+    def __init__(self, model: str | Path) -> None:
+        """Raises ConfigError when there is no such model."""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.folder = locate_model(model)
+        with torch.device("meta"):
+            self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.folder))
+
+    def check(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> None:
+        """Raises SamplerError for weights that are not finite, or do not fit, with the name of the first."""
+        for name, array in weights.items():
+            if not np.isfinite(array).all():
+                raise SamplerError(f"{policy} has values that are not finite, first in {name}.", "Do not publish it.")
+        if lora is None:
+            self._check_full(weights)
+        else:
+            from cotune.integrations.transformers_lora import read_adapter
+
+            read_adapter(weights, lora, self._model)
+
+    def _check_full(self, weights: Weights) -> None:
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        given = {id(own[name]) for name in weights if name in own}
+        unknown = sorted(set(weights) - set(own))
+        missing = sorted(name for name, parameter in own.items() if id(parameter) not in given)
+        if unknown or missing:
+            raise SamplerError(
+                f"The weights do not fit the model: unknown {unknown[:3]}, missing {missing[:3]}.",
+                "Publish all parameters of the sampler's own model, by their names.",
+            )
+        for name, array in weights.items():
+            if tuple(array.shape) != tuple(own[name].shape):
+                raise SamplerError(
+                    f"{name} has shape {tuple(array.shape)}; the model's is {tuple(own[name].shape)}.",
+                    "Publish weights that were trained from the sampler's own model.",
+                )

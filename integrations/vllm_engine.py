@@ -1,0 +1,350 @@
+"""vLLM behind the `Sampler` protocol, in this process's charge: many adapters, or one policy's full weights."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from cotune.errors import ConfigError, SamplerError
+from cotune.integrations.loop_sampler import LoopSampler, Served, spread
+from cotune.integrations.model_skeleton import ModelSkeleton
+from cotune.integrations.versions import require
+from cotune.integrations.vllm_adapters import SharedFolders, write_adapter, write_weights
+from cotune.policies import LoraSpec
+from cotune.records import PolicyRef
+from cotune.sampler import Completion, SamplingParams, Weights
+
+log = logging.getLogger(__name__)
+
+_WORKER = "cotune.integrations.vllm_worker.CotuneWorker"
+_BACKEND = "cotune-folder"
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+_ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def slots(policies: int, staleness: int) -> int:
+    """How many adapters an engine must hold: every policy in all versions that may be sampled from, and a new one."""
+    return policies * (staleness + 1) + 1
+
+
+def prepare() -> None:
+    """Set what vLLM reads from the environment. Raises ConfigError without vLLM, UnsupportedVersion."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("sampler", "vllm", "an installed vLLM", "See docs/vllm.md for how to install it.")
+    require("vllm")
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """An adapter in the engine: vLLM's request for it, and its folder."""
+
+    request: Any
+    folder: Path
+
+
+class VllmSampler(LoopSampler):
+    """vLLM's AsyncLLM as a `Sampler`; made by `open`. The engine runs in processes of its own."""
+
+    name = "vllm"
+
+    def __init__(self, skeleton: ModelSkeleton, full: bool, adapters: int, rank: int) -> None:
+        super().__init__(skeleton)
+        self._full = full
+        self._slots = adapters
+        self._rank = rank
+        self._folders = SharedFolders()
+        self._requests_made = itertools.count(1)
+        self._adapters_made = itertools.count(1)
+        self._replaced: set[str] = set()
+        self._llm: Any = None
+
+    @classmethod
+    async def open(
+        cls,
+        model: str | Path,
+        *,
+        weights: Literal["lora", "full"] = "lora",
+        policies: int = 4,
+        staleness: int = 1,
+        max_lora_rank: int = 16,
+        engine_args: Mapping[str, Any] | None = None,
+    ) -> VllmSampler:
+        """Start an engine on a model folder or hub id and wait until it serves.
+
+        An engine serves adapters over the base (`weights` "lora"), as many as `policies` whose versions may be
+        `staleness` steps apart need, of up to `max_lora_rank`; or one version of one policy's full weights ("full").
+        `engine_args` are vLLM's own (`tensor_parallel_size`, `gpu_memory_utilization`, `max_model_len`, ...). Raises
+        ConfigError for a model or arguments that vLLM does not take, UnsupportedVersion, SamplerError when it does not
+        start.
+        """
+        if weights not in ("lora", "full"):
+            raise ConfigError("weights", weights, "lora or full")
+        if max_lora_rank > _RANKS[-1]:
+            raise ConfigError("max_lora_rank", max_lora_rank, f"up to {_RANKS[-1]}", "Train adapters of a lower rank.")
+        prepare()
+        skeleton = await asyncio.to_thread(ModelSkeleton, model)
+        adapters = slots(policies, staleness)
+        rank = next(r for r in _RANKS if r >= max_lora_rank)
+        sampler = cls(skeleton, weights == "full", adapters, rank)
+        try:
+            await sampler._there(sampler._open(dict(engine_args or {})))
+        except BaseException:
+            await asyncio.shield(sampler.aclose())
+            raise
+        return sampler
+
+    async def _open(self, engine_args: dict[str, Any]) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            arguments = AsyncEngineArgs(**{**self._arguments(), **engine_args})
+        except TypeError as error:
+            raise ConfigError("engine_args", engine_args, "vLLM's engine arguments", f"{error}.") from error
+        try:
+            self._llm = AsyncLLM.from_engine_args(arguments)
+            self.max_model_len = self._llm.model_config.max_model_len
+            if self._full:
+                from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+                await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
+        except Exception as error:
+            raise SamplerError(f"vLLM did not start: {_reason(error)}.", "Read vLLM's log above.") from error
+        kind = "the full weights of one policy" if self._full else f"up to {self._slots} adapters of rank {self._rank}"
+        log.info("vLLM serves %s, %s.", self._skeleton.folder, kind)
+
+    def _arguments(self) -> dict[str, Any]:
+        from vllm.platforms import current_platform
+
+        cpu = current_platform.is_cpu()
+        for name, value in (_ON_CPU if cpu else {}).items():
+            os.environ.setdefault(name, value)
+        common = {
+            "model": str(self._skeleton.folder),
+            "dtype": "float32" if cpu else "bfloat16",
+            "enforce_eager": cpu,
+            "logprobs_mode": "processed_logprobs",
+            # Engines of one model must not draw the same tokens where requests have no seed.
+            "seed": int.from_bytes(os.urandom(4), "little"),
+            "disable_log_stats": True,
+            "worker_extension_cls": _WORKER,
+        }
+        if self._full:
+            return {**common, "weight_transfer_config": {"backend": _BACKEND}}
+        return {
+            **common,
+            "enable_lora": True,
+            "max_loras": self._slots,
+            "max_cpu_loras": self._slots,
+            "max_lora_rank": self._rank,
+        }
+
+    async def _generate(self, prompt: Sequence[int], n: int, params: SamplingParams, target: Any) -> list[Completion]:
+        from vllm import TokensPrompt
+        from vllm.exceptions import VLLMClientError
+
+        id = str(next(self._requests_made))
+        request = target.request if isinstance(target, Adapter) else None
+        answer = self._llm.generate(
+            TokensPrompt(prompt_token_ids=list(prompt)), _sampling(n, params), id, lora_request=request
+        )
+        final = None
+        try:
+            async for output in answer:
+                final = output
+        except (VLLMClientError, ValueError) as error:
+            raise SamplerError(f"vLLM refused a request: {error}.", "Correct the request.") from error
+        except Exception as error:
+            raise self._failed(error) from error
+        return [_completion(c) for c in sorted(final.outputs, key=lambda c: c.index)]
+
+    def _locate(self, policy: PolicyRef) -> Served:
+        held = next(iter(self._served), None) if self._full else None
+        if held is not None and held != str(policy):
+            raise SamplerError(
+                f"{policy} is not served: the engine holds the full weights of {held}, and of no other version.",
+                "Sample from the version that was published last.",
+            )
+        return super()._locate(policy)
+
+    async def _retire(self, policy: PolicyRef) -> None:
+        if str(policy) in self._replaced:
+            self._replaced.discard(str(policy))  # its successor took its place already
+        else:
+            await super()._retire(policy)
+
+    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Served:
+        if lora is None:
+            return await self._load_full(policy, weights)
+        if self._full:
+            raise SamplerError(
+                f"{policy} is an adapter, and this engine serves full weights.", 'Open one with weights="lora".'
+            )
+        if lora.rank > self._rank:
+            raise SamplerError(
+                f"{policy} has rank {lora.rank}; the engine takes adapters of up to {self._rank}.",
+                "Open it with a larger max_lora_rank.",
+            )
+        await self._room()
+        number = next(self._adapters_made)
+        # vLLM keeps cached prefixes by adapter name: one that comes back after it was retired must have another.
+        name = f"{policy}#{number}"
+        folder = await asyncio.to_thread(write_adapter, self._folders, name, policy, weights, lora)
+        try:
+            return await self._add(name, number, folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    async def _add(self, name: str, number: int, folder: Path) -> Served:
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest(name, number, str(folder))
+        try:
+            await self._llm.add_lora(request)
+            return Served(Adapter(request, folder), _same(await self._ask("cotune_adapter", number, str(folder))))
+        except Exception as error:
+            await self._remove(number)
+            raise self._failed(error) from error
+
+    async def _room(self) -> None:
+        """Wait for a slot that a retired version still holds. Raises SamplerError when all are in use."""
+        while len(self._served) >= self._slots:
+            if not any(served.retired for served in self._served.values()):
+                raise SamplerError(
+                    f"The engine has room for {self._slots} adapters, and serves {sorted(self._served)}.",
+                    "Retire versions that are not sampled from any more, or open it with more policies or staleness.",
+                )
+            self._freed.clear()
+            await self._freed.wait()
+
+    async def _load_full(self, policy: PolicyRef, weights: Weights) -> Served:
+        if not self._full:
+            raise SamplerError(
+                f"{policy} has full weights, and this engine serves adapters over its base.",
+                'Open one with weights="full" for each policy that is trained in full.',
+            )
+        others = sorted(key for key in self._served if key.rpartition("@")[0] != policy.name)
+        if others:
+            raise SamplerError(
+                f"The engine serves {others[0]}: vLLM holds the full weights of one policy at a time.",
+                "Open an engine for each policy that is trained in full.",
+            )
+        folder = await asyncio.to_thread(write_weights, self._folders, f"{policy}", policy, weights)
+        try:
+            await self._drained()
+            await self._replace(folder)
+            return Served(None, _same(await self._ask("cotune_weights")))
+        except Exception as error:
+            lost = SamplerError(
+                f"{policy} arrived in part only, and the engine's weights are lost: {_reason(error)}.",
+                "Read vLLM's log, then open a new sampler.",
+            )
+            self._fail(lost)
+            raise lost from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _drained(self) -> None:
+        """Refuse the version that is served, the base at first, and wait until nobody uses it."""
+        old = [*self._served.values(), *([self._base] if self._base else [])]
+        self._base = None
+        self._replaced |= set(self._served)
+        self._served.clear()
+        while any(served.running for served in old):
+            await asyncio.sleep(0.01)
+
+    async def _replace(self, folder: Path) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.pause_generation(mode="wait", clear_cache=True)
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(folder)}))
+        await self._llm.finish_weight_update()
+        await self._llm.reset_prefix_cache()
+        await self._llm.resume_generation()
+
+    async def _unload(self, served: Served) -> None:
+        if isinstance(served.target, Adapter):
+            await self._remove(served.target.request.lora_int_id)
+            shutil.rmtree(served.target.folder, ignore_errors=True)
+
+    async def _remove(self, number: int) -> None:
+        await self._llm.remove_lora(number)
+
+    async def _ask(self, method: str, *arguments: Any) -> list[str]:
+        return await self._llm.collective_rpc(method, args=arguments)
+
+    async def _close(self) -> None:
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown)
+        self._folders.close()
+
+    def _failed(self, error: Exception) -> SamplerError:
+        """What a failure of vLLM's is to the caller; a dead engine stays dead."""
+        if self._llm.errored:
+            gone = SamplerError(
+                f"The sampler's engine is gone: {_reason(error)}.", "Read vLLM's log, then open a new sampler."
+            )
+            self._fail(gone)
+            return gone
+        return SamplerError(f"vLLM failed: {_reason(error)}.", "Read vLLM's log.")
+
+
+def _sampling(n: int, params: SamplingParams) -> Any:
+    from vllm import SamplingParams as VllmParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VllmParams(
+        n=n,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=None if params.seed is None else spread(params.seed),
+        stop=list(params.stop) or None,
+        max_tokens=params.max_tokens,
+        logprobs=0,
+        detokenize=bool(params.stop),
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _completion(output: Any) -> Completion:
+    if output.finish_reason not in ("stop", "length"):
+        raise SamplerError(f"vLLM ended a request with {output.finish_reason!r}.", "Read vLLM's log.")
+    ids = tuple(output.token_ids)
+    logprobs = tuple(float(at[id].logprob) for id, at in zip(ids, output.logprobs, strict=True))
+    return Completion(ids, logprobs, output.finish_reason)
+
+
+def _same(answers: Sequence[str]) -> str:
+    """What all workers of the engine say."""
+    if len(set(answers)) != 1:
+        raise RuntimeError(f"the engine's workers hold different weights: {sorted(set(answers))}")
+    return answers[0]
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what an error, or else its cause, says."""
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    if not text and error.__cause__ is not None:
+        return _reason(error.__cause__)
+    return f"{type(error).__name__}: {text}".rstrip(": .")
