@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cotune.errors import SamplerError, SampleTimeout
+from cotune.errors import RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.model_skeleton import ModelSkeleton
 from cotune.policies import LoraSpec
 from cotune.records import PolicyRef
@@ -73,7 +73,7 @@ class LoopSampler(ABC):
     async def sample(
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
     ) -> list[Completion]:
-        """Draw `n` candidates from one prefill. Raises SamplerError, SampleTimeout."""
+        """Draw `n` candidates from one prefill. Raises RequestRefused, SampleTimeout, SamplerError."""
         try:
             async with asyncio.timeout(params.timeout):
                 return await self._there(self._sample(prompt_token_ids, n, params, policy))
@@ -152,12 +152,12 @@ class LoopSampler(ABC):
     ) -> list[Completion]:
         length, room = len(prompt), self.max_model_len - len(prompt)
         if not length or room < 1:
-            raise SamplerError(
+            raise RequestRefused(
                 f"The prompt has {length} tokens; the model takes 1 to {self.max_model_len - 1} and one to answer.",
                 "Shorten the prompt, or use a model with a longer context.",
             )
         if n < 1 or params.max_tokens < 1:
-            raise SamplerError(f"n = {n} and max_tokens = {params.max_tokens} were asked for.", "Both are 1 or more.")
+            raise RequestRefused(f"n = {n} and max_tokens = {params.max_tokens} were asked for.", "Both are 1 or more.")
         served = self._locate(policy)
         served.running += 1
         try:
@@ -174,7 +174,7 @@ class LoopSampler(ABC):
         if served is None and policy.version == 0 and self._base is not None:
             return self._base
         base = " and every unpublished policy at version 0" if self._base is not None else ""
-        raise SamplerError(
+        raise RequestRefused(
             f"{policy} is not served; served are {sorted(self._info_served())}{base}.",
             "Publish this version before sampling from it.",
         )
@@ -185,7 +185,9 @@ class LoopSampler(ABC):
             if known is not None:
                 if not known.retired and known.fingerprint == fingerprint(weights):
                     return known.fingerprint
-                raise SamplerError(f"{policy} was published before with other weights.", "Publish under a new version.")
+                raise RequestRefused(
+                    f"{policy} was published before with other weights.", "Publish under a new version."
+                )
             self._skeleton.check(policy, weights, lora)
             served = await self._load(policy, weights, lora)
             self._served[str(policy)] = served
@@ -194,7 +196,7 @@ class LoopSampler(ABC):
     async def _retire(self, policy: PolicyRef) -> None:
         served = self._served.get(str(policy))
         if served is None or served.retired:
-            raise SamplerError(f"{policy} is not served, so it cannot be retired.", "Retire what was published.")
+            raise RequestRefused(f"{policy} is not served, so it cannot be retired.", "Retire what was published.")
         served.retired = True
         if not served.running:
             await self._drop(str(policy))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cotune.errors import SamplerError
+from cotune.errors import RequestRefused, SamplerError
 from cotune.integrations.model_folder import locate_model
 from cotune.policies import LoraSpec
 from cotune.records import PolicyRef
@@ -26,16 +26,19 @@ class ModelSkeleton:
             self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.folder))
 
     def check(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> None:
-        """Raises SamplerError for weights that are not finite, or do not fit, with the name of the first."""
+        """Raises RequestRefused for weights that are not finite, or do not fit, with the name of the first."""
         for name, array in weights.items():
             if not np.isfinite(array).all():
-                raise SamplerError(f"{policy} has values that are not finite, first in {name}.", "Do not publish it.")
+                raise RequestRefused(f"{policy} has values that are not finite, first in {name}.", "Do not publish it.")
         if lora is None:
             self._check_full(weights)
         else:
             from cotune.integrations.transformers_lora import read_adapter
 
-            read_adapter(weights, lora, self._model)
+            try:
+                read_adapter(weights, lora, self._model)
+            except SamplerError as error:
+                raise RequestRefused(error.cause, error.remedy) from None
 
     def _check_full(self, weights: Weights) -> None:
         own = dict(self._model.named_parameters(remove_duplicate=False))
@@ -43,13 +46,13 @@ class ModelSkeleton:
         unknown = sorted(set(weights) - set(own))
         missing = sorted(name for name, parameter in own.items() if id(parameter) not in given)
         if unknown or missing:
-            raise SamplerError(
+            raise RequestRefused(
                 f"The weights do not fit the model: unknown {unknown[:3]}, missing {missing[:3]}.",
                 "Publish all parameters of the sampler's own model, by their names.",
             )
         for name, array in weights.items():
             if tuple(array.shape) != tuple(own[name].shape):
-                raise SamplerError(
+                raise RequestRefused(
                     f"{name} has shape {tuple(array.shape)}; the model's is {tuple(own[name].shape)}.",
                     "Publish weights that were trained from the sampler's own model.",
                 )

@@ -82,7 +82,7 @@ class RaySampler:
     async def sample(
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
     ) -> list[Completion]:
-        """Draw `n` candidates from one prefill. Raises SamplerError, SampleTimeout."""
+        """Draw `n` candidates from one prefill. Raises RequestRefused, SampleTimeout, SamplerError."""
         self._check_open()
         try:
             async with asyncio.timeout(params.timeout):

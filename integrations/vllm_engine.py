@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cotune.errors import ConfigError, SamplerError
+from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.loop_sampler import LoopSampler, Served, spread
 from cotune.integrations.model_skeleton import ModelSkeleton
 from cotune.integrations.versions import require
@@ -170,7 +170,7 @@ class VllmSampler(LoopSampler):
             async for output in answer:
                 final = output
         except (VLLMClientError, ValueError) as error:
-            raise SamplerError(f"vLLM refused a request: {error}.", "Correct the request.") from error
+            raise RequestRefused(f"vLLM refused a request: {error}.", "Correct the request.") from error
         except Exception as error:
             raise self._failed(error) from error
         return [_completion(c) for c in sorted(final.outputs, key=lambda c: c.index)]
@@ -178,7 +178,7 @@ class VllmSampler(LoopSampler):
     def _locate(self, policy: PolicyRef) -> Served:
         held = next(iter(self._served), None) if self._full else None
         if held is not None and held != str(policy):
-            raise SamplerError(
+            raise RequestRefused(
                 f"{policy} is not served: the engine holds the full weights of {held}, and of no other version.",
                 "Sample from the version that was published last.",
             )
@@ -194,11 +194,11 @@ class VllmSampler(LoopSampler):
         if lora is None:
             return await self._load_full(policy, weights)
         if self._full:
-            raise SamplerError(
+            raise RequestRefused(
                 f"{policy} is an adapter, and this engine serves full weights.", 'Open one with weights="lora".'
             )
         if lora.rank > self._rank:
-            raise SamplerError(
+            raise RequestRefused(
                 f"{policy} has rank {lora.rank}; the engine takes adapters of up to {self._rank}.",
                 "Open it with a larger max_lora_rank.",
             )
@@ -228,7 +228,7 @@ class VllmSampler(LoopSampler):
         """Wait for a slot that a retired version still holds. Raises SamplerError when all are in use."""
         while len(self._served) >= self._slots:
             if not any(served.retired for served in self._served.values()):
-                raise SamplerError(
+                raise RequestRefused(
                     f"The engine has room for {self._slots} adapters, and serves {sorted(self._served)}.",
                     "Retire versions that are not sampled from any more, or open it with more policies or staleness.",
                 )
@@ -237,13 +237,13 @@ class VllmSampler(LoopSampler):
 
     async def _load_full(self, policy: PolicyRef, weights: Weights) -> Served:
         if not self._full:
-            raise SamplerError(
+            raise RequestRefused(
                 f"{policy} has full weights, and this engine serves adapters over its base.",
                 'Open one with weights="full" for each policy that is trained in full.',
             )
         others = sorted(key for key in self._served if key.rpartition("@")[0] != policy.name)
         if others:
-            raise SamplerError(
+            raise RequestRefused(
                 f"The engine serves {others[0]}: vLLM holds the full weights of one policy at a time.",
                 "Open an engine for each policy that is trained in full.",
             )
