@@ -11,27 +11,12 @@ from typing import Any, Protocol
 
 import msgspec
 
+from cotune.call_records import CallRecords
 from cotune.context import Mark, current_episode
 from cotune.errors import CotuneError, RecordError
-from cotune.ids import message_id, new_id
-from cotune.outputs import Outputs
-from cotune.prompts import PromptTree
-from cotune.records import (
-    Call,
-    CallStatus,
-    Candidate,
-    Episode,
-    EpisodeStatus,
-    Message,
-    PolicyRef,
-    Record,
-    Reward,
-    Segment,
-    Task,
-    Usage,
-    candidate_id,
-)
-from cotune.redaction import Redaction, Redactor, Told
+from cotune.ids import new_id
+from cotune.records import CallStatus, Candidate, Episode, EpisodeStatus, PolicyRef, Record, Reward, Task, Usage
+from cotune.redaction import Redaction, Redactor
 
 log = logging.getLogger("cotune")
 _said: set[str] = set()
@@ -187,12 +172,9 @@ class LiveEpisode:
         self._steps = 0
         self._turns: dict[str, int] = {}
         self._open: dict[str, LiveCall] = {}
-        self._outputs = Outputs()
-        self._stored: set[str] = set()
-        self._prompts = PromptTree()
         self.redaction = Redaction(redactors, keep_token_ids, self.warn) if redactors else None
         """What is stored goes through it first; scorers, responders and the application see everything as it is."""
-        self._withheld: set[str] = set()
+        self._records = CallRecords(self.redaction, self._lock)
         self._token: Any = None
 
     def start(self, mark: Mark, body: Mapping[str, Any]) -> LiveCall:
@@ -211,8 +193,7 @@ class LiveEpisode:
 
     def _link(self, call: LiveCall) -> None:
         try:
-            with self._lock:
-                call.parents = self._outputs.read_by(call.mark.read, call.messages)
+            call.parents = self._records.parents(call)
         except Exception as broken:  # noqa: BLE001
             self.warn("unlinked_call", f"What a call of role {call.role!r} has read could not be found.", broken)
 
@@ -235,8 +216,7 @@ class LiveEpisode:
 
     def paths(self, role: str) -> list[tuple[int, ...]]:
         """Token paths of a role so far: prompts, and prompts with the reply that went on."""
-        with self._lock:
-            return self._prompts.paths(role)
+        return self._records.paths(role)
 
     def __enter__(self) -> LiveEpisode:
         self._token = current_episode.set(self)
@@ -306,11 +286,10 @@ class LiveEpisode:
 
     def _ended(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> list[Record]:
         try:
-            return self._records(call, answer, status, error)
+            return self._records.ended(call, answer, status, error)
         except Exception as broken:  # noqa: BLE001
             self.warn("unrecorded", f"The content of a call of role {call.role!r} could not be recorded.", broken)
-            told, what = (call, repr(broken)) if self.redaction is None else (Told(), type(broken).__name__)
-            return [self._call(call, told, None, "malformed", f"not recorded: {what}")]
+            return self._records.not_recorded(call, broken)
 
     def _write(self, records: list[Record]) -> None:
         """A sink that fails costs records, never the application its answer."""
@@ -318,83 +297,3 @@ class LiveEpisode:
             self.sink.write(records)
         except Exception as broken:  # noqa: BLE001
             self.warn("lost", f"The store refused {len(records)} records.", broken)
-
-    def _records(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> list[Record]:
-        told = call if self.redaction is None else self.redaction.told(call, answer, error)
-        bodies = [(message_id(m), m) for m in told.messages]
-        tools = message_id({"tools": told.tools}) if told.tools else None
-        if tools:
-            bodies.append((tools, told.tools))  # type: ignore[arg-type]
-        with self._lock:
-            records: list[Record] = [Message(i, b) for i, b in dict(bodies).items() if i not in self._stored]
-            self._stored.update(i for i, _ in bodies)
-            prompt = None
-            if answer and answer.prompt_ids:
-                chosen = answer.candidates[answer.chosen].token_ids if answer.candidates else ()
-                prompt, segments = self._prompts.add(call.role, answer.prompt_ids, chosen)
-                if isinstance(told, Told):
-                    prompt, segments = self._withhold(prompt, segments, told.withheld)
-                records.extend(segments)
-            if answer and answer.candidates:
-                self._outputs.add(call.id, answer.candidates[answer.chosen].message, call.mark.output)
-        if isinstance(told, Told):
-            answer, error = told.answer, told.error
-        names = tuple(i for i, _ in bodies if i != tools)
-        records.append(self._call(call, told, answer, status, error, names, tools, prompt))
-        now = time.time()
-        for i, components in enumerate(answer.rewards if answer else ()):
-            records.extend(Reward(candidate_id(call.id, i), k, v, now) for k, v in components.items())
-        return records
-
-    def _withhold(self, prompt: str, segments: list[Segment], all_of_it: bool) -> tuple[str | None, list[Segment]]:
-        """The prompt and its new segments without those whose token ids must not be stored, or that go on from such."""
-        kept: list[Segment] = []
-        for segment in segments:
-            if all_of_it or segment.parent in self._withheld:
-                self._withheld.add(segment.id)
-            else:
-                kept.append(segment)
-        return (None if all_of_it or prompt in self._withheld else prompt), kept
-
-    def _call(
-        self,
-        call: LiveCall,
-        told: LiveCall | Told,
-        answer: Answer | None,
-        status: CallStatus,
-        error: str | None,
-        messages: tuple[str, ...] = (),
-        tools: str | None = None,
-        prompt: str | None = None,
-    ) -> Call:
-        return Call(
-            id=call.id,
-            episode=self.id,
-            role=call.role,
-            step=call.step,
-            turn=call.turn,
-            parents=call.parents,
-            messages=messages,
-            tools=tools,
-            model=call.model,
-            params=told.params,
-            sampling=dict(answer.sampling) if answer else {},
-            prompt=prompt,
-            prompt_tokens=len(answer.prompt_ids) if answer else 0,
-            policy=answer.policy if answer else None,
-            status=status,
-            error=error,
-            attempts=tuple(told.attempts),
-            streamed=call.streamed,
-            started=call.started,
-            latency=time.time() - call.started,
-            usage=answer.usage if answer else Usage(),
-            candidates=answer.candidates if answer else (),
-            chosen=answer.chosen if answer and answer.candidates else None,
-            integration=call.mark.integration,
-            redacted=isinstance(told, Told) and (told.changed or _lacks_prompt(answer, prompt)),
-        )
-
-
-def _lacks_prompt(answer: Answer | None, prompt: str | None) -> bool:
-    return answer is not None and bool(answer.prompt_ids) and prompt is None

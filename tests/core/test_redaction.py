@@ -192,7 +192,7 @@ def test_a_fault_of_the_recorder_leaks_nothing(monkeypatch):
     def broken(*args):
         raise RuntimeError(SECRET)
 
-    monkeypatch.setattr(episode._prompts, "add", broken)
+    monkeypatch.setattr(episode._records._prompts, "add", broken)
     episode.start(MARK, body(SECRET, metadata={"x": SECRET})).finish(answer(candidate(SECRET)))
     (call,) = episode.sink.of(Call)
     assert (call.status, call.error, call.params) == ("malformed", "not recorded: RuntimeError", {})

@@ -1,0 +1,136 @@
+"""What is recorded of the calls of one episode: each message and prompt segment once, and who has read what."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from cotune.ids import message_id
+from cotune.outputs import Outputs
+from cotune.prompts import PromptTree
+from cotune.records import Call, CallStatus, Message, Record, Reward, Segment, Usage, candidate_id
+from cotune.redaction import Redaction, Told
+
+if TYPE_CHECKING:
+    from cotune.recorder import Answer, LiveCall
+
+
+class CallRecords:
+    """Makes the records of calls that have ended, in the form in which they may be stored.
+
+    Safe from any thread. `lock` is the episode's: a call may end in the midst of either's work (garbage collection).
+    """
+
+    def __init__(self, redaction: Redaction | None, lock: AbstractContextManager[object]) -> None:
+        self._redaction = redaction
+        self._lock = lock
+        self._outputs = Outputs()
+        self._prompts = PromptTree()
+        self._stored: set[str] = set()
+        self._withheld: set[str] = set()
+
+    def parents(self, call: LiveCall) -> tuple[str, ...]:
+        """The calls whose outputs a call has read, of those that have ended."""
+        with self._lock:
+            return self._outputs.read_by(call.mark.read, call.messages)
+
+    def paths(self, role: str) -> list[tuple[int, ...]]:
+        """Token paths of a role so far: prompts, and prompts with the reply that went on."""
+        with self._lock:
+            return self._prompts.paths(role)
+
+    def ended(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> list[Record]:
+        """The records of a call: new messages, new segments of its prompt, itself, and its candidates' rewards."""
+        told = _as_is(call, answer, error) if self._redaction is None else self._redaction.told(call, answer, error)
+        names = tuple(message_id(message) for message in told.messages)
+        bodies = dict(zip(names, told.messages, strict=True))
+        tools = message_id({"tools": told.tools}) if told.tools else None
+        if tools:
+            bodies[tools] = told.tools
+        with self._lock:
+            records: list[Record] = [Message(i, body) for i, body in bodies.items() if i not in self._stored]
+            self._stored.update(bodies)
+            prompt, segments = self._prompt(call.role, answer, told.withheld)
+            records.extend(segments)
+            if answer and answer.candidates:
+                self._outputs.add(call.id, answer.candidates[answer.chosen].message, call.mark.output)
+        records.append(_call(call, told, status, names, tools, prompt))
+        now = time.time()
+        for i, components in enumerate(told.answer.rewards if told.answer else ()):
+            records.extend(Reward(candidate_id(call.id, i), k, v, now) for k, v in components.items())
+        return records
+
+    def not_recorded(self, call: LiveCall, broken: Exception) -> list[Record]:
+        """What is recorded of a call whose content could not be."""
+        if self._redaction is None:
+            return [_call(call, _as_is(call, None, f"not recorded: {broken!r}"), "malformed")]
+        return [_call(call, Told(error=f"not recorded: {type(broken).__name__}"), "malformed")]
+
+    def _prompt(self, role: str, answer: Answer | None, withheld: bool) -> tuple[str | None, list[Segment]]:
+        """The segment of an answer's prompt, and the segments that are new: of those whose ids may be stored."""
+        if answer is None or not answer.prompt_ids:
+            return None, []
+        chosen = answer.candidates[answer.chosen].token_ids if answer.candidates else ()
+        prompt, segments = self._prompts.add(role, answer.prompt_ids, chosen)
+        if not withheld and not self._withheld:
+            return prompt, segments
+        kept: list[Segment] = []
+        for segment in segments:
+            if withheld or segment.parent in self._withheld:
+                self._withheld.add(segment.id)
+            else:
+                kept.append(segment)
+        return (None if withheld or prompt in self._withheld else prompt), kept
+
+
+def _as_is(call: LiveCall, answer: Answer | None, error: str | None) -> Told:
+    return Told(
+        messages=call.messages,
+        tools=call.tools,
+        params=call.params,
+        attempts=call.attempts,
+        error=error,
+        answer=answer,
+        changed=False,
+        withheld=False,
+    )
+
+
+def _call(
+    call: LiveCall,
+    told: Told,
+    status: CallStatus,
+    messages: tuple[str, ...] = (),
+    tools: str | None = None,
+    prompt: str | None = None,
+) -> Call:
+    answer = told.answer
+    prompt_tokens = len(answer.prompt_ids) if answer else 0
+    return Call(
+        id=call.id,
+        episode=call.episode.id,
+        role=call.role,
+        step=call.step,
+        turn=call.turn,
+        parents=call.parents,
+        messages=messages,
+        tools=tools,
+        model=call.model,
+        params=told.params,
+        sampling=dict(answer.sampling) if answer else {},
+        prompt=prompt,
+        prompt_tokens=prompt_tokens,
+        policy=answer.policy if answer else None,
+        status=status,
+        error=told.error,
+        attempts=tuple(told.attempts),
+        streamed=call.streamed,
+        started=call.started,
+        latency=time.time() - call.started,
+        usage=answer.usage if answer else Usage(),
+        candidates=answer.candidates if answer else (),
+        chosen=answer.chosen if answer and answer.candidates else None,
+        integration=call.mark.integration,
+        redacted=told.changed or (prompt_tokens > 0 and prompt is None),
+    )
