@@ -67,6 +67,10 @@ class LearnerError(CotuneError):
     """An update did not train what it should: a tensor without optimizer or gradient, or non-finite numbers."""
 
 
+class LearnerLost(LearnerError):
+    """A learner's process died or hangs; it can be restarted, and goes on from the last checkpoint."""
+
+
 class SyncError(CotuneError):
     """Published weights did not arrive at the sampler as the learner sent them."""
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cotune.errors import ConfigError, CotuneError, LearnerError
+from cotune.errors import ConfigError, CotuneError, LearnerError, LearnerLost
 from cotune.integrations.ray_sampler import resolve
 
 WATCH = "watch"
@@ -162,7 +162,7 @@ class RayGang:
 
     def _check(self) -> None:
         if self.lost is not None:
-            raise LearnerError(self.lost, "Restart the learner and load the last checkpoint.")
+            raise LearnerLost(self.lost, "Restart the learner and load the last checkpoint.")
         if self._closed:
             raise LearnerError(f"The learners {self.name} were closed.", "Open new ones.")
 
@@ -204,7 +204,7 @@ class RayGang:
         first = causes[rank] if causes else None
         if isinstance(first, CotuneError):
             raise first
-        raise LearnerError(self.lost, "Restart the learner and load the last checkpoint.") from first
+        raise LearnerLost(self.lost, "Restart the learner and load the last checkpoint.") from first
 
     def _hung(self, pending: Sequence[int]) -> str:
         """What each rank that is not done is doing; those to blame first."""

@@ -7,16 +7,17 @@ from typing import Any
 
 import msgspec
 
+from cotune.errors import ConfigError
 from cotune.integrations.ray_sampler import RaySampler, start_sampler
 from cotune.integrations.router_settings import RouterSettings
 from cotune.integrations.sampler_router import RoutedSampler
-from cotune.policies import LoraSpec
+from cotune.policies import Policies
 from cotune.sampler import Sampler
 from cotune.trainer.cluster_config import ClusterConfig
 from cotune.trainer.config import TrainConfig
 
-ADAPTERS = 8
-"""Adapters that a vLLM engine holds in one batch where the number of policies is not known before the run."""
+POLICIES = 4
+"""How many policies a vLLM engine makes room for where the number of roles is not known before the run."""
 _ROUTER = "cotune.trainer.engines:open_router"
 _FACTORIES = {
     "vllm": "cotune.integrations.vllm_engine:VllmSampler.open",
@@ -45,37 +46,50 @@ async def open_router(model: str, cluster: dict[str, Any], engine: dict[str, Any
 
 
 def engine_arguments(config: TrainConfig, model: str) -> dict[str, Any]:
-    """What an engine of this run is opened with."""
+    """What an engine of this run is opened with. Raises ConfigError for policies that it cannot serve together."""
     cluster = config.cluster
     if cluster.engine == "transformers":
         return {"model": model, "threads": config.sampling.threads, "host": "thread", **cluster.engine_args}
-    specs = [policy.lora.spec() for policy in config.policy if policy.kind == "lora"]
-    if not config.policy and config.policies != "full":
-        specs = [config.lora.spec()]
-    return {
-        "model": model,
-        "lora_rank": max((spec.rank for spec in specs), default=0),
-        "max_loras": adapters(config, specs),
-        "tensor_parallel": max(1, cluster.gpus_per_engine),
-        "engine_args": dict(cluster.engine_args),
-    }
+    parallel = {"tensor_parallel_size": cluster.gpus_per_engine} if cluster.gpus_per_engine > 1 else {}
+    arguments = {"model": model, "staleness": config.ahead, "engine_args": {**parallel, **cluster.engine_args}}
+    full = [p.name for p in config.policy if p.kind == "full"]
+    if full and (len(full) > 1 or any(p.kind == "lora" for p in config.policy)):
+        raise _one_full(", ".join(full))
+    if full or config.policies == "full" and not config.policy:
+        return {**arguments, "weights": "full"}
+    specs = [p.lora.spec() for p in config.policy if p.kind == "lora"] or [config.lora.spec()]
+    return {**arguments, "policies": policy_count(config), "max_lora_rank": max(spec.rank for spec in specs)}
 
 
-def adapters(config: TrainConfig, specs: list[LoraSpec]) -> int:
-    """How many adapter versions may be asked for at once: of each policy those that rollouts still use, and the one
-    that is being published."""
-    if not specs:
-        return 0
-    policies = len(specs) if config.policy else 1 if config.policies == "shared" else len(config.roles)
-    return policies * (config.ahead + 1) + 1 if policies else ADAPTERS
+def policy_count(config: TrainConfig) -> int:
+    """How many adapters are trained, as far as the configuration tells; else a few."""
+    if config.policy:
+        return sum(p.kind == "lora" for p in config.policy)
+    return 1 if config.policies == "shared" else max(len(config.roles), POLICIES)
+
+
+def check_policies(config: TrainConfig, policies: Policies) -> None:
+    """Raises ConfigError for policies that the engines cannot serve together."""
+    full = [spec.name for spec in policies.specs.values() if spec.kind == "full"]
+    if config.cluster.address and config.cluster.engine == "vllm" and len(full) > 1:
+        raise _one_full(", ".join(full))
+
+
+def _one_full(names: str) -> ConfigError:
+    return ConfigError(
+        "policies",
+        f"full for {names}",
+        "one policy of full weights, as a vLLM engine holds one set of them",
+        'Train adapters (--policies lora), or set cluster.engine = "transformers".',
+    )
 
 
 async def _engine(config: ClusterConfig, arguments: dict[str, Any]) -> Sampler:
-    env = {"OMP_NUM_THREADS": str(max(1, int(config.cpus_per_engine))), **config.env}
+    threads = {"OMP_NUM_THREADS": str(max(1, int(config.cpus_per_engine)))}
     return await start_sampler(
         _FACTORIES[config.engine],
         arguments,
         num_cpus=config.cpus_per_engine,
         num_gpus=config.gpus_per_engine,
-        env=env if not config.gpus_per_engine else dict(config.env),
+        env=config.env if config.gpus_per_engine else {**threads, **config.env},
     )

@@ -11,19 +11,19 @@ import msgspec
 
 from cotune.adapters.publish import Proof, prove_publish
 from cotune.collect import Collected, collect, failure_reward
-from cotune.errors import GroupError
+from cotune.errors import GroupError, LearnerLost
 from cotune.policies import PolicySpec
 from cotune.prepare import Prepared, prepare, train_rows
 from cotune.records import Episode, PolicyRef
 from cotune.respond import PolicyResponder
 from cotune.sampler import SamplingParams
 from cotune.samples import TrainRow
-from cotune.trainer.checkpoint import Checkpoint, save_checkpoint
+from cotune.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from cotune.trainer.metrics import Clock, StepMetrics, outcome_means, role_metrics
 from cotune.trainer.progress import Progress
 from cotune.trainer.rollout import rollout
 from cotune.trainer.rollouts import Rollouts
-from cotune.trainer.run import Run
+from cotune.trainer.run import Run, restore
 from cotune.trainer.schedule import lr_scale, tasks_of_step
 
 NOTHING_TO_LEARN = ("zero_variance", "zero_advantage", "mean_out_of_range")
@@ -45,15 +45,43 @@ async def train_steps(run: Run, progress: Progress) -> None:
     rollouts = Rollouts(lambda step: roll_out(run, step, progress), steps=config.steps, ahead=config.ahead)
     async with rollouts:
         while run.step < config.steps and not run.stopping:
-            clock = Clock()
-            with clock("checkpoint"):
-                commit(run)
-            with clock("rollout"):
-                episodes = await run.interruptible(rollouts.of(run.step))
-            if episodes is None:
-                break
-            await train_step(run, episodes, clock, progress)
-    commit(run, last=True)
+            try:
+                await one_step(run, rollouts, progress)
+            except LearnerLost as error:
+                await rollouts.cancel()
+                await go_back(run, error, progress)
+        await commit(run, last=True)
+
+
+async def one_step(run: Run, rollouts: Rollouts, progress: Progress) -> None:
+    """Save the steps before, get the episodes of the next one, train on them; nothing more when the run is stopped."""
+    clock = Clock()
+    with clock("checkpoint"):
+        await commit(run)
+    with clock("rollout"):
+        episodes = await run.interruptible(rollouts.of(run.step))
+    if episodes is None:
+        return
+    await train_step(run, episodes, clock, progress)
+    if run.step == run.config.steps:
+        await commit(run, last=True)
+
+
+async def go_back(run: Run, error: LearnerLost, progress: Progress) -> None:
+    """Restart lost learners from the last checkpoint. Raises `error` when they have been restarted too often."""
+    run.learner_restarts += 1
+    limit = run.config.cluster.learner_restarts
+    if run.learner_restarts > limit:
+        raise LearnerLost(
+            f"{error.cause} It was the {run.learner_restarts}th time; cluster.learner_restarts is {limit}.",
+            f"See the cause, then go on with: cotune train --resume {run.folder.path}",
+        ) from error
+    progress.say(f"{error.cause} Restarting it from the last checkpoint ({run.learner_restarts} of {limit}).")
+    await asyncio.to_thread(run.learner.restart)
+    saved = load_checkpoint(run.folder.checkpoints)
+    if saved is None:
+        raise error
+    await restore(run, *saved)
 
 
 async def train_step(run: Run, episodes: Sequence[Episode], clock: Clock, progress: Progress) -> None:
@@ -146,7 +174,12 @@ async def update(
         raise GroupError(
             f"Step {run.step} has no usable sample ({counts}).", f"Look at the episodes: cotune show {run.folder.path}."
         )
-    return {name: await asyncio.to_thread(run.learner.update, name, rows[name], lr_scale=scale) for name in rows}
+    work = (asyncio.to_thread(run.learner.update, name, rows[name], lr_scale=scale) for name in rows)
+    found = await asyncio.gather(*work, return_exceptions=True)
+    for error in found:
+        if isinstance(error, BaseException):
+            raise error
+    return dict(zip(rows, found, strict=True))
 
 
 async def publish(run: Run, rows: Mapping[str, Sequence[TrainRow]]) -> None:
@@ -190,7 +223,7 @@ async def published(
     )
 
 
-def commit(run: Run, *, last: bool = False) -> None:
+async def commit(run: Run, *, last: bool = False) -> None:
     """Write a checkpoint when one is due, then mark its groups as consumed."""
     if run.step == run.committed or (run.step % run.config.checkpoint_every and not last):
         return
@@ -202,7 +235,8 @@ def commit(run: Run, *, last: bool = False) -> None:
         state=run.state,
         metrics=run.latest,
     )
-    save_checkpoint(run.folder.checkpoints, checkpoint, run.learner, keep=run.config.keep_checkpoints)
+    folder, keep = run.folder.checkpoints, run.config.keep_checkpoints
+    await asyncio.to_thread(save_checkpoint, folder, checkpoint, run.learner, keep=keep)
     for step in sorted(set(run.ledger.values())):
         run.store.consume([group for group, at in run.ledger.items() if at == step], step)
     run.ledger.clear()

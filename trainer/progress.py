@@ -64,7 +64,7 @@ class Progress:
                 self.say(f"scorer failed on {count} calls, which are not trained on: {text}")
 
     def step(self, metrics: StepMetrics) -> None:
-        self._bars.advance(self._steps)
+        self._bars.update(self._steps, completed=metrics.step + 1)
         self._done += 1
         for note in metrics.notes:
             if note not in self._said:

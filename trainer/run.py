@@ -58,6 +58,7 @@ class Run:
     consumed: set[str] = field(default_factory=set)
     latest: dict[str, dict[str, float]] = field(default_factory=dict)
     stopping: bool = False
+    learner_restarts: int = 0
     _working: asyncio.Future[Any] | None = None
 
     async def interruptible(self, work: Coroutine[Any, Any, T]) -> T | None:
@@ -133,7 +134,7 @@ async def opened(
             notes=[why, *notes, *_untrained(policies)],
         )
         if saved is not None:
-            await _restore(run, *saved)
+            await restore(run, *saved)
         yield run
 
 
@@ -165,9 +166,14 @@ def _untrained(policies: Policies) -> list[str]:
     return [f"not trained: {', '.join(kinds[kind])} ({text})" for kind, text in said.items() if kind in kinds]
 
 
-async def _restore(run: Run, checkpoint: Checkpoint, path: Path) -> None:
+async def restore(run: Run, checkpoint: Checkpoint, path: Path) -> None:
     """Go back to a checkpoint: weights and optimizers, versions at the sampler, and what counts as consumed."""
-    run.learner.load(path)
+    await asyncio.to_thread(run.learner.load, path)
+    for ref in (ref for refs in run.live.values() for ref in refs):
+        await run.sampler.retire(ref)
+    run.live.clear()
+    run.ledger.clear()
+    run.proofs.clear()
     run.step = run.committed = checkpoint.steps
     run.versions = dict(checkpoint.versions)
     run.state = checkpoint.state
@@ -178,7 +184,7 @@ async def _restore(run: Run, checkpoint: Checkpoint, path: Path) -> None:
     run.folder.truncate_metrics(run.step)
     for name, version in run.versions.items():
         spec = run.policies.specs[name]
-        weights = run.learner.weights(name)
+        weights = await asyncio.to_thread(run.learner.weights, name)
         lora = spec.lora if spec.kind == "lora" else None
         run.live[name] = [PolicyRef(name, version)]
         run.proofs[name] = await prove_publish(run.sampler, run.live[name][0], weights, lora)
