@@ -43,7 +43,7 @@ class CallRecords:
     def ended(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> list[Record]:
         """The records of a call: new messages, new segments of its prompt, itself, and its candidates' rewards."""
         told = _as_is(call, answer, error) if self._redaction is None else self._redaction.told(call, answer, error)
-        names = tuple(message_id(message) for message in told.messages)
+        names = tuple([message_id(message) for message in told.messages])
         bodies = dict(zip(names, told.messages, strict=True))
         tools = message_id({"tools": told.tools}) if told.tools else None
         if tools:

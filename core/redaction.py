@@ -25,14 +25,13 @@ _json = msgspec.json.Encoder(enc_hook=repr)
 """As the store encodes what is no JSON."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Told:
+class Told(msgspec.Struct, frozen=True, kw_only=True):
     """What may be stored of a call. `changed`: anything differs; `withheld`: so does what its prompt is made of."""
 
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = []
     tools: Any = None
-    params: dict[str, Any] = field(default_factory=dict)
-    attempts: list[str] = field(default_factory=list)
+    params: dict[str, Any] = {}
+    attempts: list[str] = []
     error: str | None = None
     answer: Answer | None = None
     changed: bool = True
