@@ -63,10 +63,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (CotuneError, OSError) as error:
-        if arguments.verbose:
-            logging.getLogger("cotune").exception("failed")
-        print(f"cotune {arguments.command}: {error}", file=sys.stderr)
-        return 1
+        return _failed(arguments, str(error))
+    except ModuleNotFoundError as error:
+        if arguments.extra is None:
+            raise
+        what = f"What this command needs comes with: pip install 'cotune[{arguments.extra}]'."
+        return _failed(arguments, f"{error.msg}. {what}")
+
+
+def _failed(arguments: argparse.Namespace, said: str) -> int:
+    if arguments.verbose:
+        logging.getLogger("cotune").exception("failed")
+    print(f"cotune {arguments.command}: {said}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

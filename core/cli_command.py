@@ -23,13 +23,22 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=30, width=110)
 
 
-def add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, example: str) -> Any:
+def add_command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+    example: str,
+    *,
+    extra: str | None = None,
+) -> Any:
     """Add a command to `commands`, what `add_subparsers` returned; its parser, to add arguments to.
 
     Args:
         run: does the command and returns the exit status.
         text: one line of help, without a capital or a full stop.
         example: a command line, shown by `--help`.
+        extra: the extra of cotune that brings the packages it needs, where the base install does not.
     """
     command = commands.add_parser(
         name,
@@ -37,7 +46,7 @@ def add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], in
         description=f"{text[0].upper()}{text[1:]}.\n\nExample:\n  {example}",
         formatter_class=Formatter,
     )
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, extra=extra)
     return command
 
 

@@ -22,7 +22,7 @@ def add_export(commands: Any) -> None:
         return 0
 
     text = "write the trained policies as PEFT folders (or models) with roles.json and a model card"
-    command = add_command(commands, "export", run, text, "cotune export runs/r1 --to adapters/")
+    command = add_command(commands, "export", run, text, "cotune export runs/r1 --to adapters/", extra="train")
     command.add_argument("run_folder", metavar="RUN", help="run folder")
     command.add_argument("--to", required=True, metavar="DIR", help="folder to write; must be empty, new, or an export")
 
@@ -38,7 +38,7 @@ def add_serve(commands: Any) -> None:
         return 0
 
     text = "serve an export (or a plain model) over an OpenAI-compatible API, one model name per role"
-    command = add_command(commands, "serve", run, text, "cotune serve adapters/ --port 8000")
+    command = add_command(commands, "serve", run, text, "cotune serve adapters/ --port 8000", extra="train")
     command.add_argument("folder", metavar="DIR", help="export, or model folder or Hugging Face id")
     add_address(command, port=8000)
     command.add_argument("--model", metavar="BASE", help="base model, where it lies elsewhere than the export says")
@@ -69,7 +69,8 @@ def add_gateway(commands: Any) -> None:
         return 0
 
     text = "record applications in other processes and languages, between them and their provider"
-    command = add_command(commands, "gateway", run, text, "cotune gateway --upstream https://api.openai.com/v1")
+    example = "cotune gateway --upstream https://api.openai.com/v1"
+    command = add_command(commands, "gateway", run, text, example, extra="gateway")
     command.add_argument("--upstream", required=True, metavar="URL", help="base URL of the provider's OpenAI API")
     command.add_argument(
         "--records", default="runs/gateway", metavar="PATH", help="folder or records file (default: %(default)s)"

@@ -46,7 +46,8 @@ def add_check(commands: Any) -> None:
         return 0 if report.trainable else 1
 
     text = "run an application on a task with made-up answers and say what would be trained, and what not and why"
-    command = add_command(commands, "check", run, text, "cotune check app:solve --tasks tasks.jsonl")
+    example = "cotune check app:solve --tasks tasks.jsonl"
+    command = add_command(commands, "check", run, text, example, extra="train")
     command.add_argument("workflow", help=APP)
     command.add_argument("--tasks", required=True, help=TASKS)
     command.add_argument("--limit", type=int, default=1, help="take the first N tasks (default: %(default)s)")
@@ -127,9 +128,8 @@ def add_trace(commands: Any) -> None:
 def add_train(commands: Any) -> None:
     """Add `cotune train`."""
     text = "train the policies of an application's roles"
-    command = add_command(
-        commands, "train", _run_train, text, "cotune train app:solve --tasks tasks.jsonl --model base/"
-    )
+    example = "cotune train app:solve --tasks tasks.jsonl --model base/"
+    command = add_command(commands, "train", _run_train, text, example, extra="train")
     command.add_argument("workflow", nargs="?", help=APP)
     command.add_argument("--tasks", help=TASKS)
     command.add_argument("--config", help="TOML file; see docs/config.md. Flags go before it")
@@ -219,7 +219,8 @@ def add_eval(commands: Any) -> None:
         return 0
 
     text = "evaluate trained policies against the base, with confidence intervals"
-    command = add_command(commands, "eval", run, text, "cotune eval app:solve --tasks held_out.jsonl --run runs/r1")
+    example = "cotune eval app:solve --tasks held_out.jsonl --run runs/r1"
+    command = add_command(commands, "eval", run, text, example, extra="train")
     command.add_argument("workflow", help=APP)
     command.add_argument("--tasks", required=True, help=TASKS)
     command.add_argument("--run", dest="run_folder", required=True, help="run folder or export")
