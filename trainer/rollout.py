@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from cotune.episodes import run_episode
 from cotune.recorder import Responder, Sink
@@ -30,28 +30,46 @@ async def rollout(
 
     Episodes in `done` (finished before an interruption) are not run again.
     """
+
+    async def one(task: Task, number: int) -> Episode:
+        outcome = await run_episode(
+            workflow,
+            task,
+            sink=sink,
+            responder=responder,
+            phase=phase,
+            training_step=training_step,
+            rollout=number,
+            timeout=timeout,
+        )
+        return outcome.episode
+
+    return await run_all(one, tasks, rollouts, concurrency, done=done, on_episode=on_episode)
+
+
+async def run_all(
+    one: Callable[[Task, int], Awaitable[Episode]],
+    tasks: Sequence[Task],
+    rollouts: int,
+    concurrency: int,
+    *,
+    done: Sequence[Episode] = (),
+    on_episode: Callable[[Episode], None] | None = None,
+) -> list[Episode]:
+    """`rollout`, where `one` runs an episode of a task under its number."""
     finished = {(episode.task.id, episode.rollout) for episode in done}
     gate = asyncio.Semaphore(concurrency)
 
-    async def one(task: Task, number: int) -> Episode:
+    async def gated(task: Task, number: int) -> Episode:
         async with gate:
-            outcome = await run_episode(
-                workflow,
-                task,
-                sink=sink,
-                responder=responder,
-                phase=phase,
-                training_step=training_step,
-                rollout=number,
-                timeout=timeout,
-            )
+            episode = await one(task, number)
         if on_episode:
-            on_episode(outcome.episode)
-        return outcome.episode
+            on_episode(episode)
+        return episode
 
     async with asyncio.TaskGroup() as group:
         running = [
-            group.create_task(one(task, number))
+            group.create_task(gated(task, number))
             for number in range(rollouts)
             for task in tasks
             if (task.id, number) not in finished

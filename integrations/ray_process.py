@@ -1,0 +1,104 @@
+"""A process of the cluster that hosts one object: a Ray actor, from its start to its certain end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+from cotune.errors import CotuneError
+
+KILL_SECONDS = 30.0
+"""How long to wait until Ray says that a killed process is gone."""
+
+
+class ProcessGone(CotuneError):
+    """The process ended, crashed, was killed or cannot be reached. `cause` is what Ray knows of it, in one line."""
+
+
+class _Host:
+    """What runs in the actor: an object of the named class; its methods run on the actor's event loop."""
+
+    def __init__(self, target: str) -> None:
+        module, _, name = target.partition(":")
+        self._object = getattr(importlib.import_module(module), name)()
+
+    async def place(self) -> tuple[int, str]:
+        import ray
+
+        return os.getpid(), ray.get_runtime_context().get_node_id()
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        return await getattr(self._object, method)(*arguments)
+
+
+class RayProcess:
+    """An object of the class `target` ("module:Class") in a process of its own.
+
+    The class is made there without arguments; its methods are coroutine functions, and many may run at once. Ray picks
+    a node with `cpus` to spare. The process ends with this one, and is never started again.
+    """
+
+    def __init__(
+        self, target: str, *, cpus: float = 1.0, runtime_env: Mapping[str, Any] | None = None, most: int = 10_000
+    ) -> None:
+        import ray
+
+        options = {"num_cpus": cpus, "max_concurrency": most, "runtime_env": dict(runtime_env or {})}
+        self._actor = ray.remote(_Host).options(**options).remote(target)
+        self.pid: int | None = None
+        self.node = ""
+
+    async def start(self) -> None:
+        """Return when the process is up, and `pid` and `node` are known. Raises ProcessGone."""
+        self.pid, self.node = await _answer(self._actor.place.remote())
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the object. Raises what it raises if that is a CotuneError, and ProcessGone."""
+        return await _answer(self._actor.call.remote(method, *arguments))
+
+    async def kill(self) -> None:
+        """End the process at once, also one that is stopped or busy, and wait until it has."""
+        import ray
+        from ray.exceptions import RayError
+
+        if self.pid is not None and self.node == _this_node():
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
+        ray.kill(self._actor)
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(KILL_SECONDS):
+                await self._actor.place.remote()
+
+
+async def _answer(answer: Any) -> Any:
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        return await answer
+    except RayTaskError as error:
+        if isinstance(error.cause, CotuneError):
+            raise error.cause from None
+        raise
+    except RayError as error:
+        raise ProcessGone(_reason(error), "Read the log of its process in Ray's folder.") from error
+
+
+def _reason(error: Exception) -> str:
+    """What Ray's report says of why, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if "because" in line or "exit detail" in line or "memory" in line]
+    reason = (told or lines or [type(error).__name__])[0]
+    if "connection error code 2" in reason:
+        return "its process ended by itself or was killed (a crash, an exit, too little memory)"
+    return reason.split(" Worker exit detail: ")[-1][:300].rstrip(".")
+
+
+def _this_node() -> str:
+    import ray
+
+    return ray.get_runtime_context().get_node_id()
