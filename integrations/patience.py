@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from cotune.errors import SamplerError
-
 T = TypeVar("T")
 
 _abandoned: set[asyncio.Task[Any]] = set()
+
+
+class CancelledByItself(Exception):
+    """What was waited for ended as cancelled, though nobody here had cancelled it."""
 
 
 class Interrupted(Exception):
@@ -20,8 +22,8 @@ class Interrupted(Exception):
 async def within(seconds: float, work: Coroutine[Any, Any, T], unless: asyncio.Future[str] | None = None) -> T:
     """The result of `work`, which is cancelled, and not waited for any longer, when it is not there in time.
 
-    Raises TimeoutError after `seconds`, Interrupted when `unless` is done first, and what `work` raises; SamplerError
-    when it was cancelled by itself.
+    Raises TimeoutError after `seconds`, Interrupted when `unless` is done first, and what `work` raises;
+    CancelledByItself when nobody cancelled it.
     """
     task = asyncio.ensure_future(work)
     waited = {task} if unless is None else {task, unless}
@@ -31,7 +33,7 @@ async def within(seconds: float, work: Coroutine[Any, Any, T], unless: asyncio.F
         _abandon(task)
         raise
     if task.cancelled():
-        raise SamplerError("The engine cancelled its work by itself.", "Read its log.")
+        raise CancelledByItself("cancelled by itself")
     if task.done():
         return task.result()
     _abandon(task)

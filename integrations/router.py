@@ -14,7 +14,7 @@ import msgspec
 from cotune.errors import CotuneError, RequestRefused, SamplerError, SampleTimeout, SyncError
 from cotune.integrations.answer_check import garbage
 from cotune.integrations.engine_pace import slow
-from cotune.integrations.patience import Interrupted, within
+from cotune.integrations.patience import CancelledByItself, Interrupted, within
 from cotune.integrations.published import Published, Version, keep
 from cotune.integrations.router_engine import Engine, said
 from cotune.integrations.router_queue import Queue, Request
@@ -176,7 +176,7 @@ class Router:
                     self._blame(engine, failure)
                 else:
                     doubts.append((engine, failure))
-                    self._refuse_if_all_agree(doubts)
+                    self._refuse_if_all_agree(request, doubts)
             else:
                 engine.well(self._since(request), max(len(c.token_ids) for c in answer))
                 self._settle(doubts)
@@ -205,6 +205,8 @@ class Router:
             if wrong is None:
                 raise
             raise Failed("died", f"{said(error)} ({wrong})") from None
+        except CancelledByItself:
+            raise Failed("errors", "it cancelled the request by itself") from None
         except (TimeoutError, SampleTimeout):
             if limit == own:
                 raise TimeoutError from None
@@ -232,14 +234,19 @@ class Router:
         for engine, failure in doubts:
             engine.fault(failure.kind, str(failure))
 
-    def _refuse_if_all_agree(self, doubts: Sequence[tuple[Engine, Failed]]) -> None:
+    def _refuse_if_all_agree(self, request: Request, doubts: Sequence[tuple[Engine, Failed]]) -> None:
         """Two healthy engines, or the only one twice, that raise an error: it is the request's own."""
         if len(doubts) < 2:
             return
+        for engine, failure in doubts:
+            engine.doubt(str(failure))
         error = doubts[-1][1].error
         if isinstance(error, CotuneError):
             raise RequestRefused(error.cause, error.remedy) from error
-        raise RequestRefused(said(error), "Two engines raise this for the request and are healthy.") from error
+        raise RequestRefused(
+            f"{request.policy} cannot be asked for this: {said(error)}.",
+            "Every engine that was asked raises it, and is healthy otherwise.",
+        ) from error
 
     def _late(self, request: Request) -> None:
         self.counters["late"] += 1

@@ -49,7 +49,7 @@ class Engine:
         self._counters = counters
         self._failed = failed
         self._outcomes: deque[bool] = deque(maxlen=settings.outcomes)
-        self._last_fault = ""
+        self._doubts = 0
         self._probing: asyncio.Task[str | None] | None = None
 
     @property
@@ -66,6 +66,7 @@ class Engine:
     def well(self, seconds: float, tokens: int) -> None:
         """A request was answered as it should be."""
         self.answered += 1
+        self._doubts = 0
         self._outcomes.append(True)
         self.pace.add(seconds, tokens)
 
@@ -76,12 +77,17 @@ class Engine:
     def fault(self, kind: str, reason: str) -> None:
         """A request failed by the engine's fault; too many of them take it out."""
         log.warning("Engine %s: %s (%s).", self.name, reason, kind)
-        self._last_fault = reason
         self._outcomes.append(False)
         faults = self._outcomes.count(False)
         judged = len(self._outcomes) >= self._settings.min_outcomes
         if judged and faults / len(self._outcomes) >= self._settings.max_fault_share:
             self.fail("faulty", f"{faults} of its last {len(self._outcomes)} requests failed; the last one: {reason}")
+
+    def doubt(self, reason: str) -> None:
+        """A request failed here as elsewhere, so by its own fault; an engine that answers nothing else is taken out."""
+        self._doubts += 1
+        if self._doubts >= self._settings.outcomes:
+            self.fail("faulty", f"it answered none of {self._doubts} requests; the last one: {reason}")
 
     async def probe(self) -> str | None:
         """Whether it answers and serves everything that was published: None, or what is wrong, and it is taken out.
@@ -138,9 +144,9 @@ class Engine:
 
 
 def said(error: BaseException) -> str:
-    """An error in one line."""
+    """An error in a line that goes on."""
     if isinstance(error, CotuneError):
-        return error.cause
+        return error.cause.rstrip(".")
     if isinstance(error, TimeoutError):
         return "it did not answer in time"
     return f"{type(error).__name__}: {error}"

@@ -57,6 +57,7 @@ class Queue:
         self._prefixes = PrefixMap(settings.prefix_blocks)
         self._given = 0
         self._below = True
+        self._reached = False
         self._closed = False
         self._changes = asyncio.Event()
 
@@ -161,8 +162,10 @@ class Queue:
         below = healthy < floor
         if below != self._below:
             self._below = below
-            state = "Requests wait until more are back" if below else "Requests go on"
-            self._say(f"{healthy} of {len(self._replicas)} engines are healthy, at least {floor} must be. {state}.")
+            if self._reached:
+                state = "Requests wait until more are back" if below else "Requests go on"
+                self._say(f"{healthy} of {len(self._replicas)} engines are healthy, at least {floor} must be. {state}.")
+            self._reached = True
         if below:
             for request in self._waiting:
                 if not request.paused:

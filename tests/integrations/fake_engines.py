@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import random
 import selectors
@@ -54,15 +55,21 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 def jump(work: Coroutine[Any, Any, Any]) -> Any:
     """Run in a loop with a clock that jumps; nothing may be left running in it."""
 
+    unseen: list[Any] = []
+
     async def alone() -> Any:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))
         result = await work
         await asyncio.sleep(10_000)
+        gc.collect()
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, left
         return result
 
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
-        return runner.run(alone())
+        result = runner.run(alone())
+    assert not unseen, unseen
+    return result
 
 
 def weights_of(mark: int) -> dict[str, np.ndarray]:
