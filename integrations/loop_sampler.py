@@ -165,7 +165,7 @@ class LoopSampler(ABC):
         finally:
             served.running -= 1
             if served.retired and not served.running:
-                self._start(self._drop(str(policy)))
+                self._start(self._drop(str(policy), served))
 
     def _locate(self, policy: PolicyRef) -> Served:
         served = self._served.get(str(policy))
@@ -199,12 +199,16 @@ class LoopSampler(ABC):
             raise RequestRefused(f"{policy} is not served, so it cannot be retired.", "Retire what was published.")
         served.retired = True
         if not served.running:
-            await self._drop(str(policy))
+            await self._drop(str(policy), served)
 
-    async def _drop(self, key: str) -> None:
-        served = self._served.pop(key)
-        await self._unload(served)
-        self._freed.set()
+    async def _drop(self, key: str, served: Served) -> None:
+        if self._served.get(key) is not served:
+            return  # another version took its place in the engine
+        try:
+            await self._unload(served)
+        finally:
+            del self._served[key]
+            self._freed.set()
 
     async def _info(self) -> SamplerInfo:
         return SamplerInfo(name=self.name, max_model_len=self.max_model_len, served=self._info_served())

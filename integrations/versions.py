@@ -37,6 +37,12 @@ def require(distribution: str) -> str:
         found = version(distribution)
     except PackageNotFoundError:
         return ""
+    check(distribution, found)
+    return found
+
+
+def check(distribution: str, found: str) -> None:
+    """Raises UnsupportedVersion when `found` is older or newer than what is supported."""
     oldest, beyond = SUPPORTED[distribution]
     if not _release(oldest) <= _release(found) < _release(beyond):
         raise UnsupportedVersion(
@@ -44,7 +50,6 @@ def require(distribution: str) -> str:
             f">= {oldest} and < {beyond}.",
             f"Install a supported version: pip install '{distribution}>={oldest},<{beyond}'.",
         )
-    return found
 
 
 def missing_hook(distribution: str, hook: str) -> UnsupportedVersion:

@@ -42,6 +42,10 @@ class SharedFolders:
         folder.mkdir()
         return folder
 
+    def remove(self, name: str) -> None:
+        for parent in self._made.values():
+            shutil.rmtree(parent / quote(name, safe="@#"), ignore_errors=True)
+
     def close(self) -> None:
         self._owned.close()
         self._made.clear()

@@ -7,12 +7,9 @@ import importlib.util
 import itertools
 import logging
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
-
-import msgspec
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.loop_sampler import LoopSampler, Served, spread
@@ -21,7 +18,7 @@ from cotune.integrations.versions import require
 from cotune.integrations.vllm_adapters import SharedFolders, write_adapter, write_weights
 from cotune.policies import LoraSpec
 from cotune.records import PolicyRef
-from cotune.sampler import Completion, SamplingParams, Weights
+from cotune.sampler import Completion, SamplerInfo, SamplingParams, Weights
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +32,8 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-_ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# Small helpers of vLLM's sampler are compiled at the first request, which takes a minute and gains nothing on a CPU.
+_ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 
 
 def slots(policies: int, staleness: int) -> int:
@@ -50,13 +48,6 @@ def prepare() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError("sampler", "vllm", "an installed vLLM", "See docs/vllm.md for how to install it.")
     require("vllm")
-
-
-class Adapter(msgspec.Struct, frozen=True):
-    """An adapter in the engine: vLLM's request for it, and its folder."""
-
-    request: Any
-    folder: Path
 
 
 class VllmSampler(LoopSampler):
@@ -121,6 +112,7 @@ class VllmSampler(LoopSampler):
         try:
             self._llm = AsyncLLM.from_engine_args(arguments)
             self.max_model_len = self._llm.model_config.max_model_len
+            await self._generate([0], 1, SamplingParams(max_tokens=1), None)  # the first request compiles kernels
             if self._full:
                 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -157,14 +149,11 @@ class VllmSampler(LoopSampler):
         }
 
     async def _generate(self, prompt: Sequence[int], n: int, params: SamplingParams, target: Any) -> list[Completion]:
-        from vllm import TokensPrompt
         from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
 
         id = str(next(self._requests_made))
-        request = target.request if isinstance(target, Adapter) else None
-        answer = self._llm.generate(
-            TokensPrompt(prompt_token_ids=list(prompt)), _sampling(n, params), id, lora_request=request
-        )
+        answer = self._llm.generate(tokens_input(list(prompt)), _sampling(n, params), id, lora_request=target)
         final = None
         try:
             async for output in answer:
@@ -207,11 +196,7 @@ class VllmSampler(LoopSampler):
         # vLLM keeps cached prefixes by adapter name: one that comes back after it was retired must have another.
         name = f"{policy}#{number}"
         folder = await asyncio.to_thread(write_adapter, self._folders, name, policy, weights, lora)
-        try:
-            return await self._add(name, number, folder)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+        return await self._add(name, number, folder)
 
     async def _add(self, name: str, number: int, folder: Path) -> Served:
         from vllm.lora.request import LoRARequest
@@ -219,10 +204,13 @@ class VllmSampler(LoopSampler):
         request = LoRARequest(name, number, str(folder))
         try:
             await self._llm.add_lora(request)
-            return Served(Adapter(request, folder), _same(await self._ask("cotune_adapter", number, str(folder))))
+            return Served(request, _same(await self._ask("cotune_adapter", number, str(folder))))
         except Exception as error:
-            await self._remove(number)
-            raise self._failed(error) from error
+            self._folders.remove(name)
+            failed = self._failed(error)
+            if self._broken is None:
+                await self._llm.remove_lora(number)
+            raise failed from error
 
     async def _room(self) -> None:
         """Wait for a slot that a retired version still holds. Raises SamplerError when all are in use."""
@@ -247,7 +235,7 @@ class VllmSampler(LoopSampler):
                 f"The engine serves {others[0]}: vLLM holds the full weights of one policy at a time.",
                 "Open an engine for each policy that is trained in full.",
             )
-        folder = await asyncio.to_thread(write_weights, self._folders, f"{policy}", policy, weights)
+        folder = await asyncio.to_thread(write_weights, self._folders, str(policy), policy, weights)
         try:
             await self._drained()
             await self._replace(folder)
@@ -260,7 +248,7 @@ class VllmSampler(LoopSampler):
             self._fail(lost)
             raise lost from error
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            self._folders.remove(str(policy))
 
     async def _drained(self) -> None:
         """Refuse the version that is served, the base at first, and wait until nobody uses it."""
@@ -281,13 +269,17 @@ class VllmSampler(LoopSampler):
         await self._llm.reset_prefix_cache()
         await self._llm.resume_generation()
 
-    async def _unload(self, served: Served) -> None:
-        if isinstance(served.target, Adapter):
-            await self._remove(served.target.request.lora_int_id)
-            shutil.rmtree(served.target.folder, ignore_errors=True)
+    async def _info(self) -> SamplerInfo:
+        try:
+            await self._llm.is_paused()  # a way through the engine's own loop: it answers only while it lives
+        except Exception as error:
+            raise self._failed(error) from error
+        return await super()._info()
 
-    async def _remove(self, number: int) -> None:
-        await self._llm.remove_lora(number)
+    async def _unload(self, served: Served) -> None:
+        if served.target is not None:
+            await self._llm.remove_lora(served.target.lora_int_id)
+            self._folders.remove(served.target.lora_name)
 
     async def _ask(self, method: str, *arguments: Any) -> list[str]:
         return await self._llm.collective_rpc(method, args=arguments)

@@ -94,6 +94,9 @@ class FolderWeights(WeightTransferEngine[NoInit, Folder]):
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        self._expected = {name for name, _ in self.model.named_parameters()}
+        self._tied = {name.rpartition(".")[0] for name in named if name not in self._expected}
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -105,9 +108,8 @@ class FolderWeights(WeightTransferEngine[NoInit, Folder]):
         """Raises RuntimeError when a parameter of the model was not among the weights."""
         self.loaded = ""
         weights = read_weights(Path(update_info.path))
-        expected = {name for name, _ in self.model.named_parameters()}
         done = self.model.load_weights((name, torch.from_numpy(array)) for name, array in weights.items())
-        if done is not None and (missing := sorted(expected - set(done))):
+        if done is not None and (missing := sorted(self._expected - set(done))):
             raise RuntimeError(f"no weights for {missing[:3]}")
         self.loaded = fingerprint(weights)
 
@@ -115,6 +117,10 @@ class FolderWeights(WeightTransferEngine[NoInit, Folder]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        # vLLM leaves layers alone that were loaded under another name, and with them what it packed from old weights.
+        for name in self._tied:
+            layer = self.model.get_submodule(name)
+            layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         pass

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cotune.integrations.ray_runtime import RayRuntime
+from cotune.integrations.ray_sampler import start_sampler
+from cotune.integrations.vllm_http import VllmHttpSampler
+from cotune.sampler import Sampler
 from tests.integrations.provider import Provider, serving
 from tests.integrations.recorded import Recorded
+from tests.integrations.vllm_server import vllm_server
 
 
 @pytest.fixture
@@ -31,3 +39,46 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def record() -> Recorded:
     return Recorded()
+
+
+@pytest.fixture(scope="session")
+def contract_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the model that every sampler is tested with."""
+    from tests.integrations import tiny_models
+
+    folder = tmp_path_factory.mktemp("contract") / "model"
+    tiny_models.build("qwen3", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def vllm_url(contract_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real `vllm serve` in a process of its own."""
+    with vllm_server(contract_model, tmp_path_factory.mktemp("vllm") / "log") as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def vllm_by_url(vllm_url: str, contract_model: Path) -> Iterator[Sampler]:
+    sampler = asyncio.run(VllmHttpSampler.open(vllm_url, contract_model))
+    yield sampler
+    asyncio.run(sampler.aclose())
+
+
+@pytest.fixture(scope="session")
+def vllm_in_ray(ray_runtime: RayRuntime, contract_model: Path) -> Iterator[Sampler]:
+    """An engine for adapters in a Ray actor."""
+    yield from vllm_actor(contract_model, policies=3, max_lora_rank=8)
+
+
+@pytest.fixture(scope="session")
+def vllm_full(ray_runtime: RayRuntime, contract_model: Path) -> Iterator[Sampler]:
+    """An engine for full weights in a Ray actor."""
+    yield from vllm_actor(contract_model, weights="full")
+
+
+def vllm_actor(model: Path, **arguments: Any) -> Iterator[Sampler]:
+    arguments = {"model": str(model), "engine_args": {"max_num_seqs": 64}, **arguments}
+    sampler = asyncio.run(start_sampler("tests.integrations.vllm_probe:open", arguments))
+    yield sampler
+    asyncio.run(sampler.aclose())

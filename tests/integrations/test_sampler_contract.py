@@ -15,9 +15,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-from cotune.errors import SamplerError, SampleTimeout
+from cotune.errors import RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.ray_sampler import start_sampler
 from cotune.integrations.transformers_sampler import TransformersSampler
+from cotune.integrations.vllm_http import VllmHttpSampler
 from cotune.policies import ALL_LINEAR, LoraSpec
 from cotune.records import PolicyRef
 from cotune.sampler import Completion, Sampler, SamplingParams, Weights, fingerprint
@@ -51,6 +52,10 @@ SAMPLERS: dict[str, Callable[[Path], Awaitable[Sampler]]] = {
     "few-rows": few_rows,
     "ray": in_ray,
 }
+ENGINES = {"vllm-url": "vllm_by_url", "vllm-ray": "vllm_in_ray"}
+"""Samplers on an engine that takes minutes to start: by name, the fixture that starts it once for all tests."""
+
+NAMES = [*SAMPLERS, *(pytest.param(name, marks=pytest.mark.timeout(900)) for name in ENGINES)]
 
 LORA = LoraSpec(rank=4, alpha=8.0)
 BASE = PolicyRef("anyone")
@@ -91,29 +96,46 @@ def peft_weights(model: Any) -> Weights:
     return {name: t.detach().numpy().copy() for name, t in get_peft_model_state_dict(model).items()}
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    folder = tmp_path_factory.mktemp("model")
-    base = tiny_models.build("qwen3", folder)
+@pytest.fixture(scope="session")
+def reference(contract_model: Path) -> Reference:
+    folder = contract_model
+    base = tiny_models.Qwen3ForCausalLM.from_pretrained(folder).eval()
     adapters = {name: lora_model(folder, seed) for seed, name in enumerate(("planner", "coder", "newer"), start=1)}
     return Reference(folder, base, adapters, {name: peft_weights(m) for name, m in adapters.items()})
 
 
-@pytest.fixture(scope="module", params=list(SAMPLERS))
+@pytest.fixture(scope="module", params=NAMES)
 def sampler(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Sampler]:
     """One engine for all tests of the module: it must outlive event loops, and no test may spoil it."""
-    prepare(request, request.param)
-    opened = run(SAMPLERS[request.param](reference.folder))
-    run(opened.publish(PolicyRef("planner", 1), reference.weights["planner"], LORA))
-    run(opened.publish(PolicyRef("coder", 1), reference.weights["coder"], LORA))
+    opened = open_sampler(request, request.param, reference)
+    refs = PolicyRef("planner", 1), PolicyRef("coder", 1)
+    for ref in refs:
+        run(opened.publish(ref, reference.weights[ref.name], LORA))
     yield opened
-    run(opened.aclose())
+    if request.param in ENGINES:
+        for ref in refs:
+            run(opened.retire(ref))
+    else:
+        run(opened.aclose())
 
 
-def prepare(request: pytest.FixtureRequest, sampler: str) -> None:
-    """Start what a sampler runs on."""
-    if "ray" in sampler:
+@pytest.fixture(scope="module", params=["thread", pytest.param("vllm-ray", marks=pytest.mark.timeout(900))])
+def full_sampler(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Sampler]:
+    """An engine for full weights: vLLM holds those of one version at a time, so it needs one of its own."""
+    if request.param in ENGINES:
+        yield request.getfixturevalue("vllm_full")
+    else:
+        opened = run(SAMPLERS[request.param](reference.folder))
+        yield opened
+        run(opened.aclose())
+
+
+def open_sampler(request: pytest.FixtureRequest, name: str, reference: Reference) -> Sampler:
+    if name in ENGINES:
+        return request.getfixturevalue(ENGINES[name])
+    if "ray" in name:
         request.getfixturevalue("ray_runtime")
+    return run(SAMPLERS[name](reference.folder))
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -344,23 +366,52 @@ def test_weights_of_another_model_are_refused(sampler: Sampler) -> None:
         run(sampler.publish(PolicyRef("stray", 1), {stray: np.zeros((4, 64), np.float32)}, LORA))
 
 
-def test_full_weights_are_served_beside_adapters(sampler: Sampler, reference: Reference) -> None:
-    torch.manual_seed(9)
-    tuned = tiny_models.Qwen3ForCausalLM.from_pretrained(reference.folder)
+def tuned(reference: Reference, seed: int) -> Any:
+    torch.manual_seed(seed)
+    model = tiny_models.Qwen3ForCausalLM.from_pretrained(reference.folder).eval()
     with torch.no_grad():
-        for p in tuned.parameters():
+        for p in model.parameters():
             p.mul_(1 + 0.1 * torch.randn_like(p))
-    weights = {name: p.detach().numpy() for name, p in tuned.named_parameters()}
-    ref = PolicyRef("full", 1)
+    return model
+
+
+def parameters(model: Any) -> Weights:
+    return {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+def test_full_weights_are_served_beside_adapters(sampler: Sampler, reference: Reference) -> None:
+    model = tuned(reference, 9)
+    weights, ref = parameters(model), PolicyRef("full", 1)
 
     async def scenario() -> tuple[Any, Any]:
         assert await sampler.publish(ref, weights) == fingerprint(weights)
         return await asyncio.gather(ask(sampler, ref, params()), ask(sampler, PolicyRef("coder", 1), params()))
 
+    if run(sampler.info()).name.startswith("vllm"):
+        with pytest.raises(RequestRefused, match="full@1 has full weights"):
+            run(scenario())
+        assert gap(reference, "coder", run(ask(sampler, PolicyRef("coder", 1), params())), 1.0) < 1e-4
+        return
     full, coder = run(scenario())
-    assert gap(Reference(reference.folder, tuned, {}, {}), None, full, 1.0) < 1e-4
+    assert gap(Reference(reference.folder, model, {}, {}), None, full, 1.0) < 1e-4
     assert gap(reference, "coder", coder, 1.0) < 1e-4
     run(sampler.retire(ref))
+
+
+def test_a_full_policy_goes_through_its_versions(full_sampler: Sampler, reference: Reference) -> None:
+    assert gap(reference, None, run(ask(full_sampler, BASE, params())), 1.0) < 1e-4
+    for version in (1, 2):
+        model = tuned(reference, version)
+        ref, weights = PolicyRef("alone", version), parameters(model)
+        assert run(full_sampler.publish(ref, weights)) == fingerprint(weights)
+        answers = run(ask(full_sampler, ref, params()))
+        assert gap(Reference(reference.folder, model, {}, {}), None, answers, 1.0) < 1e-4
+        assert gap(reference, None, answers, 1.0) > 0.1
+        assert run(full_sampler.info()).served[str(ref)] == fingerprint(weights)
+    run(full_sampler.retire(PolicyRef("alone", 1)))
+    with pytest.raises(RequestRefused, match="alone@1 is not served"):
+        run(full_sampler.sample(PROMPTS[0], 1, params(), PolicyRef("alone", 1)))
+    assert set(run(full_sampler.info()).served) == {"alone@2"}
 
 
 def test_incomplete_full_weights_are_refused(sampler: Sampler) -> None:
@@ -408,21 +459,31 @@ def test_requests_from_several_loops_and_threads_at_once(sampler: Sampler, refer
     assert [tokens(answers[i]) for i in range(4)] == [expected] * 4
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_closing_fails_what_is_pending_and_may_be_repeated(
     name: str, reference: Reference, request: pytest.FixtureRequest
 ) -> None:
-    prepare(request, name)
+    sampler = closable(request, name, reference)
+    policy = PolicyRef("alone", 2) if "alone@2" in run(sampler.info()).served else BASE
 
     async def scenario() -> None:
-        sampler = await SAMPLERS[name](reference.folder)
-        pending = asyncio.create_task(sampler.sample(PROMPTS[0], 8, params(max_tokens=480), BASE))
+        pending = asyncio.create_task(sampler.sample(PROMPTS[0], 8, params(max_tokens=480), policy))
         await asyncio.sleep(0)
         await sampler.aclose()
         with pytest.raises(SamplerError, match="closed"):
             await pending
         with pytest.raises(SamplerError, match="closed"):
-            await sampler.sample(PROMPTS[0], 1, params(), BASE)
+            await sampler.sample(PROMPTS[0], 1, params(), policy)
         await sampler.aclose()
 
     run(scenario())
+
+
+def closable(request: pytest.FixtureRequest, name: str, reference: Reference) -> Sampler:
+    """A sampler that no later test needs: the engine for full weights, and another client of the server."""
+    if name == "vllm-ray":
+        return request.getfixturevalue("vllm_full")
+    if name == "vllm-url":
+        url = request.getfixturevalue("vllm_url")
+        return run(VllmHttpSampler.open(url, reference.folder))
+    return open_sampler(request, name, reference)

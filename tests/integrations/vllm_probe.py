@@ -1,0 +1,25 @@
+"""A vLLM sampler that also tells what is inside its engine, for tests that must look."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cotune.integrations.vllm_engine import VllmSampler
+from cotune.sampler import SamplerInfo
+
+_WORKER = {"worker_extension_cls": "tests.integrations.vllm_probe_worker.ProbeWorker"}
+
+
+class Probe(VllmSampler):
+    """`info().counters` holds the adapters in the engine, and the requests that it was working on at its last step."""
+
+    async def _info(self) -> SamplerInfo:
+        loras = await self._llm.list_loras()
+        (requests,) = await self._ask("cotune_requests")
+        return msgspec.structs.replace(await super()._info(), counters={"adapters": len(loras), "requests": requests})
+
+
+async def open(engine_args: dict[str, Any], **arguments: Any) -> Probe:
+    return await Probe.open(engine_args={**engine_args, **_WORKER}, **arguments)
