@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from cotune.errors import CotuneError
 from cotune.integrations.engine_pace import Pace
@@ -43,13 +43,14 @@ class Engine:
         self.pace = Pace()
         self.info: SamplerInfo | None = None
         self.versions: dict[str, Version] = {}
-        """What this router has published to it."""
+        """What this router has published to it, in order."""
         self._settings = settings
         self._published = published
         self._counters = counters
         self._failed = failed
         self._outcomes: deque[bool] = deque(maxlen=settings.outcomes)
         self._doubts = 0
+        self._arriving: Version | None = None
         self._probing: asyncio.Task[str | None] | None = None
 
     @property
@@ -106,7 +107,11 @@ class Engine:
         Raises TimeoutError, Interrupted when the engine is taken out meanwhile, and what the sampler raises.
         """
         work = self.sampler.publish(version.policy, version.weights, version.lora)
-        arrived = await within(self._settings.publish_timeout, work, unless=self.down)
+        self._arriving = version
+        try:
+            arrived = await within(self._settings.publish_timeout, work, unless=self.down)
+        finally:
+            self._arriving = None
         self.versions[str(version.policy)] = version
         return None if arrived == version.fingerprint else arrived
 
@@ -128,7 +133,7 @@ class Engine:
         return wrong
 
     async def _wrong(self) -> str | None:
-        before = self._published.served()
+        before, arriving = self._published.served(), self._arriving
         try:
             self.info = await within(self._settings.health_timeout, self.sampler.info(), unless=self.down)
         except Interrupted as gone:
@@ -137,10 +142,22 @@ class Engine:
             return f"it did not answer a health check within {self._settings.health_timeout} s"
         except Exception as error:  # noqa: BLE001
             return said(error)
-        now = self._published.served()
-        expected = {key: before[key] for key in before if now.get(key) == before[key] and key in self.versions}
-        missing = differences(expected, self.info.served)
+        now, served = self._published.served(), self.info.served
+        stable = [key for key in before if now.get(key) == before[key] and key in self.versions]
+        expected = {key: before[key] for key in stable if not self._replaced(key, served, arriving)}
+        missing = differences(expected, served)
         return f"it has lost what was published: {'; '.join(missing)}" if missing else None
+
+    def _replaced(self, key: str, served: Collection[str], arriving: Version | None) -> bool:
+        """Full weights whose successor is served, or on its way: engines may hold those of one version only."""
+        order = list(self.versions)
+        later = [self.versions[k] for k in order[order.index(key) + 1 :] if k in served]
+        later += [version for version in (arriving, self._arriving) if version is not None]
+        return any(_succeeds(version, self.versions[key]) for version in later)
+
+
+def _succeeds(later: Version, earlier: Version) -> bool:
+    return later.lora is None and earlier.lora is None and later.policy.name == earlier.policy.name
 
 
 def said(error: BaseException) -> str:

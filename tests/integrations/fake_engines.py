@@ -130,6 +130,9 @@ class FakeEngine:
             raise RequestRefused(f"{policy} is not finite.", "Do not publish it.")
         if self.mode == "alters":
             digest = "f" * 64
+        if self.site.one_version:
+            self.has.clear()
+            await asyncio.sleep(self.site.publish_seconds)
         self.has[key] = (digest, int(weights["w"][0]))
         self.retired.discard(key)
         return digest
@@ -137,6 +140,8 @@ class FakeEngine:
     async def retire(self, policy: PolicyRef) -> None:
         await self._control()
         if str(policy) not in self.has:
+            if self.site.one_version:
+                return
             raise RequestRefused(f"{policy} is not served, so it cannot be retired.", "")
         del self.has[str(policy)]
         self.retired.add(str(policy))
@@ -218,6 +223,9 @@ class Site:
         self.pace = pace
         self.max_model_len = max_model_len
         self.start_seconds = 5.0
+        self.publish_seconds = 0.0
+        self.one_version = False
+        """Engines hold the weights of the version published last, as vLLM does with full weights."""
         self.failing_starts: dict[int, int] = {}
         self.prepare: Callable[[FakeEngine], None] = lambda engine: None
         self.engines: list[list[FakeEngine]] = [[] for _ in range(count)]

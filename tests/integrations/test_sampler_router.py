@@ -14,11 +14,13 @@ import pytest
 from cotune.errors import ConfigError, EngineLost, RequestRefused, SamplerError, SampleTimeout, SyncError
 from cotune.integrations.router import Router
 from cotune.integrations.router_settings import RouterSettings
+from cotune.policies import LoraSpec
 from cotune.records import PolicyRef
 from cotune.sampler import SamplingParams, fingerprint
 from tests.integrations.fake_engines import BASE_MARK, GARBAGE, FakeEngine, Site, jump, weights_of
 
 BASE = PolicyRef("anyone")
+LORA = LoraSpec(rank=4)
 PROMPT = list(range(20, 60))
 ROLE = PolicyRef("planner", 1)
 
@@ -239,6 +241,30 @@ def test_a_server_that_outlived_its_connection_is_not_published_to_again_and_los
         assert await mark(router, ROLE) == 11
         assert set(site.now(0).has) == {"planner@1"}
         assert published == []
+
+    routed(site, scenario)
+
+
+def test_engines_may_hold_the_full_weights_of_one_version_only() -> None:
+    site = Site(2)
+    site.one_version, site.publish_seconds = True, 20.0
+    newer = PolicyRef("planner", 2)
+
+    async def scenario(router: Router) -> None:
+        await router.publish(ROLE, weights_of(11))
+        await router.publish(newer, weights_of(12))  # health checks look on meanwhile
+        await asyncio.sleep(20)
+        assert set(await marks(router, 4, newer)) == {12}
+        with pytest.raises(RequestRefused, match="planner@1 is not served"):
+            await mark(router, ROLE)
+        await router.retire(ROLE)
+        assert router.counters["restarts"] == 0
+        site.now(0).break_down("dead")
+        await asyncio.sleep(60)
+        assert set(site.now(0).has) == {"planner@2"}
+        site.now(1).has.clear()
+        await asyncio.sleep(60)
+        assert router.counters["restarts"] == 2
 
     routed(site, scenario)
 
@@ -636,7 +662,7 @@ def test_random_faults_at_random_moments(seed: int) -> None:
             await asyncio.sleep(chance.uniform(1, 20))
             version += 1
             policy = PolicyRef("planner", version)
-            await router.publish(policy, weights_of(version + 100))
+            await router.publish(policy, weights_of(version + 100), LORA)
             live[policy] = version + 100
             if version > 2:
                 old = PolicyRef("planner", version - 2)
