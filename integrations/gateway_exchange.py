@@ -7,17 +7,17 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
+from cotune.answering import reason_of
 from cotune.integrations.gateway_requests import inflate
+from cotune.integrations.openai_answers import finish, part_of
 from cotune.integrations.openai_forms import Form
-from cotune.integrations.openai_response_body import ProviderFailed
 from cotune.recorder import Answer, LiveCall
 from cotune.records import CallStatus
 
 MAX_COPY = 64 << 20
 """Most bytes of an answer that are kept for the record."""
-_BROKEN = (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError, OverflowError)
+_UNCODED = (KeyError, OverflowError)
+"""What `inflate` raises besides zlib.error: for a coding it does not know, and for too many bytes."""
 
 Key = tuple[str, str, str, bytes]
 """What a retry has in common with the attempt before it: episode, role, interface, digest of the body."""
@@ -92,36 +92,21 @@ class Exchange:
             return True
         try:
             raw = self._raw(whole=not self._streamed)
-            body = self.form.stream(raw) if self._streamed else msgspec.json.decode(raw)
-            if body is None:
-                return False
-            found = self.form.answer(body)
         except zlib.error:
             return False
-        except ProviderFailed as failure:
-            self.call.fail("error", str(failure), self._part())
+        except _UNCODED as broken:
+            self.call.fail("malformed", reason_of(broken)[1])
             return True
-        except _BROKEN as broken:
-            if isinstance(broken, msgspec.DecodeError) and "truncated" in str(broken):
-                return False
-            self.call.fail("malformed", f"{type(broken).__name__}: {broken}"[:500], self._part())
-            return True
-        self.form.keep(self.call, self.asked, body)
-        self.call.finish(found)
-        return True
+        return finish(self.call, self.form, self.asked, raw, self._streamed)
 
     @property
     def _streamed(self) -> bool:
         return self.call.streamed and "text/event-stream" in self._kind
 
     def _part(self) -> Answer | None:
-        """The answer as far as a broken or half-read stream tells it."""
-        if not self._streamed:
-            return None
         try:
-            body = self.form.part(self._raw(whole=False))
-            return None if body is None else self.form.answer(body)
-        except (ProviderFailed, zlib.error, *_BROKEN):
+            return part_of(self.form, self._raw(whole=False), self._streamed)
+        except (zlib.error, *_UNCODED):
             return None
 
     def _raw(self, whole: bool) -> bytes:

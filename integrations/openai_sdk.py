@@ -15,12 +15,13 @@ import msgspec
 from cotune.answering import answer, answer_blocking, failed, reason_of
 from cotune.context import Mark, current_episode, identify, opened_call
 from cotune.errors import RecordError, SamplerError
+from cotune.integrations.openai_answers import finish, part_of
 from cotune.integrations.openai_forms import Form, asked_in, form_of
-from cotune.integrations.openai_response_body import ProviderFailed
 from cotune.integrations.openai_tee import package_of, tee
 from cotune.integrations.versions import missing_hook
 from cotune.model_calls import UNREADABLE, warn_unrecorded
 from cotune.recorder import Answer, LiveCall, LiveEpisode
+from cotune.records import CallStatus
 
 
 class _Exchange:
@@ -271,33 +272,8 @@ def _settle(
     """End the call with the decoded body; `error` is what interrupted its stream, `ended` whether all of it came."""
     streamed = call.streamed and "text/event-stream" in headers.get("content-type", "")
     if error is not None:
-        call.fail(*reason_of(error), _part(form, raw) if streamed else None)
-        return
-    if not ended and not streamed:
-        call.fail("cancelled", f"the application stopped reading the answer after {len(raw)} bytes")
-        return
-    try:
-        body = form.stream(raw) if streamed else msgspec.json.decode(raw)
-        found = None if body is None else form.answer(body)
-    except ProviderFailed as failure:
-        call.fail("error", str(failure), _part(form, raw) if streamed else None)
-        return
-    except UNREADABLE as broken:
-        call.fail("malformed", reason_of(broken)[1], _part(form, raw) if streamed else None)
-        return
-    if found is not None:
-        form.keep(call, asked, body)
-        call.finish(found)
-    elif ended:
-        call.fail("malformed", f"the stream ended after {len(raw)} bytes, before its answer did", _part(form, raw))
-    else:
-        call.fail("cancelled", f"the application stopped reading the stream after {len(raw)} bytes", _part(form, raw))
-
-
-def _part(form: Form, raw: bytes) -> Answer | None:
-    """The answer as far as a broken or half-read stream tells it."""
-    try:
-        body = form.part(raw)
-        return None if body is None else form.answer(body)
-    except UNREADABLE:
-        return None
+        call.fail(*reason_of(error), part_of(form, raw, streamed))
+    elif not (ended or streamed) or not finish(call, form, asked, raw, streamed):
+        status: CallStatus = "malformed" if ended else "cancelled"
+        cause = "the answer ended" if ended else "the application stopped reading the answer"
+        call.fail(status, f"{cause} after {len(raw)} bytes, before it was whole", part_of(form, raw, streamed))

@@ -1,0 +1,50 @@
+"""What a provider sent, as the end of a call: a whole answer, one that is broken in itself, or what there is of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from cotune.answering import reason_of
+from cotune.integrations.openai_forms import Form
+from cotune.integrations.openai_response_body import ProviderFailed
+from cotune.recorder import Answer, LiveCall
+
+BROKEN = (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError, OverflowError)
+"""What reading a malformed body raises."""
+
+
+def finish(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes, streamed: bool) -> bool:
+    """End the call with the body `raw`, a stream or JSON, also where it is broken in itself or tells of a failure.
+
+    False, and the call goes on, where the body is cut short.
+    """
+    try:
+        body = form.stream(raw) if streamed else msgspec.json.decode(raw)
+        found = None if body is None else form.answer(body)
+    except ProviderFailed as failure:
+        call.fail("error", str(failure), part_of(form, raw, streamed))
+        return True
+    except BROKEN as broken:
+        if isinstance(broken, msgspec.DecodeError) and "truncated" in str(broken):
+            return False
+        call.fail("malformed", reason_of(broken)[1], part_of(form, raw, streamed))
+        return True
+    if body is None or found is None:
+        return False
+    form.keep(call, asked, body)
+    call.finish(found)
+    return True
+
+
+def part_of(form: Form, raw: bytes, streamed: bool) -> Answer | None:
+    """The answer as far as a broken or half-read stream tells it; None for JSON, of which a part tells nothing."""
+    if not streamed:
+        return None
+    try:
+        body = form.part(raw)
+        return None if body is None else form.answer(body)
+    except (ProviderFailed, *BROKEN):
+        return None
