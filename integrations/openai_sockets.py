@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
 from cotune.context import current_episode
+from cotune.integrations.class_hooks import replace_method
 
 MODULES = (
     "openai.resources.responses.responses",
@@ -14,20 +14,16 @@ MODULES = (
     "openai.resources.realtime.realtime",
     "openai.resources.beta.realtime.realtime",
 )
-_MARK = "__cotune__"
 
 
 def install() -> None:
     """Wrap `connect` of the modules that are loaded; those that come later call this again."""
     for module in [sys.modules[name] for name in MODULES if name in sys.modules]:
         for cls in [found for found in vars(module).values() if isinstance(found, type)]:
-            connect = cls.__dict__.get("connect")
-            if callable(connect) and not hasattr(connect, _MARK):
-                cls.connect = _counted(connect)  # type: ignore[attr-defined]
+            replace_method(cls, "connect", _counted)
 
 
 def _counted(original: Any) -> Any:
-    @functools.wraps(original)
     def connect(self: Any, *args: Any, **kwargs: Any) -> Any:
         episode = current_episode.get()
         if episode is not None:
@@ -38,5 +34,4 @@ def _counted(original: Any) -> Any:
             )
         return original(self, *args, **kwargs)
 
-    setattr(connect, _MARK, True)
     return connect
