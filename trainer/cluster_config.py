@@ -49,6 +49,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """shared: one pool trains all policies, in turn | per_policy: a pool for each, in parallel."""
     gpus_per_learner: int = 0
     cpus_per_learner: float = 1.0
+    learner_timeout: float = 1800.0
+    """Seconds that one update, checkpoint or start of a learner may take; then it counts as lost."""
     learner_restarts: int = 3
     """How often lost learners go on from the last checkpoint; then the run stops, and can be resumed."""
     rollout_workers: int = 1
@@ -70,8 +72,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             _at_least(name, getattr(self, name), 0)
         for name in ("cpus_per_engine", "cpus_per_learner", "cpus_per_rollout_worker"):
             _at_least(name, getattr(self, name), 0)
-        if not self.engine_timeout > 0:
-            raise ConfigError("cluster.engine_timeout", self.engine_timeout, "a number above 0")
+        for name in ("engine_timeout", "learner_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"cluster.{name}", getattr(self, name), "a number above 0")
         if self.min_engines > self.engines:
             raise ConfigError("cluster.min_engines", self.min_engines, f"at most cluster.engines ({self.engines})")
 

@@ -55,7 +55,7 @@ def engine_arguments(config: TrainConfig, model: str) -> dict[str, Any]:
     full = [p.name for p in config.policy if p.kind == "full"]
     if full and (len(full) > 1 or any(p.kind == "lora" for p in config.policy)):
         raise _one_full(", ".join(full))
-    if full or config.policies == "full" and not config.policy:
+    if full or (config.policies == "full" and not config.policy):
         return {**arguments, "weights": "full"}
     specs = [p.lora.spec() for p in config.policy if p.kind == "lora"] or [config.lora.spec()]
     return {**arguments, "policies": policy_count(config), "max_lora_rank": max(spec.rank for spec in specs)}

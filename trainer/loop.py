@@ -15,13 +15,13 @@ from cotune.errors import GroupError, LearnerLost
 from cotune.policies import PolicySpec
 from cotune.prepare import Prepared, prepare, train_rows
 from cotune.records import Episode, PolicyRef
-from cotune.respond import PolicyResponder
 from cotune.sampler import SamplingParams
 from cotune.samples import TrainRow
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from cotune.trainer.metrics import Clock, StepMetrics, outcome_means, role_metrics
 from cotune.trainer.progress import Progress
 from cotune.trainer.rollout import rollout
+from cotune.trainer.rollout_wire import Answering
 from cotune.trainer.rollouts import Rollouts
 from cotune.trainer.run import Run, restore
 from cotune.trainer.schedule import lr_scale, tasks_of_step
@@ -107,7 +107,10 @@ async def train_step(run: Run, episodes: Sequence[Episode], clock: Clock, progre
     with clock("publish"):
         await publish(run, rows)
     run.state = prepared.state
-    metrics = step_metrics(run, episodes, collected, prepared, rows, updates, left_out, staleness, scale, clock)
+    counters = await counted(run)
+    metrics = step_metrics(
+        run, episodes, collected, prepared, rows, updates, left_out, staleness, counters, scale, clock
+    )
     run.latest = metrics.roles
     run.ledger.update({group.id: run.step for group in prepared.groups})
     run.consumed.update(run.ledger)
@@ -125,35 +128,45 @@ async def roll_out(run: Run, step: int, progress: Progress) -> list[Episode]:
     tasks = tasks_of_step(run.tasks, step, config.tasks_per_step, config.seed)
     recorded = run.store.episodes(phase="train", training_step=step)
     done = [episode for episode in recorded if episode.status != "cancelled"]
-    responder = PolicyResponder(
-        run.sampler,
-        run.chat,
-        run.served(),
+    answering = Answering(
+        policies=run.served(),
         plan=run.plan,
-        scorers=run.workflow.scorers,
         alpha=config.alpha,
         defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.sampling.timeout),
         override={"temperature": config.sampling.temperature, "top_p": 1.0, "top_k": 0},
-        provider_roles=run.provider_roles,
+        provider_roles=tuple(run.provider_roles),
         seed=config.seed,
     )
     progress.rollout(step, len(tasks) * run.plan.episodes_per_task)
-    episodes = await rollout(
-        run.workflow,
-        tasks,
-        sink=run.store,
-        responder=responder,
-        phase="train",
-        training_step=step,
-        rollouts=run.plan.episodes_per_task,
-        concurrency=config.concurrency,
-        timeout=config.episode_timeout,
-        done=done,
-        on_episode=progress.episode,
-    )
+    how: dict[str, Any] = {
+        "sink": run.store,
+        "phase": "train",
+        "training_step": step,
+        "rollouts": run.plan.episodes_per_task,
+        "concurrency": config.concurrency,
+        "timeout": config.episode_timeout,
+        "done": done,
+        "on_episode": progress.episode,
+    }
+    if run.workers is None:
+        responder = answering.responder(run.sampler, run.chat, run.workflow)
+        episodes = await rollout(run.workflow, tasks, responder=responder, **how)
+        errors: Mapping[str, int] = responder.scorer_errors
+    else:
+        episodes = await run.workers.rollout(tasks, answering=answering, **how)
+        errors = run.workers.scorer_errors
     run.store.flush()
-    progress.scorer_errors(responder.scorer_errors)
+    progress.scorer_errors(errors)
     return episodes
+
+
+async def counted(run: Run) -> dict[str, int]:
+    """What the sampler and the rollout workers have counted since the last step."""
+    now = dict((await run.sampler.info()).counters)
+    now |= {f"workers.{name}": count for name, count in (run.workers.counters if run.workers else {}).items()}
+    news = {name: count - run.counted.get(name, 0) for name, count in now.items()}
+    run.counted = now
+    return {name: count for name, count in news.items() if count}
 
 
 def by_policy(run: Run, rows: Mapping[str, Sequence[TrainRow]]) -> dict[str, list[TrainRow]]:
@@ -252,6 +265,7 @@ def step_metrics(
     updates: Mapping[str, Mapping[str, Any]],
     left_out: Mapping[str, int],
     staleness: Mapping[str, int],
+    counters: Mapping[str, int],
     scale: float,
     clock: Clock,
 ) -> StepMetrics:
@@ -275,6 +289,7 @@ def step_metrics(
         policies=policies,
         left_out=dict(left_out),
         staleness=dict(staleness),
+        counters=dict(counters),
         lr_scale=scale,
         seconds=dict(clock.seconds),
         tokens_per_s=tokens / max(sum(clock.seconds.values()), 1e-9),

@@ -19,17 +19,20 @@ from cotune.trainer.metrics import StepMetrics
 _COLUMNS = ("reward", "group_spread", "zero_variance", "clip_share", "entropy", "sampler_gap_mean", "tokens_mean")
 _TITLES = ("reward", "spread", "zero var.", "clipped", "entropy", "gap", "tokens")
 
+MENDED = ("died", "errors", "faulty", "garbage", "lost", "restarts", "retried", "slow", "timeouts", "unhealthy")
+"""Counters of the sampler that a person wants to see beside a step."""
+
 
 class Progress:
     """Shows steps, the episodes of the step in hand, the latest figures by role, and the time left."""
 
-    def __init__(self, steps: int, start: int = 0, console: Console | None = None) -> None:
+    def __init__(self, steps: int, console: Console | None = None) -> None:
         self.console = console or Console()
         self._bars = Bars(
             TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             console=self.console,
         )  # fmt: skip
-        self._steps = self._bars.add_task("steps", total=steps, completed=start)
+        self._steps = self._bars.add_task("steps", total=steps)
         self._episodes = self._bars.add_task("episodes", total=None)
         self._live = Live(self._bars, console=self.console, refresh_per_second=4) if self.console.is_terminal else None
         self._said: set[str] = set()
@@ -49,6 +52,12 @@ class Progress:
     def say(self, text: str) -> None:
         """A line that stays."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=not self.console.is_terminal)
+
+    def begin(self, step: int) -> None:
+        """The step that a run begins with, or goes on with."""
+        self._bars.update(self._steps, completed=step)
+        self._started = time.perf_counter()
+        self._done = 0
 
     def rollout(self, step: int, episodes: int) -> None:
         self._bars.reset(self._episodes, total=episodes, description="episodes")
@@ -107,6 +116,8 @@ def summary(metrics: StepMetrics) -> str:
     if metrics.staleness.keys() - {"0"}:
         lags = ", ".join(f"{lag}: {count}" for lag, count in metrics.staleness.items())
         parts.append(f"rows by staleness {lags}")
+    if mended := {name: count for name, count in metrics.counters.items() if name in MENDED}:
+        parts.append(", ".join(f"{name} {count}" for name, count in mended.items()))
     if left_out:
         parts.append(f"left out: {left_out}")
     if not metrics.updated:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -16,7 +16,7 @@ from cotune.advantages import AdvantageState
 from cotune.integrations.transformers_sampler import TransformersSampler
 from cotune.plans import Plan
 from cotune.policies import Policies
-from cotune.recipes import Recipe
+from cotune.recipes import LossSpec, Recipe
 from cotune.records import PolicyRef, Task
 from cotune.sampler import ChatFormat, Sampler
 from cotune.sqlite_store import SqliteStore
@@ -27,6 +27,10 @@ from cotune.trainer.learner import Learner
 from cotune.trainer.preflight import look_around
 from cotune.trainer.run_folder import RunFolder
 from cotune.workflow import Workflow
+
+if TYPE_CHECKING:
+    from cotune.trainer.cluster import Cluster
+    from cotune.trainer.ray_rollout import RolloutWorkers
 
 T = TypeVar("T")
 
@@ -47,6 +51,8 @@ class Run:
     recipe: Recipe
     policies: Policies
     notes: list[str]
+    workers: RolloutWorkers | None = None
+    """The processes that run the application; None runs it in this one."""
     step: int = 0
     committed: int = -1
     versions: dict[str, int] = field(default_factory=dict)
@@ -56,6 +62,8 @@ class Run:
     state: AdvantageState = field(default_factory=AdvantageState)
     ledger: dict[str, int] = field(default_factory=dict)
     consumed: set[str] = field(default_factory=set)
+    counted: dict[str, int] = field(default_factory=dict)
+    """What sampler and workers had counted when the last step ended."""
     latest: dict[str, dict[str, float]] = field(default_factory=dict)
     stopping: bool = False
     learner_restarts: int = 0
@@ -100,7 +108,11 @@ class Run:
 
 @contextlib.asynccontextmanager
 async def opened(
-    folder: RunFolder, config: TrainConfig, workflow: Workflow, tasks: Sequence[Task]
+    folder: RunFolder,
+    config: TrainConfig,
+    workflow: Workflow,
+    tasks: Sequence[Task],
+    say: Callable[[str], None],
 ) -> AsyncIterator[Run]:
     """Open sampler, store and learner; look around with a few episodes, or restore the newest checkpoint."""
     plan, recipe, why = config.resolve_plan(list(workflow.scorers))
@@ -108,7 +120,8 @@ async def opened(
     async with contextlib.AsyncExitStack() as stack:
         store = SqliteStore.open(folder.records)
         stack.callback(store.close)
-        sampler, chat = await _model(config, stack)
+        cluster = _cluster(config, stack, say) if config.cluster.address else None
+        sampler, chat = await _model(config, stack, cluster)
         notes: list[str] = []
         if saved is None:
             seen, notes = await look_around(config, workflow, tasks, plan, store, sampler, chat)
@@ -117,8 +130,7 @@ async def opened(
             policies = saved[0].policies
         limit = recipe.loss.constant_length or config.sampling.max_tokens
         loss = msgspec.structs.replace(recipe.loss, constant_length=limit)
-        from cotune.trainer.local_learner import LocalLearner
-
+        workers = await cluster.open_workers(workflow, folder.workflow, sampler) if cluster else None
         run = Run(
             folder=folder,
             config=config,
@@ -127,7 +139,8 @@ async def opened(
             store=store,
             sampler=sampler,
             chat=chat,
-            learner=LocalLearner.open(config.model, policies, config.learner, loss),
+            learner=await _learner(config, policies, loss, cluster),
+            workers=workers,
             plan=plan,
             recipe=recipe,
             policies=policies,
@@ -138,8 +151,26 @@ async def opened(
         yield run
 
 
-async def _model(config: TrainConfig, stack: contextlib.AsyncExitStack) -> tuple[Sampler, ChatFormat]:
+def _cluster(config: TrainConfig, stack: contextlib.AsyncExitStack, say: Callable[[str], None]) -> Cluster:
+    from cotune.trainer.cluster import Cluster
+
+    return Cluster(config, stack, say)
+
+
+async def _learner(config: TrainConfig, policies: Policies, loss: LossSpec, cluster: Cluster | None) -> Learner:
+    if cluster is not None:
+        return await cluster.open_learner(policies, loss)
+    from cotune.trainer.local_learner import LocalLearner
+
+    return LocalLearner.open(config.model, policies, config.learner, loss)
+
+
+async def _model(
+    config: TrainConfig, stack: contextlib.AsyncExitStack, cluster: Cluster | None
+) -> tuple[Sampler, ChatFormat]:
     """The sampler and the chat format, at once: the sampler's process starts while this one imports torch."""
+    if cluster is not None:
+        return await cluster.open_sampler(), await asyncio.to_thread(_chat, config.model)
     opening = TransformersSampler.open(config.model, threads=config.sampling.threads)
     sampler, chat = await asyncio.gather(opening, asyncio.to_thread(_chat, config.model), return_exceptions=True)
     if not isinstance(sampler, BaseException):

@@ -81,6 +81,12 @@ class RunFolder:
         describe(path)
         return cls(path, FileLock(path / "lock", f"The run {path}"))
 
+    @property
+    def workflow(self) -> str | None:
+        """Where the workflow is; None for one that was given as an object."""
+        found: str | None = describe(self.path)["workflow"]
+        return found
+
     def config(self) -> TrainConfig:
         return convert(describe(self.path)["config"])
 

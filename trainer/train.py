@@ -120,8 +120,10 @@ async def _train(
     started = time.perf_counter()
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(folder.close)
-        run = await stack.enter_async_context(opened(folder, config, flow, tasks))
-        with _stops(run), Progress(config.steps, run.step, console) as progress:
+        progress = Progress(config.steps, console)
+        run = await stack.enter_async_context(opened(folder, config, flow, tasks, progress.say))
+        with _stops(run), progress:
+            progress.begin(run.step)
             for note in run.notes:
                 progress.say(note)
             await train_steps(run, progress)

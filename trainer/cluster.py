@@ -1,0 +1,89 @@
+"""The parts of a run that live on Ray: its engines, its rollout workers and its learners."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+
+from cotune.errors import ConfigError
+from cotune.integrations.model_folder import locate_model
+from cotune.integrations.ray_runtime import open_ray
+from cotune.policies import Policies
+from cotune.recipes import LossSpec
+from cotune.sampler import Sampler
+from cotune.trainer.cluster_config import ClusterConfig
+from cotune.trainer.config import TrainConfig
+from cotune.trainer.engines import check_policies, start_engines
+from cotune.trainer.fsdp_learner import FsdpLearner
+from cotune.trainer.ray_rollout import RolloutWorkers
+from cotune.workflow import Workflow
+
+SPARE_CPUS = 16
+"""What a local Ray gives out beyond what the run's parts ask for, so that pools of further policies find room."""
+
+
+class Cluster:
+    """Opens the parts in order; all of them, and a local Ray, end with `stack`."""
+
+    def __init__(self, config: TrainConfig, stack: contextlib.AsyncExitStack, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._stack = stack
+        self._say = say
+        self._settings: ClusterConfig = config.cluster
+
+    async def open_sampler(self) -> Sampler:
+        """Start or join Ray, and start the engines. Raises ConfigError, EngineLost."""
+        settings = self._settings
+        if self._config.learner.device != "auto" and settings.gpus_per_learner:
+            raise ConfigError("learner.device", self._config.learner.device, "auto, where learners have GPUs")
+        local = settings.address == "local"
+        wanted = sum(demand.count * demand.cpus for demand in settings.demands()) + SPARE_CPUS
+        cpus = max(float(os.cpu_count() or 1), wanted) if local else None
+        self._stack.enter_context(open_ray(settings.address, num_cpus=cpus, env=settings.env))
+        plural = "s" if settings.engines > 1 else ""
+        self._say(f"starting {settings.engines} {settings.engine} engine{plural} on Ray ({settings.address})")
+        sampler = await start_engines(self._config, str(locate_model(self._config.model)))
+        self._stack.push_async_callback(sampler.aclose)
+        return sampler
+
+    async def open_workers(self, workflow: Workflow, path: str | None, sampler: Sampler) -> RolloutWorkers:
+        """Start the processes that run the application. Raises ConfigError, WorkflowError."""
+        settings = self._settings
+        workers = await RolloutWorkers.open(
+            workflow,
+            workers=settings.rollout_workers,
+            sampler=sampler,
+            model=self._config.model,
+            path=path,
+            redact=self._config.redact,
+            keep_token_ids=self._config.keep_token_ids,
+            cpus=settings.cpus_per_rollout_worker,
+            retries=settings.episode_retries,
+            env=settings.env,
+            runtime_env=settings.runtime_env,
+            on_loss=lambda loss: self._say(str(loss)),
+        )
+        self._stack.push_async_callback(workers.aclose)
+        return workers
+
+    async def open_learner(self, policies: Policies, loss: LossSpec) -> FsdpLearner:
+        """Start the pools of learners. Raises ConfigError, LearnerError."""
+        settings = self._settings
+        check_policies(self._config, policies)
+        learner = await asyncio.to_thread(
+            FsdpLearner.open,
+            str(locate_model(self._config.model)),
+            policies,
+            self._config.learner,
+            loss,
+            workers=settings.learners,
+            pools=settings.pools,
+            gpus_per_worker=settings.gpus_per_learner,
+            cpus_per_worker=settings.cpus_per_learner,
+            placement=settings.placement.upper(),
+            timeout=settings.learner_timeout,
+        )
+        self._stack.push_async_callback(learner.aclose)
+        return learner
