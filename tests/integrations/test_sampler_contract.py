@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -17,6 +18,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 from cotune.errors import RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.ray_sampler import start_sampler
+from cotune.integrations.sampler_router import RoutedSampler
 from cotune.integrations.transformers_sampler import TransformersSampler
 from cotune.integrations.vllm_http import VllmHttpSampler
 from cotune.policies import ALL_LINEAR, LoraSpec
@@ -46,11 +48,16 @@ async def in_ray(folder: Path) -> Sampler:
     return await start_sampler(factory, {"model": str(folder), "host": "thread"})
 
 
+async def routed(folder: Path) -> Sampler:
+    return await RoutedSampler.open([functools.partial(in_thread, folder)] * 2)
+
+
 SAMPLERS: dict[str, Callable[[Path], Awaitable[Sampler]]] = {
     "thread": in_thread,
     "process": in_process,
     "few-rows": few_rows,
     "ray": in_ray,
+    "routed": routed,
 }
 ENGINES = {"vllm-url": "vllm_by_url", "vllm-ray": "vllm_in_ray"}
 """Samplers on an engine that takes minutes to start: by name, the fixture that starts it once for all tests."""
@@ -400,6 +407,9 @@ def test_full_weights_are_served_beside_adapters(sampler: Sampler, reference: Re
 
 def test_a_full_policy_goes_through_its_versions(full_sampler: Sampler, reference: Reference) -> None:
     assert gap(reference, None, run(ask(full_sampler, BASE, params())), 1.0) < 1e-4
+    if run(full_sampler.info()).name == "vllm":
+        with pytest.raises(RequestRefused, match="coder@1 is an adapter, and this engine serves full weights"):
+            run(full_sampler.publish(PolicyRef("coder", 1), reference.weights["coder"], LORA))
     for version in (1, 2):
         model = tuned(reference, version)
         ref, weights = PolicyRef("alone", version), parameters(model)
