@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import msgspec
 
 from cotune.errors import RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.model_skeleton import ModelSkeleton
@@ -219,9 +222,14 @@ class LoopSampler(ABC):
 
 def fitted(params: SamplingParams, room: int) -> SamplingParams:
     """The same parameters with at most `room` tokens."""
-    import msgspec
-
     return params if params.max_tokens <= room else msgspec.structs.replace(params, max_tokens=room)
+
+
+def seeded(params: SamplingParams) -> SamplingParams:
+    """The same parameters with a seed: on CPUs, vLLM ignores all seeds of a batch in which one request has none."""
+    if params.seed is not None:
+        return params
+    return msgspec.structs.replace(params, seed=int.from_bytes(os.urandom(8), "little"))
 
 
 def spread(seed: int) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
-from cotune.integrations.loop_sampler import LoopSampler, Served, spread
+from cotune.integrations.loop_sampler import LoopSampler, Served, seeded, spread
 from cotune.integrations.model_skeleton import ModelSkeleton
 from cotune.integrations.versions import require
 from cotune.integrations.vllm_adapters import SharedFolders, write_adapter, write_weights
@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 _WORKER = "cotune.integrations.vllm_worker.CotuneWorker"
 _BACKEND = "cotune-folder"
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+CLOSE_SECONDS = 20.0
+"""How long vLLM's processes may take to end by themselves."""
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -64,6 +67,7 @@ class VllmSampler(LoopSampler):
         self._requests_made = itertools.count(1)
         self._adapters_made = itertools.count(1)
         self._replaced: set[str] = set()
+        self._seeds = False
         self._llm: Any = None
 
     @classmethod
@@ -112,7 +116,7 @@ class VllmSampler(LoopSampler):
         try:
             self._llm = AsyncLLM.from_engine_args(arguments)
             self.max_model_len = self._llm.model_config.max_model_len
-            await self._generate([0], 1, SamplingParams(max_tokens=1), None)  # the first request compiles kernels
+            await self._generate([1], 1, SamplingParams(max_tokens=1), None)  # the first request compiles kernels
             if self._full:
                 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -125,7 +129,7 @@ class VllmSampler(LoopSampler):
     def _arguments(self) -> dict[str, Any]:
         from vllm.platforms import current_platform
 
-        cpu = current_platform.is_cpu()
+        cpu = self._seeds = current_platform.is_cpu()
         for name, value in (_ON_CPU if cpu else {}).items():
             os.environ.setdefault(name, value)
         common = {
@@ -153,7 +157,8 @@ class VllmSampler(LoopSampler):
         from vllm.inputs.engine import tokens_input
 
         id = str(next(self._requests_made))
-        answer = self._llm.generate(tokens_input(list(prompt)), _sampling(n, params), id, lora_request=target)
+        sampling = _sampling(n, seeded(params) if self._seeds else params)
+        answer = self._llm.generate(tokens_input(list(prompt)), sampling, id, lora_request=target)
         final = None
         try:
             async for output in answer:
@@ -286,7 +291,7 @@ class VllmSampler(LoopSampler):
 
     async def _close(self) -> None:
         if self._llm is not None:
-            await asyncio.to_thread(self._llm.shutdown)
+            await asyncio.to_thread(self._llm.shutdown, CLOSE_SECONDS)
         self._folders.close()
 
     def _failed(self, error: Exception) -> SamplerError:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
-from cotune.integrations.loop_sampler import LoopSampler, Served, spread
+from cotune.integrations.loop_sampler import LoopSampler, Served, seeded, spread
 from cotune.integrations.model_skeleton import ModelSkeleton
 from cotune.integrations.versions import check
 from cotune.integrations.vllm_adapters import SharedFolders, read_weights, write_adapter
@@ -74,6 +74,7 @@ class VllmHttpSampler(LoopSampler):
         # Names that no other user of the server, and no earlier run, has taken.
         self._mark = os.urandom(3).hex()
         self._base_name = ""
+        self._seeds = False
         self._client: Any = None
 
     @classmethod
@@ -104,7 +105,9 @@ class VllmHttpSampler(LoopSampler):
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
         )
-        check("vllm", (await self._get("/version", _Version)).version)
+        found = (await self._get("/version", _Version)).version
+        check("vllm", found)
+        self._seeds = "cpu" in found
         cards = (await self._get("/v1/models", _Models)).data
         base = next((c for c in cards if c.parent is None and c.max_model_len), None)
         if base is None or not self._is(model, base):
@@ -135,7 +138,7 @@ class VllmHttpSampler(LoopSampler):
     async def _check_logprobs(self) -> None:
         """The one token that top_k = 1 leaves has log-probability 0, unless the server reports the model's own."""
         how = SamplingParams(temperature=0.5, top_k=1, max_tokens=1)
-        (token,) = await self._generate([0], 1, how, None)
+        (token,) = await self._generate([1, 2], 1, how, None)
         if abs(token.logprobs[0]) > 1e-3:
             raise ConfigError(
                 "url",
@@ -145,7 +148,11 @@ class VllmHttpSampler(LoopSampler):
             )
 
     async def _generate(self, prompt: Sequence[int], n: int, params: SamplingParams, target: Any) -> list[Completion]:
-        body = {"model": target or self._base_name, "prompt": list(prompt), **_sampling(n, params)}
+        body = {
+            "model": target or self._base_name,
+            "prompt": list(prompt),
+            **_sampling(n, seeded(params) if self._seeds else params),
+        }
         answer = await self._post("/v1/completions", body)
         try:
             choices = msgspec.json.decode(answer, type=_Answer).choices

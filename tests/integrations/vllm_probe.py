@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
@@ -13,12 +14,13 @@ _WORKER = {"worker_extension_cls": "tests.integrations.vllm_probe_worker.ProbeWo
 
 
 class Probe(VllmSampler):
-    """`info().counters` holds the adapters in the engine, and the requests that it was working on at its last step."""
+    """`info().counters` holds the adapters in the engine, the requests of its last step, and this process."""
 
     async def _info(self) -> SamplerInfo:
         loras = await self._llm.list_loras()
         (requests,) = await self._ask("cotune_requests")
-        return msgspec.structs.replace(await super()._info(), counters={"adapters": len(loras), "requests": requests})
+        counters = {"adapters": len(loras), "requests": requests, "pid": os.getpid()}
+        return msgspec.structs.replace(await super()._info(), counters=counters)
 
 
 async def open(engine_args: dict[str, Any], **arguments: Any) -> Probe:
