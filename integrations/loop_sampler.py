@@ -163,8 +163,9 @@ class LoopSampler(ABC):
             raise RequestRefused(f"n = {n} and max_tokens = {params.max_tokens} were asked for.", "Both are 1 or more.")
         served = self._locate(policy)
         served.running += 1
+        drawn = n if params.temperature > 0 else 1  # vLLM draws one greedy candidate only; all would be equal
         try:
-            return await self._generate(prompt, n, fitted(params, room), served.target)
+            return await self._generate(prompt, drawn, fitted(params, room), served.target) * (n // drawn)
         finally:
             served.running -= 1
             if served.retired and not served.running:
@@ -225,19 +226,14 @@ def fitted(params: SamplingParams, room: int) -> SamplingParams:
     return params if params.max_tokens <= room else msgspec.structs.replace(params, max_tokens=room)
 
 
-def seeded(params: SamplingParams) -> SamplingParams:
-    """The same parameters with a seed: on CPUs, vLLM ignores all seeds of a batch in which one request has none."""
-    if params.seed is not None:
-        return params
-    return msgspec.structs.replace(params, seed=int.from_bytes(os.urandom(8), "little"))
-
-
-def spread(seed: int) -> int:
-    """A seed in [0, 2**62) far from those of neighbouring seeds.
+def spread(seed: int | None) -> int:
+    """What vLLM is given as a seed: in [0, 2**62) and far from those of neighbouring seeds, or else random.
 
     vLLM seeds the candidates of a request with seed, seed + 1, ...: unspread, candidates of the seeds 5 and 6 would be
-    the same.
+    the same. And on CPUs, it ignores all seeds of a batch in which one request has none.
     """
+    if seed is None:
+        seed = int.from_bytes(os.urandom(8), "little")
     z = (seed + 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
-from cotune.integrations.loop_sampler import LoopSampler, Served, seeded, spread
+from cotune.integrations.loop_sampler import LoopSampler, Served, spread
 from cotune.integrations.model_skeleton import ModelSkeleton
 from cotune.integrations.versions import require
 from cotune.integrations.vllm_adapters import SharedFolders, write_adapter, write_weights
@@ -67,7 +67,6 @@ class VllmSampler(LoopSampler):
         self._requests_made = itertools.count(1)
         self._adapters_made = itertools.count(1)
         self._replaced: set[str] = set()
-        self._seeds = False
         self._llm: Any = None
 
     @classmethod
@@ -129,7 +128,7 @@ class VllmSampler(LoopSampler):
     def _arguments(self) -> dict[str, Any]:
         from vllm.platforms import current_platform
 
-        cpu = self._seeds = current_platform.is_cpu()
+        cpu = current_platform.is_cpu()
         for name, value in (_ON_CPU if cpu else {}).items():
             os.environ.setdefault(name, value)
         common = {
@@ -137,8 +136,6 @@ class VllmSampler(LoopSampler):
             "dtype": "float32" if cpu else "bfloat16",
             "enforce_eager": cpu,
             "logprobs_mode": "processed_logprobs",
-            # Engines of one model must not draw the same tokens where requests have no seed.
-            "seed": int.from_bytes(os.urandom(4), "little"),
             "disable_log_stats": True,
             "worker_extension_cls": _WORKER,
         }
@@ -157,8 +154,7 @@ class VllmSampler(LoopSampler):
         from vllm.inputs.engine import tokens_input
 
         id = str(next(self._requests_made))
-        sampling = _sampling(n, seeded(params) if self._seeds else params)
-        answer = self._llm.generate(tokens_input(list(prompt)), sampling, id, lora_request=target)
+        answer = self._llm.generate(tokens_input(list(prompt)), _sampling(n, params), id, lora_request=target)
         final = None
         try:
             async for output in answer:
@@ -314,7 +310,7 @@ def _sampling(n: int, params: SamplingParams) -> Any:
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
-        seed=None if params.seed is None else spread(params.seed),
+        seed=spread(params.seed),
         stop=list(params.stop) or None,
         max_tokens=params.max_tokens,
         logprobs=0,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
-from cotune.integrations.loop_sampler import LoopSampler, Served, seeded, spread
+from cotune.integrations.loop_sampler import LoopSampler, Served, spread
 from cotune.integrations.model_skeleton import ModelSkeleton
 from cotune.integrations.versions import check
 from cotune.integrations.vllm_adapters import SharedFolders, read_weights, write_adapter
@@ -74,7 +74,6 @@ class VllmHttpSampler(LoopSampler):
         # Names that no other user of the server, and no earlier run, has taken.
         self._mark = os.urandom(3).hex()
         self._base_name = ""
-        self._seeds = False
         self._client: Any = None
 
     @classmethod
@@ -105,9 +104,7 @@ class VllmHttpSampler(LoopSampler):
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
         )
-        found = (await self._get("/version", _Version)).version
-        check("vllm", found)
-        self._seeds = "cpu" in found
+        check("vllm", (await self._get("/version", _Version)).version)
         cards = (await self._get("/v1/models", _Models)).data
         base = next((c for c in cards if c.parent is None and c.max_model_len), None)
         if base is None or not self._is(model, base):
@@ -148,11 +145,7 @@ class VllmHttpSampler(LoopSampler):
             )
 
     async def _generate(self, prompt: Sequence[int], n: int, params: SamplingParams, target: Any) -> list[Completion]:
-        body = {
-            "model": target or self._base_name,
-            "prompt": list(prompt),
-            **_sampling(n, seeded(params) if self._seeds else params),
-        }
+        body = {"model": target or self._base_name, "prompt": list(prompt), **_sampling(n, params)}
         answer = await self._post("/v1/completions", body)
         try:
             choices = msgspec.json.decode(answer, type=_Answer).choices
@@ -237,12 +230,13 @@ def _sampling(n: int, params: SamplingParams) -> dict[str, Any]:
         "frequency_penalty": 0.0,
         "max_tokens": params.max_tokens,
         "stop": list(params.stop),
+        "seed": spread(params.seed),
         "skip_special_tokens": False,
         "logprobs": 0,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
-    return body if params.seed is None else {**body, "seed": spread(params.seed)}
+    return body
 
 
 def _completion(choice: _Choice) -> Completion:

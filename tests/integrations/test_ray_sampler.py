@@ -16,7 +16,7 @@ import pytest
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.ray_runtime import RayRuntime, open_ray
-from cotune.integrations.ray_sampler import RaySampler, start_sampler
+from cotune.integrations.ray_sampler import RaySampler, resolve, start_sampler
 from cotune.records import PolicyRef
 from cotune.sampler import Completion, SamplerInfo, SamplingParams
 
@@ -140,19 +140,15 @@ def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-@pytest.mark.parametrize(
-    ("factory", "arguments", "said"),
-    [
-        (f"{__name__}:make", {"variable": "wrong"}, "variable = 'wrong'"),
-        ("cotune.nowhere:make", {}, "factory = 'cotune.nowhere:make'.*ModuleNotFoundError"),
-        (f"{__name__}:missing", {}, "AttributeError"),
-    ],
-)
-def test_a_factory_that_fails_says_why(
-    ray_runtime: RayRuntime, factory: str, arguments: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        asyncio.run(start_sampler(factory, arguments, num_cpus=0))
+def test_a_factory_that_fails_says_why(ray_runtime: RayRuntime) -> None:
+    with pytest.raises(ConfigError, match="variable = 'wrong'"):
+        start(variable="wrong")
+
+
+@pytest.mark.parametrize(("path", "said"), [("cotune.nowhere:make", "ModuleNotFound"), ("json:missing", "Attribute")])
+def test_a_factory_that_is_not_there_is_named(path: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"factory = '{path}'.*{said}"):
+        resolve(path)
 
 
 def test_a_second_runtime_of_the_process_joins_the_first(ray_runtime: RayRuntime) -> None:
@@ -181,12 +177,11 @@ with open_ray("local", num_cpus=2):
     ("action", "code"),
     [
         ("pass", 0),
-        ("raise ValueError", 1),
         ("os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(60)", 143),
         ("os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(60)", -signal.SIGINT),
         ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
     ],
-    ids=["success", "failure", "sigterm", "ctrl-c", "sigkill"],
+    ids=["success", "sigterm", "ctrl-c", "sigkill"],
 )
 def test_a_local_ray_leaves_nothing_behind(action: str, code: int, tmp_path: Path) -> None:
     script = tmp_path / "leaving.py"

@@ -247,7 +247,12 @@ def test_without_a_seed_two_requests_differ(sampler: Sampler) -> None:
 
 
 def test_an_end_token_ends_a_candidate_and_belongs_to_it(sampler: Sampler) -> None:
-    answer = run(sampler.sample(PROMPTS[0], 10, params(temperature=20.0, max_tokens=100, seed=0), BASE))
+    async def scenario() -> list[Completion]:
+        hows = [params(temperature=2.0, max_tokens=100, seed=seed) for seed in range(6)]
+        drawn = await asyncio.gather(*(sampler.sample(PROMPTS[0], 10, how, BASE) for how in hows))
+        return [candidate for candidates in drawn for candidate in candidates]
+
+    answer = run(scenario())
     stopped = [c for c in answer if c.finish_reason == "stop"]
     assert stopped
     assert all(c.token_ids[-1] == 2 and 2 not in c.token_ids[:-1] for c in stopped)
