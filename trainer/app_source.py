@@ -107,8 +107,9 @@ def _names(workflow: Workflow) -> Iterator[tuple[types.ModuleType, str]]:
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType):
             for name, value in list(vars(module).items()):
-                found = vars(value).get("cotune") if isinstance(value, types.FunctionType) else value
-                if isinstance(found, Workflow) and found.fn is workflow.fn:
+                # By type(), as a module may hold objects that answer to any name, isinstance() included.
+                found = vars(value).get("cotune") if type(value) is types.FunctionType else value
+                if type(found) is Workflow and found.fn is workflow.fn:
                     yield module, name
 
 

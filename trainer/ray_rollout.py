@@ -7,6 +7,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +19,8 @@ from cotune.records import Episode, Record, Task
 from cotune.sampler import Sampler
 from cotune.trainer.app_source import app_source
 from cotune.trainer.rollout import run_all
-from cotune.trainer.rollout_pool import EpisodeLost, WorkerLimits, WorkerLost, WorkerPool
+from cotune.trainer.rollout_jobs import EpisodeLost
+from cotune.trainer.rollout_pool import WorkerLimits, WorkerLost, WorkerPool
 from cotune.trainer.rollout_wire import Answering, Order, Pulse, Reply, Setup, Started, unpack
 from cotune.trainer.worker_guard import MARK
 from cotune.workflow import Workflow, load_workflow
@@ -78,7 +80,12 @@ class RolloutWorkers:
             workflow = load_workflow(workflow).redacted(redact, keep_token_ids=keep_token_ids)
         flow = workflow
         pool = WorkerPool(
-            Setup(app=source, mark="", sampler=sampler, model=model),
+            Setup(
+                app=source,
+                mark="",
+                sampler=sampler,
+                model=str(Path(model).resolve()) if Path(model).exists() else model,
+            ),
             workers=workers,
             cpus=cpus,
             runtime_env=runtime_env or {},
@@ -100,6 +107,11 @@ class RolloutWorkers:
     def counters(self) -> Mapping[str, int]:
         """Workers lost and replaced, episodes run again and lost, results dropped, records lost, processes killed."""
         return self._pool.counters
+
+    @property
+    def started(self) -> Started:
+        """What the newest worker was when it was ready."""
+        return self._pool.started
 
     @property
     def pulses(self) -> Mapping[int, Pulse]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +14,7 @@ import msgspec
 
 from cotune.errors import ConfigError, CotuneError, WorkflowError
 from cotune.integrations.ray_process import ProcessGone, RayProcess
+from cotune.trainer.rollout_jobs import EpisodeLost, Job, JobQueue, Loss
 from cotune.trainer.rollout_wire import Order, Pulse, Reply, Setup, Started
 from cotune.trainer.worker_guard import MARK
 
@@ -56,34 +57,6 @@ class WorkerLost(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join(parts)
 
 
-class EpisodeLost(CotuneError):
-    """An episode took its worker with it, more often than it may be run again."""
-
-
-class Job:
-    """An episode on its way. `ended` gets its reply, or EpisodeLost."""
-
-    def __init__(self, order: Order) -> None:
-        self.order = order
-        self.ended: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self.losses = 0
-        self.started = 0.0
-        self.cancelled = False
-
-    @property
-    def name(self) -> str:
-        return f"{self.order.task.id}/{self.order.rollout}"
-
-
-class _Loss(msgspec.Struct, frozen=True):
-    """Why a worker is gone; `culprit` is the order that is to blame and not run again, where that is known."""
-
-    cause: str
-    culprit: str | None = None
-    fault: bool = True
-    """False for a worker that is only replaced."""
-
-
 class _Worker:
     def __init__(self, number: int, process: RayProcess) -> None:
         self.number = number
@@ -94,9 +67,9 @@ class _Worker:
         self.full = ""
         """Why it takes no further episode."""
         self.finished = 0
-        self.gone: asyncio.Future[_Loss] = asyncio.get_running_loop().create_future()
+        self.gone: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
 
-    def lose(self, loss: _Loss) -> None:
+    def lose(self, loss: Loss) -> None:
         if not self.gone.done():
             self.gone.set_result(loss)
 
@@ -104,9 +77,7 @@ class _Worker:
 class WorkerPool:
     """Keeps `workers` processes up. Everything here happens on the event loop that opened it.
 
-    Episodes go to the worker with the fewest. Which of several episodes took a worker down is found by running them
-    again in halves, each half with a worker for itself: only an episode that was alone, or whose code is seen to block
-    the worker, is ever to blame.
+    Episodes go to the worker with the fewest.
     """
 
     def __init__(
@@ -129,13 +100,11 @@ class WorkerPool:
         self._size = workers
         self._cpus = cpus
         self._runtime_env = dict(runtime_env)
-        self._retries = retries
         self._limits = limits
         self._check = check
         self._on_loss = on_loss or (lambda lost: None)
         self._workers: list[_Worker] = []
-        self._waiting: deque[Job] = deque()
-        self._lots: deque[list[Job]] = deque()
+        self._queue = JobQueue(retries)
         self._deaths = 0
         self._failure: CotuneError | None = None
         self._open: set[Job] = set()
@@ -159,7 +128,7 @@ class WorkerPool:
             return job
         self._open.add(job)
         job.ended.add_done_callback(lambda ended: self._open.discard(job))
-        self._waiting.append(job)
+        self._queue.add(job)
         self._dispatch()
         return job
 
@@ -175,9 +144,9 @@ class WorkerPool:
                     await worker.process.call("cancel", job.order.id)
                     await asyncio.wait({job.ended})
             except TimeoutError:
-                worker.lose(_Loss(f"{job.name} did not stop within {self._limits.stop:g} s of being cancelled"))
+                worker.lose(Loss(f"{job.name} did not stop within {self._limits.stop:g} s of being cancelled"))
             except ProcessGone as gone:
-                worker.lose(_Loss(gone.cause))
+                worker.lose(Loss(gone.cause))
             await asyncio.wait({job.ended})
         return None if job.ended.cancelled() or job.ended.exception() else job.ended.result()
 
@@ -248,7 +217,7 @@ class WorkerPool:
             )
         return error
 
-    async def _watch(self, worker: _Worker) -> _Loss:
+    async def _watch(self, worker: _Worker) -> Loss:
         """Wait until the worker is gone, hung, held up past an episode's time-out, or full and idle."""
         while True:
             await asyncio.wait({worker.gone}, timeout=min(_PULSE_SECONDS, self._limits.heartbeat / 4))
@@ -260,15 +229,15 @@ class WorkerPool:
             if worker.gone.done():
                 return worker.gone.result()
             if not beat.done():
-                return _Loss(f"it did not answer for {self._limits.heartbeat:g} s")
+                return Loss(f"it did not answer for {self._limits.heartbeat:g} s")
             if (error := beat.exception()) is not None:
-                return _Loss(error.cause if isinstance(error, CotuneError) else str(error))
+                return Loss(error.cause if isinstance(error, CotuneError) else str(error))
             self.pulses[worker.number] = beat.result()
             if (stuck := self._stuck(worker, beat.result())) is not None:
                 return stuck
             self._weigh(worker, beat.result())
 
-    def _stuck(self, worker: _Worker, pulse: Pulse) -> _Loss | None:
+    def _stuck(self, worker: _Worker, pulse: Pulse) -> Loss | None:
         """A loss where one piece of code holds the worker up past the time-out of its episode."""
         what = f"its event loop was blocked for {pulse.blocked:.0f} s at {pulse.where}"
         culprit = worker.running.get(pulse.culprit or "")
@@ -276,10 +245,10 @@ class WorkerPool:
             limit, past = culprit.order.timeout, time.monotonic() - culprit.started
             late = limit is not None and past > limit + _SLACK_SECONDS
             said = f"{what}, by the episode {culprit.name}, which has a time-out of {limit} s"
-            return _Loss(said, culprit.order.id) if late else None
+            return Loss(said, culprit.order.id) if late else None
         limits = [job.order.timeout for job in worker.running.values() if job.order.timeout is not None]
         limit = min(limits) if limits else None if worker.running else self._limits.heartbeat
-        return _Loss(what) if limit is not None and pulse.blocked > limit + _SLACK_SECONDS else None
+        return Loss(what) if limit is not None and pulse.blocked > limit + _SLACK_SECONDS else None
 
     def _weigh(self, worker: _Worker, pulse: Pulse) -> None:
         limits = self._limits
@@ -294,27 +263,24 @@ class WorkerPool:
 
     def _retire_if_full(self, worker: _Worker) -> None:
         if worker.full and not worker.running:
-            worker.lose(_Loss(worker.full, fault=False))
+            worker.lose(Loss(worker.full, fault=False))
 
     def _dispatch(self) -> None:
         for worker in self._workers:
-            if self._lots and not worker.running and self._is_free(worker):
-                worker.exclusive = True
-                for job in self._lots.popleft():
+            if self._is_free(worker) and not worker.running:
+                for job in self._queue.next_lot():
+                    worker.exclusive = True
                     self._begin(worker, job)
-        while self._waiting:
-            free = [worker for worker in self._workers if self._is_free(worker)]
-            if not free:
+        while free := [worker for worker in self._workers if self._is_free(worker)]:
+            if (job := self._queue.next()) is None:
                 return
-            self._begin(min(free, key=lambda worker: len(worker.running)), self._waiting.popleft())
+            self._begin(min(free, key=lambda worker: len(worker.running)), job)
 
     @staticmethod
     def _is_free(worker: _Worker) -> bool:
         return not (worker.exclusive or worker.full or worker.gone.done())
 
     def _begin(self, worker: _Worker, job: Job) -> None:
-        if job.ended.done():
-            return
         job.started = time.monotonic()
         worker.running[job.order.id] = job
         self._spawn(self._run(worker, job))
@@ -323,7 +289,7 @@ class WorkerPool:
         try:
             answer: Reply | EpisodeLost = await worker.process.call("run", job.order)
         except ProcessGone as gone:
-            return worker.lose(_Loss(gone.cause))
+            return worker.lose(Loss(gone.cause))
         except CotuneError as error:
             answer = EpisodeLost(error.cause, error.remedy)
         except Exception as error:  # noqa: BLE001
@@ -345,13 +311,13 @@ class WorkerPool:
         self._retire_if_full(worker)
         self._dispatch()
 
-    def _settle(self, worker: _Worker, loss: _Loss) -> None:
+    def _settle(self, worker: _Worker, loss: Loss) -> None:
         """What becomes of the episodes of a worker that is gone."""
-        jobs = list(worker.running.values())
-        rerun, failed = self._divide([job for job in jobs if not job.cancelled], loss)
+        jobs = [job for job in worker.running.values() if not job.ended.done()]
         for job in jobs:
             if job.cancelled:
                 job.ended.cancel()
+        rerun, failed = self._queue.after_loss([job for job in jobs if not job.cancelled], loss.culprit)
         for job in failed:
             job.ended.set_exception(
                 EpisodeLost(f"The episode's worker was lost: {loss.cause}.", "Look at what its task does.")
@@ -364,26 +330,6 @@ class WorkerPool:
         if loss.fault:
             self._died(loss.cause)
         self._dispatch()
-
-    def _divide(self, jobs: list[Job], loss: _Loss) -> tuple[list[Job], list[Job]]:
-        """Which jobs are run again, queued already, and which have failed."""
-        failed = [job for job in jobs if job.order.id == loss.culprit]
-        if failed:
-            rerun = [job for job in jobs if job not in failed]
-            self._waiting.extendleft(reversed(rerun))
-            return rerun, failed
-        if len(jobs) == 1:
-            (job,) = jobs
-            job.losses += 1
-            if job.losses > self._retries:
-                return [], jobs
-            self._lots.append(jobs)
-            return jobs, []
-        for job in jobs:
-            job.losses = max(job.losses, 1)
-        half = (len(jobs) + 1) // 2
-        self._lots.extend(lot for lot in (jobs[:half], jobs[half:]) if lot)
-        return jobs, []
 
     def _died(self, cause: str) -> None:
         self._deaths += 1
@@ -400,8 +346,7 @@ class WorkerPool:
         self._failure = error
         for job in list(self._open):
             job.ended.set_exception(error)
-        self._waiting.clear()
-        self._lots.clear()
+        self._queue.clear()
 
     async def _end(self, worker: _Worker) -> None:
         with contextlib.suppress(CotuneError, TimeoutError):

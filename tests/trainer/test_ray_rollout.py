@@ -1,0 +1,461 @@
+"""Rollout workers: the same episodes as in this process, and what a broken application costs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cotune.collect import collect
+from cotune.errors import ConfigError, WorkflowError
+from cotune.integrations.chat_format import ChatTemplate
+from cotune.integrations.ray_runtime import RayRuntime
+from cotune.integrations.ray_sampler import RaySampler, start_sampler
+from cotune.integrations.transformers_sampler import TransformersSampler
+from cotune.plans import Plan
+from cotune.prepare import prepare
+from cotune.recipes import recipe
+from cotune.records import Episode, PolicyRef, Record, Task
+from cotune.sampler import SamplingParams
+from cotune.sqlite_store import SqliteStore
+from cotune.tasks import as_tasks
+from cotune.trainer.ray_rollout import RolloutWorkers
+from cotune.trainer.rollout import rollout
+from cotune.trainer.rollout_pool import WorkerLimits, WorkerLost
+from cotune.trainer.rollout_wire import Answering
+from cotune.trainer.worker_guard import is_alive
+from cotune.workflow import Workflow, workflow_of
+from tests.trainer import trouble_app, worker_app
+from tests.trainer.tiny_app import TASKS, application, letters
+
+ANSWERING = Answering(
+    policies={"first": PolicyRef("first"), "second": PolicyRef("second")},
+    plan=Plan(k=4),
+    defaults=SamplingParams(max_tokens=4),
+    provider_roles=(),
+    seed=7,
+)
+STEP = {"phase": "train", "training_step": 3}
+QUICK = WorkerLimits(heartbeat=6.0, start=200.0, processes=20)
+
+
+class Driver:
+    """A pool on an event loop of its own, and what it said."""
+
+    def __init__(self, runner: asyncio.Runner, folder: Path) -> None:
+        self.run: Callable[[Coroutine[Any, Any, Any]], Any] = runner.run
+        self.folder = folder
+        self.lost: list[WorkerLost] = []
+        self.seen: set[int] = set()
+        self.workers: RolloutWorkers
+
+    def open(self, workflow: Any, sampler: Any, base: Path, **settings: Any) -> RolloutWorkers:
+        settings = {"workers": 2, "cpus": 0.5, "limits": QUICK, **settings}
+        opening = RolloutWorkers.open(workflow, sampler=sampler, model=str(base), on_loss=self.lost.append, **settings)
+        self.workers = self.run(opening)
+        return self.workers
+
+    def trouble(self, *deeds: dict[str, Any], **settings: Any) -> tuple[dict[str, Episode], list[Record]]:
+        """Episodes by task, and the records."""
+        sink = Sink()
+        settings = {"timeout": 30.0, **STEP, **settings}
+        episodes = self.run(self.workers.rollout(self.tasks(deeds), sink=sink, answering=None, **settings))
+        return {episode.task.id: episode for episode in episodes}, sink.records
+
+    def tasks(self, deeds: Sequence[dict[str, Any]]) -> list[Task]:
+        self.lost.clear()
+        self.folder /= "next"
+        self.folder.mkdir()
+        return as_tasks([{"folder": str(self.folder), **deed} for deed in deeds])
+
+    def ran(self, task: str) -> list[int]:
+        """Processes that have run the task, in order."""
+        return [int(file.read_text()) for file in sorted(self.folder.glob(f"{task}-*"))]
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write(self, records: Sequence[Record]) -> None:
+        self.records.extend(records)
+
+
+def nothings(count: int, seconds: float = 0.0) -> list[dict[str, Any]]:
+    return [{"id": f"n{i}", "do": "nothing", "seconds": seconds} for i in range(count)]
+
+
+def ended(records: Sequence[Record]) -> Counter[str]:
+    """Ends of episodes among records, by task."""
+    return Counter(record.task.id for record in records if isinstance(record, Episode))
+
+
+@contextlib.contextmanager
+def driver(folder: Path) -> Iterator[Driver]:
+    with asyncio.Runner() as runner:
+        made = Driver(runner, folder)
+        try:
+            yield made
+        finally:
+            runner.run(made.workers.aclose())
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def pair(
+    ray_runtime: RayRuntime, environment: None, tiny_base: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Driver, RaySampler]]:
+    """Two workers that sample from a real engine in an actor."""
+    opener = "cotune.integrations.transformers_sampler:TransformersSampler.open"
+    with driver(tmp_path_factory.mktemp("pair")) as made:
+        sampler = made.run(start_sampler(opener, {"model": str(tiny_base), "host": "thread", "device": "cpu"}))
+        made.open(workflow_of(worker_app.solve), sampler, tiny_base)
+        yield made, sampler
+        made.run(sampler.aclose())
+
+
+@pytest.fixture(scope="module")
+def troubled(
+    ray_runtime: RayRuntime, environment: None, tiny_base: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Driver]:
+    """Two workers with the application that does what its task says."""
+    with driver(tmp_path_factory.mktemp("troubled")) as made:
+        made.open(workflow_of(trouble_app.trouble), None, tiny_base)
+        yield made
+
+
+def told(store: SqliteStore, episodes: Sequence[Episode]) -> list[Any]:
+    """What a step is trained on, without ids and times."""
+    facts = []
+    for episode in episodes:
+        for call in store.calls(episode.id):
+            rewards = store.rewards([f"{call.id}.{c.index}" for c in call.candidates])
+            scores = [rewards[f"{call.id}.{c.index}"] for c in call.candidates]
+            ids = [c.token_ids for c in call.candidates]
+            texts = [store.message(message) for message in call.messages]
+            facts.append((episode.task, episode.rollout, episode.status, call.role, call.turn, call.step, call.policy))
+            facts.append((call.sampling, call.params, texts, store.token_ids(call.prompt)))
+            facts.append((call.chosen, ids, scores, [c.message for c in call.candidates]))
+        facts.append(store.rewards([episode.id])[episode.id])
+    return facts
+
+
+def groups(store: SqliteStore, episodes: Sequence[Episode]) -> list[Any]:
+    """Advantages in each group of a step."""
+    prepared = prepare(collect(store, episodes).samples, recipe("at_grpo"))
+    advantages = dict(zip((sample.id for sample in prepared.samples), prepared.advantages.tolist(), strict=True))
+    found = [
+        [(sample.task, sample.role, sample.turn, advantages[sample.id]) for sample in group.samples]
+        for group in prepared.groups
+    ]
+    assert found
+    return sorted(found)
+
+
+def test_the_same_step_as_in_this_process(pair: tuple[Driver, RaySampler], tiny_base: Path, tmp_path: Path) -> None:
+    made, _ = pair
+    tasks = as_tasks(TASKS)
+    flow = workflow_of(worker_app.solve)
+
+    async def here(store: SqliteStore) -> list[Episode]:
+        sampler = await TransformersSampler.open(tiny_base, host="thread", device="cpu")
+        try:
+            responder = ANSWERING.responder(sampler, ChatTemplate.load(tiny_base), flow)
+            return await rollout(flow, tasks, sink=store, responder=responder, rollouts=2, **STEP)
+        finally:
+            await sampler.aclose()
+
+    local, remote = (SqliteStore.open(tmp_path / f"{name}.db") for name in ("local", "remote"))
+    ours = made.run(here(local))
+    theirs = made.run(made.workers.rollout(tasks, sink=remote, answering=ANSWERING, rollouts=2, **STEP))
+    for store in (local, remote):
+        store.flush()
+    assert [(e.task.id, e.rollout) for e in theirs] == [(t["id"], i) for i in range(2) for t in TASKS]
+    assert told(remote, theirs) == told(local, ours)
+    assert groups(remote, theirs) == groups(local, ours)
+    first, second = (
+        [c.logprobs for e in episodes for call in store.calls(e.id) for c in call.candidates]
+        for store, episodes in ((local, ours), (remote, theirs))
+    )
+    assert [x for row in second for x in row] == pytest.approx([x for row in first for x in row], abs=1e-5)
+    for store in (local, remote):
+        store.close()
+
+
+def test_finished_episodes_are_not_run_again(pair: tuple[Driver, RaySampler]) -> None:
+    made, _ = pair
+    tasks, sink, seen = as_tasks(TASKS), Sink(), []
+    both = {"answering": ANSWERING, **STEP}
+    done = made.run(made.workers.rollout(tasks[1:2], sink=Sink(), **both))
+    episodes = made.run(made.workers.rollout(tasks, sink=sink, done=done, on_episode=seen.append, **both))
+    assert [episode.task.id for episode in episodes] == ["a", "b", "c"]
+    assert episodes[1] is done[0]
+    assert ended(sink.records) == {"a": 1, "c": 1}
+    assert sorted(episode.task.id for episode in seen) == ["a", "c"]
+
+
+def test_several_rollouts_at_once(pair: tuple[Driver, RaySampler]) -> None:
+    made, _ = pair
+    tasks = as_tasks(TASKS)
+
+    async def steps() -> list[list[Episode]]:
+        rolling = (
+            made.workers.rollout(tasks, sink=Sink(), answering=ANSWERING, phase="train", training_step=step)
+            for step in range(3)
+        )
+        return await asyncio.gather(*rolling)
+
+    for step, episodes in enumerate(made.run(steps())):
+        assert [(e.task.id, e.training_step, e.status) for e in episodes] == [(t["id"], step, "ok") for t in TASKS]
+
+
+def test_scorer_errors_come_back(pair: tuple[Driver, RaySampler]) -> None:
+    made, _ = pair
+    both = {"answering": ANSWERING, **STEP}
+    (episode,) = made.run(made.workers.rollout(as_tasks([{"id": "q", "letter": "q"}]), sink=Sink(), **both))
+    assert episode.status == "ok"
+    assert made.workers.scorer_errors == {
+        "The scorer of role 'second' raised ValueError: no judgement on q. Fix the scorer.": 1
+    }
+
+
+def test_workers_are_light(pair: tuple[Driver, RaySampler], record_property: Callable[[str, object], None]) -> None:
+    made, _ = pair
+    record_property("resident_mb", made.workers.started.resident_mb)
+    assert not made.workers.started.torch
+
+
+def test_workers_share_the_work(troubled: Driver) -> None:
+    episodes, records = troubled.trouble(
+        {"id": "slow", "do": "nothing", "seconds": 4.0}, *nothings(12, 0.2), {"id": "l", "do": "leave"}, concurrency=2
+    )
+    (busy,) = troubled.ran("slow")
+    others = Counter(pid for n in range(12) for pid in troubled.ran(f"n{n}"))
+    assert others[busy] < others.total() == 12
+    assert "sys.exit(4)" in episodes.pop("l").error
+    assert {episode.status for episode in episodes.values()} == {"ok"}
+    assert ended(records) == dict.fromkeys([*episodes, "l"], 1)
+    assert troubled.lost == []
+
+
+def test_a_crash_costs_its_episode_only(troubled: Driver) -> None:
+    before = Counter(troubled.workers.counters)
+    episodes, records = troubled.trouble(*nothings(5, 1.0), {"id": "bad", "do": "crash"})
+    assert {task for task, episode in episodes.items() if episode.status != "ok"} == {"bad"}
+    assert ended(records) == dict.fromkeys(episodes, 1)
+    bad = episodes["bad"]
+    assert (bad.status, bad.training_step) == ("error", 3)
+    assert "its process ended by itself or was killed" in bad.error
+    runs = troubled.ran("bad")
+    assert len(runs) == len(set(runs)) >= 2
+    assert not any(map(is_alive, runs))
+    counted = Counter(troubled.workers.counters) - before
+    assert counted["episodes_lost"] == 1
+    assert counted["workers_lost"] == len(runs) == len(troubled.lost)
+    assert troubled.lost[-1].failed == ("bad/0",)
+
+
+def test_an_episode_that_loses_its_worker_once_is_run_again(troubled: Driver) -> None:
+    episodes, records = troubled.trouble({"id": "once", "do": "exit_once"})
+    assert episodes["once"].status == "ok"
+    assert ended(records) == {"once": 1}
+    first, second = troubled.ran("once")
+    assert first != second
+    assert [(loss.rerun, loss.failed) for loss in troubled.lost] == [(("once/0",), ())]
+    assert "run again: once/0" in str(troubled.lost[0])
+
+
+def test_code_that_blocks_its_worker_is_a_timeout_of_its_episode(troubled: Driver) -> None:
+    episodes, _ = troubled.trouble({"id": "hung", "do": "block"}, *nothings(3, 1.0), timeout=8.0)
+    assert {task for task, episode in episodes.items() if episode.status != "ok"} == {"hung"}
+    assert "in block, by the episode hung/0, which has a time-out of 8.0 s" in episodes["hung"].error
+    assert len(troubled.ran("hung")) == 1
+    assert [loss.failed for loss in troubled.lost] == [("hung/0",)]
+
+
+def test_a_process_that_does_not_answer_is_replaced(troubled: Driver) -> None:
+    episodes, _ = troubled.trouble({"id": "still", "do": "stop"}, *nothings(1))
+    assert episodes["still"].status == "error"
+    assert "did not answer for 6 s" in episodes["still"].error
+    assert episodes["n0"].status == "ok"
+    assert not any(map(is_alive, troubled.ran("still")))
+
+
+def test_what_a_dead_worker_leaves_running_is_killed(troubled: Driver) -> None:
+    episodes, _ = troubled.trouble({"id": "left", "do": "leak", "then": "exit"})
+    assert episodes["left"].status == "error"
+    assert leaked(troubled) == 6
+    wait_until(lambda: gone(troubled))
+
+
+def test_a_worker_that_gathers_too_much_is_replaced(troubled: Driver) -> None:
+    episodes, _ = troubled.trouble(*({"id": f"leak{i}", "do": "leak"} for i in range(16)))
+    assert {episode.status for episode in episodes.values()} == {"ok"}
+    deadline = time.monotonic() + 60
+    while not troubled.lost and time.monotonic() < deadline:
+        troubled.run(asyncio.sleep(0.2))
+    assert "child processes" in troubled.lost[0].cause
+    assert troubled.lost[0].rerun == troubled.lost[0].failed == ()
+    assert troubled.workers.counters["processes_killed"] > 20
+    replaced = {pid for i in range(16) for pid in troubled.ran(f"leak{i}")} & {loss.pid for loss in troubled.lost}
+    assert replaced
+    assert not any(map(is_alive, replaced))
+
+
+def test_a_result_that_comes_twice_is_stored_once(troubled: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = troubled.workers._pool
+    before, deliver = pool.counters["results_dropped"], type(pool).deliver
+
+    def twice(*arguments: Any) -> None:
+        deliver(pool, *arguments)
+        deliver(pool, *arguments)
+
+    monkeypatch.setattr(pool, "deliver", twice)
+    _, records = troubled.trouble(*nothings(3))
+    assert ended(records) == {"n0": 1, "n1": 1, "n2": 1}
+    assert pool.counters["results_dropped"] == before + 3
+
+
+def test_cancelled_rollouts_keep_what_has_finished(troubled: Driver) -> None:
+    tasks = troubled.tasks([*nothings(4), *({"id": f"long{i}", "do": "nothing", "seconds": 100.0} for i in range(6))])
+    sink, finished = Sink(), []
+
+    async def interrupted() -> None:
+        both = {"sink": sink, "answering": None, "on_episode": finished.append, "concurrency": 8, **STEP}
+        rolling = asyncio.ensure_future(troubled.workers.rollout(tasks, **both))
+        while len(finished) < 4 or sum(len(troubled.ran(f"long{i}")) for i in range(6)) < 6:
+            await asyncio.sleep(0.05)
+        rolling.cancel()
+        await rolling
+
+    with pytest.raises(asyncio.CancelledError):
+        troubled.run(interrupted())
+    statuses = {record.task.id: record.status for record in sink.records if isinstance(record, Episode)}
+    assert statuses == {task.id: "ok" if task.id.startswith("n") else "cancelled" for task in tasks}
+    assert ended(sink.records) == dict.fromkeys(statuses, 1)
+    assert troubled.lost == []
+    episodes, _ = troubled.trouble(*nothings(2))
+    assert {episode.status for episode in episodes.values()} == {"ok"}
+
+
+def test_workers_that_die_again_and_again_stop_the_rollout(troubled: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = troubled.workers._pool
+    monkeypatch.setattr(pool, "_limits", msgspec.structs.replace(QUICK, deaths=2))
+    with pytest.raises(WorkflowError, match="2 rollout workers were lost one after another, and no episode finished"):
+        troubled.trouble(*({"id": f"bad{i}", "do": "exit"} for i in range(4)))
+
+
+def test_nothing_is_left_of_closed_workers(troubled: Driver) -> None:
+    """The last test of these workers: it closes them."""
+    import ray._private.state
+
+    pids = {worker.process.pid for worker in troubled.workers._pool._workers}
+    troubled.run(troubled.workers.aclose())
+    troubled.run(troubled.workers.aclose())
+    wait_until(lambda: not any(map(is_alive, pids)))
+    wait_until(lambda: gone(troubled))
+    wait_until(lambda: not guards(pids))
+    actors = ray._private.state.actors().values()
+    assert {a["State"] for a in actors if a["Pid"] in pids} <= {"DEAD"}
+
+
+def leaked(made: Driver) -> int:
+    return len(list(made.folder.glob("child-*")))
+
+
+def gone(made: Driver) -> bool:
+    """Whether nothing runs of what the application has left, in any of its tests."""
+    top = next(folder for folder in made.folder.parents if folder.name != "next")
+    return not any(is_alive(int(file.name.removeprefix("child-"))) for file in top.rglob("child-*"))
+
+
+def guards(pids: set[int]) -> list[str]:
+    """Guards of these workers that still run."""
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(file.read_bytes().decode().split("\0"))
+    return [words for words in lines if any("worker_guard" in w for w in words) and set(map(str, pids)) & set(words)]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def failing(flow: Any, base: Path, **settings: Any) -> None:
+    settings = {"workers": 1, "cpus": 0.1, "limits": QUICK, **settings}
+    asyncio.run(RolloutWorkers.open(flow, sampler=None, model=str(base), **settings))
+
+
+def test_a_workflow_without_an_import_path_is_refused(tiny_base: Path) -> None:
+    local = application(first=letters)
+    with pytest.raises(ConfigError, match="import by module and name") as refused:
+        failing(workflow_of(local), tiny_base)
+    assert "tiny_app.py:" in str(refused.value)
+    assert 'pass "module:name"' in refused.value.remedy
+
+
+def test_training_that_a_worker_would_start_is_refused(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COTUNE_ROLLOUT_WORKER", "some")
+    with pytest.raises(ConfigError, match="__main__"):
+        failing("tests.trainer.worker_app:solve", tiny_base)
+
+
+def test_a_worker_that_finds_another_workflow_is_refused(ray_runtime: RayRuntime, tiny_base: Path) -> None:
+    flow = workflow_of(worker_app.solve)
+    more = Workflow(flow.name, flow.fn, {**flow.scorers, "third": letters})
+    with pytest.raises(ConfigError, match="scorers") as refused:
+        failing(more, tiny_base)
+    assert "third" in str(refused.value)
+
+
+def test_an_application_that_ends_its_process_when_imported(
+    ray_runtime: RayRuntime, tiny_base: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "deadly.py").write_text("import os\nif 'COTUNE_ROLLOUT_WORKER' in os.environ: os._exit(1)\n" + PLAIN)
+    with pytest.raises(WorkflowError, match=r"died while it imported .*deadly.py:solve"):
+        failing(f"{tmp_path}/deadly.py:solve", tiny_base)
+
+
+def test_environment_and_errors_of_the_import(ray_runtime: RayRuntime, tiny_base: Path, tmp_path: Path) -> None:
+    (tmp_path / "keyed.py").write_text("import os\n" + PLAIN + "\nif 'HIS_KEY' in os.environ: raise ValueError('mine')")
+    with pytest.raises(ConfigError, match="ValueError: mine"):
+        failing(f"{tmp_path}/keyed.py:solve", tiny_base, env={"HIS_KEY": "1"})
+
+
+def test_no_room_for_the_workers(ray_runtime: RayRuntime, tiny_base: Path) -> None:
+    with pytest.raises(ConfigError, match="as many as the cluster has room for") as refused:
+        failing("tests.trainer.worker_app:solve", tiny_base, cpus=1e6, limits=WorkerLimits(start=2.0))
+    assert "fewer workers" in refused.value.remedy
+
+
+PLAIN = "import cotune\n@cotune.workflow\nasync def solve(task): return 1.0"
+
+
+def test_leftover_helpers_see_this_process() -> None:
+    assert is_alive(os.getpid())
+    child = os.fork()
+    if not child:
+        signal.pause()
+    assert is_alive(child)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not is_alive(child)
