@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from cotune.errors import SamplerError
+from cotune.integrations.ray_runtime import RayRuntime
+from cotune.integrations.ray_sampler import RaySampler, start_sampler
 from cotune.integrations.router_settings import RouterSettings, RouterStats
 from cotune.integrations.sampler_router import RoutedSampler
 from cotune.integrations.transformers_sampler import TransformersSampler
@@ -104,6 +109,63 @@ def test_a_process_is_killed_and_another_stopped_in_the_middle_of_a_burst(refere
     asyncio.run(scenario())
     assert len(opened) == 4
     assert [pid for pid in processes() if Path(f"/proc/{pid}").exists()] == []
+
+
+async def open_router_over_ray(model: str) -> RoutedSampler:
+    """Runs in the router's own actor, and starts an actor for each engine."""
+    factory = "cotune.integrations.transformers_sampler:TransformersSampler.open"
+    make = functools.partial(start_sampler, factory, {"model": model, "host": "thread"})
+    return await RoutedSampler.open([make, make], msgspec.structs.replace(QUICK, close_timeout=5.0))
+
+
+def engine_actors(hosted: Any) -> list[Any]:
+    """Handles of the engines' actors, asked of the router in its actor."""
+    return [replica.engine.sampler._actor for replica in hosted._sampler._router._replicas]
+
+
+@pytest.mark.timeout(900)
+def test_ray_actors_are_killed_and_stopped_in_the_middle_of_a_burst(
+    ray_runtime: RayRuntime,
+    reference: Reference,  # noqa: F811
+) -> None:
+    import ray
+
+    def kill(actor: Any) -> None:
+        ray.kill(actor)
+
+    def stop(actor: Any) -> None:
+        os.kill(ray.get(actor.__ray_call__.remote(lambda hosted: os.getpid())), signal.SIGSTOP)
+
+    async def scenario() -> None:
+        path = f"{__name__}:open_router_over_ray"
+        sampler = await start_sampler(path, {"model": str(reference.folder)}, num_cpus=0)
+        await publish(sampler, reference)
+        engines = await asyncio.to_thread(ray.get, sampler._actor.__ray_call__.remote(engine_actors))
+        for restarts, (break_down, victim) in enumerate(zip((kill, stop), engines, strict=True), start=1):
+            asked = asyncio.create_task(burst(sampler, 48))
+            await asyncio.sleep(0.2)
+            await asyncio.to_thread(break_down, victim)
+            assert largest_gap(reference, await asked) < 1e-4
+
+            async def back(restarts: int = restarts) -> bool:
+                return sorted(await states(sampler)) == ["healthy", "healthy"]
+
+            await until(back)
+            counters = (await sampler.info()).counters
+            assert (counters["restarts"], counters["unhealthy"]) == (restarts, restarts)
+        assert counters["retried"] == counters["died"] >= 2
+        assert counters["failed"] == 0
+        assert largest_gap(reference, await burst(sampler, 24)) < 1e-4
+        await sampler.aclose()
+
+    asyncio.run(scenario())
+
+
+async def states(sampler: RaySampler) -> list[str]:
+    def read(hosted: Any) -> list[str]:
+        return [replica.state for replica in hosted._sampler._router._replicas]
+
+    return await sampler._actor.__ray_call__.remote(read)
 
 
 def test_callers_from_several_loops_share_one_router() -> None:
