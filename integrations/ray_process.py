@@ -12,6 +12,9 @@ from typing import Any
 
 from cotune.errors import CotuneError
 
+GRACE_SECONDS = 2.0
+"""How long a process may take to end when Ray tells it to, before it is sent SIGKILL."""
+
 KILL_SECONDS = 30.0
 """How long to wait until Ray says that a killed process is gone."""
 
@@ -62,17 +65,27 @@ class RayProcess:
         return await _answer(self._actor.call.remote(method, *arguments))
 
     async def kill(self) -> None:
-        """End the process at once, also one that is stopped or busy, and wait until it has."""
+        """End the process, also one that is stopped or busy, and wait until it has."""
         import ray
-        from ray.exceptions import RayError
 
-        if self.pid is not None and self.node == _this_node():
+        ray.kill(self._actor)
+        if not await self._gone(GRACE_SECONDS) and self.pid is not None and self.node == _this_node():
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)
-        ray.kill(self._actor)
-        with contextlib.suppress(RayError, TimeoutError):
-            async with asyncio.timeout(KILL_SECONDS):
+        await self._gone(KILL_SECONDS)
+
+    async def _gone(self, seconds: float) -> bool:
+        """Whether Ray says within this time that the process has ended."""
+        from ray.exceptions import RayError
+
+        try:
+            async with asyncio.timeout(seconds):
                 await self._actor.place.remote()
+        except RayError:
+            return True
+        except TimeoutError:
+            pass
+        return False
 
 
 async def _answer(answer: Any) -> Any:

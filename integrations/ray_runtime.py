@@ -124,7 +124,7 @@ def _arguments(
     arguments = {
         "address": address or "local",
         "namespace": "cotune",
-        "logging_level": "warning",
+        "logging_level": "error",
         "runtime_env": {"env_vars": dict(env)} if env else None,
     }
     if local:

@@ -156,11 +156,8 @@ class ProcessHost:
 def serve(pipe: Connection) -> None:
     """Body of the sampler's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the application's to handle; it closes the pipe
-    from transformers.utils.logging import disable_progress_bar
-
     from cotune.integrations.transformers_engine import load
 
-    disable_progress_bar()
     try:
         engine = load(pipe.recv(), lambda replies: pipe.send_bytes(encode(replies)))
     except ConfigError as error:

@@ -288,6 +288,9 @@ def load(source: ModelSource, emit: Callable[[list[Reply]], None]) -> Engine:
         if ends is None:
             ends = ids_of(source.model.generation_config.eos_token_id, getattr(source.tokenizer, "eos_token_id", None))
         return Engine(source.model, source.tokenizer, ends, source, emit)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     device = source.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = source.dtype or ("float32" if device == "cpu" else "bfloat16")
     try:

@@ -42,6 +42,7 @@ async def train_steps(run: Run, progress: Progress) -> None:
         commit (as the next step begins): checkpoint with the ledger of consumed groups
     """
     config = run.config
+    await counted(run)
     rollouts = Rollouts(lambda step: roll_out(run, step, progress), steps=config.steps, ahead=config.ahead)
     async with rollouts:
         while run.step < config.steps and not run.stopping:
