@@ -68,7 +68,7 @@ class RayGang:
     """Actors of one kind, one per rank. Calls run one at a time, from any thread.
 
     A call ends with rank 0's answer, with the CotuneError that the actors raised, or, when a rank dies, hangs or
-    breaks, with a LearnerError that names it; then all actors are killed, as the others may wait for it for ever.
+    breaks, with a LearnerLost that names it; then all actors are killed, as the others may wait for it for ever.
     """
 
     def __init__(self, name: str, members: Sequence[Any], group: Any) -> None:
@@ -96,7 +96,7 @@ class RayGang:
         """Reserve room for all actors at once and start them; `factory` is "module:Class", called with rank and size.
 
         `placement` is one of Ray's strategies (PACK, SPREAD, STRICT_PACK, STRICT_SPREAD). Raises ConfigError when the
-        cluster has no room for them, LearnerError when they do not start.
+        cluster has no room for them, LearnerLost when they do not start.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from cotune.integrations.ray_runtime import RayRuntime
 from cotune.integrations.transformers_sampler import TransformersSampler
 from cotune.trainer.train import RunSummary, resume, train
 from cotune.workflow import WorkflowFunction
+from tests.trainer.fsdp_ranks import OpenRanks
+from tests.trainer.learner_rows import build_learner_base
 from tests.trainer.tiny_app import TASKS, build_base
 
 
@@ -71,3 +74,21 @@ def trainer(_in_thread: None, tiny_base: Path, tmp_path: Path) -> Trainer:
 @pytest.fixture(scope="module")
 def module_trainer(_in_thread: None, tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     return Trainer(tmp_path_factory.mktemp("runs"), tiny_base)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of the model that the learners' tests train."""
+    return build_learner_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="package")
+def two_ranks(ray_runtime: RayRuntime) -> Iterator[OpenRanks]:
+    with OpenRanks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="package")
+def one_rank(ray_runtime: RayRuntime) -> Iterator[OpenRanks]:
+    with OpenRanks(1) as ranks:
+        yield ranks
