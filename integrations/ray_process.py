@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import os
 import signal
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,23 +70,24 @@ class RayProcess:
         import ray
 
         ray.kill(self._actor)
-        if not await self._gone(GRACE_SECONDS) and self.pid is not None and self.node == _this_node():
-            with contextlib.suppress(OSError):
-                os.kill(self.pid, signal.SIGKILL)
-        await self._gone(KILL_SECONDS)
+        await self._gone()
+        if self.pid is None or self.node != _this_node():
+            return
+        # Ray calls an actor gone while its process is still stopped or busy; it would kill that one much later.
+        deadline = time.monotonic() + GRACE_SECONDS
+        with contextlib.suppress(OSError):
+            while time.monotonic() < deadline:
+                os.kill(self.pid, 0)
+                await asyncio.sleep(0.02)
+            os.kill(self.pid, signal.SIGKILL)
 
-    async def _gone(self, seconds: float) -> bool:
-        """Whether Ray says within this time that the process has ended."""
+    async def _gone(self) -> None:
+        """Wait until Ray says that the process has ended."""
         from ray.exceptions import RayError
 
-        try:
-            async with asyncio.timeout(seconds):
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(KILL_SECONDS):
                 await self._actor.place.remote()
-        except RayError:
-            return True
-        except TimeoutError:
-            pass
-        return False
 
 
 async def _answer(answer: Any) -> Any:

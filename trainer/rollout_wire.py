@@ -102,13 +102,13 @@ def pack(records: Sequence[Record]) -> tuple[bytes, int]:
     """Records as bytes, and how many of them could not be encoded. What is no JSON becomes what the store keeps."""
     try:
         return _packer.encode(records), 0
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # noqa: BLE001
         kept = []
         for record in records:
             try:
                 kept.append(msgspec.Raw(_packer.encode(_plain(record))))
-            except (TypeError, ValueError, OverflowError):
-                continue
+            except Exception:  # noqa: BLE001
+                continue  # counted in what is returned
         return _packer.encode(kept), len(records) - len(kept)
 
 

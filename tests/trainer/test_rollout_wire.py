@@ -1,0 +1,68 @@
+"""Records that cross from a worker to the driver say what the store would have been told."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from cotune.ids import PackedIds, pack_ids
+from cotune.records import Call, Candidate, Episode, Message, Record, Reward, Segment, Task
+from cotune.sqlite_store import SqliteStore
+from cotune.trainer.rollout_wire import pack, unpack
+
+
+@dataclasses.dataclass
+class Own:
+    value: int
+
+
+def records(value: Any) -> list[Record]:
+    ids = PackedIds.of((1, 2), pack_ids((1, 2)))
+    candidate = Candidate(index=0, text="x", message={"content": value}, token_ids=(5,), logprobs=(-0.1,))
+    return [
+        Message("m", {"content": value}),
+        Segment("s", None, ids),
+        Call(id="c", episode="e", role="r", step=0, turn=0, prompt="s", params={"a": value}, candidates=(candidate,)),
+        Reward("c.0", "local", 0.5, 1.0),
+        Episode(id="e", task=Task(id="t", input={"v": value}), workflow="w"),
+    ]
+
+
+def test_plain_records_are_the_same() -> None:
+    given = records({"a": [1, None, 2.5, "ü"]})
+    packed, lost = pack(given)
+    assert lost == 0
+    assert unpack(packed) == given
+
+
+def test_what_is_no_json_is_stored_alike(tmp_path: Path) -> None:
+    values = [Own(3), {1, 2}, (1, 2), object, 1 << 70, [{"deep": [1 << 65, Own(1)]}], b"bytes", float("inf")]
+    for number, value in enumerate(values):
+        given = records(value)
+        packed, lost = pack(given)
+        assert lost == 0, value
+        told = []
+        for name, written in (("here", given), ("there", unpack(packed))):
+            store = SqliteStore.open(tmp_path / f"{number}-{name}.db")
+            store.write(written)
+            store.flush()
+            assert store.lost == 0
+            told.append([store.message("m"), store.calls("e"), store.episode("e"), store.token_ids("s")])
+            store.close()
+        if not _has_long(value):
+            assert told[0] == told[1], value
+
+
+def _has_long(value: Any) -> bool:
+    """Whether there is an integer in it that comes back as text."""
+    return str(1 << 70) in repr(value) or str(1 << 65) in repr(value)
+
+
+def test_what_cannot_be_sent_is_counted() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    given = records("fine")
+    packed, lost = pack([given[0], Message("bad", {"content": loop}), *given[1:]])
+    assert lost == 1
+    assert unpack(packed) == given
