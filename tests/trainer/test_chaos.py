@@ -41,7 +41,10 @@ wait
 """
 
 
-LAST = {"ray::SamplerActorOfAnother", "VLLM::EngineCore"}
+TITLES = {
+    *("raylet", "ray::SamplerActor", "ray::SamplerActor.sample", "ray::SamplerActor.open", "VLLM::EngineCore"),
+    *("ray::Member.call", "ray::Member.__init__", "ray::_Host", "ray::IDLE", "ray::SamplerActorOfAnother"),
+}
 
 
 def everybody(driver: psutil.Process) -> list[str]:
@@ -53,7 +56,7 @@ def driver() -> Iterator[psutil.Process]:
     """A process with a raylet below it, and below that two engines, their router, two ranks and a rollout worker."""
     process = subprocess.Popen(["bash", "-c", TREE], stdin=subprocess.PIPE)
     found = psutil.Process(process.pid)
-    until(lambda: LAST <= set(everybody(found)) and "sleep" not in everybody(found))
+    until(lambda: set(everybody(found)) == TITLES)
     everything = chaos.family(process.pid)
     yield found
     for one in everything:
