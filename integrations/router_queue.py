@@ -72,6 +72,9 @@ class Queue:
         request.placed = asyncio.get_running_loop().create_future()
         bisect.insort(self._waiting, request, key=lambda r: r.ticket)
         self.dispatch()
+        if not request.placed.done() and not request.paused and not request.queued:
+            request.queued = True
+            self._counters["queued"] += 1
         try:
             return await request.placed
         except asyncio.CancelledError:
@@ -122,17 +125,16 @@ class Queue:
             return
         if self._paused():
             return
-        for request in [r for r in self._waiting if not r.placed.done()]:
+        placed = []
+        for request in self._waiting:
             free = [e for e in self.healthy() if e.healthy and e.running < self._settings.max_in_flight]
             if not free:
                 break
-            if engine := self._engine(request, free):
-                self._waiting.remove(request)
+            if not request.placed.done() and (engine := self._engine(request, free)):
                 self._give(request, engine)
-        for request in self._waiting:
-            if not request.queued:
-                request.queued = True
-                self._counters["queued"] += 1
+                placed.append(request)
+        for request in placed:
+            self._waiting.remove(request)
 
     def _engine(self, request: Request, free: Sequence[Engine]) -> Engine | None:
         """The one that it goes to; None when it should rather wait for an engine that has not failed it yet."""
