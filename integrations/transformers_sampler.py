@@ -79,7 +79,11 @@ class TransformersSampler:
         )
         sampler = cls()
         kind = ProcessHost if host == "process" else ThreadHost
-        sampler._host = await asyncio.to_thread(kind, source, sampler._receive, sampler._fail)
+        try:
+            await asyncio.to_thread(sampler._start, kind, source)
+        except asyncio.CancelledError:
+            sampler._abandon()
+            raise
         return sampler
 
     async def sample(
@@ -112,6 +116,22 @@ class TransformersSampler:
         self._fail(SamplerError("The sampler was closed.", "Open a new one."))
         if self._host is not None:
             await asyncio.to_thread(self._host.close)
+
+    def _start(self, kind: type[ProcessHost | ThreadHost], source: ModelSource) -> None:
+        host = kind(source, self._receive, self._fail)
+        with self._lock:
+            self._host = host
+            abandoned = self._broken is not None
+        if abandoned:
+            host.close()
+
+    def _abandon(self) -> None:
+        """Nobody waits for it to open any more: end what has started, or will."""
+        self._fail(SamplerError("The sampler was closed.", "Open a new one."))
+        with self._lock:
+            host = self._host
+        if host is not None:
+            threading.Thread(target=host.close, daemon=True).start()
 
     async def _ask(self, command: Command) -> Any:
         answer: Future[Any] = Future()

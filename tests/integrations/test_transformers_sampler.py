@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -303,3 +304,19 @@ def test_random_numbers_depend_on_seed_candidate_and_position_only() -> None:
     assert u.max() < 1.0
     assert abs(u.mean() - 0.5) < 0.01
     assert np.abs(np.histogram(u, 20, (0, 1))[0] / len(u) - 0.05).max() < 0.01
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 3.0])
+def test_a_sampler_that_nobody_waits_for_leaves_no_process(tmp_path: Path, seconds: float) -> None:
+    tiny_models.build("qwen3", tmp_path)
+    before = set(psutil.Process().children())
+
+    async def scenario() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await TransformersSampler.open(tmp_path, host="process")
+
+    asyncio.run(scenario())
+    _, alive = psutil.wait_procs(set(psutil.Process().children()) - before, timeout=60)
+    assert alive == []
+    assert set(psutil.Process().children()) <= before
