@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
 from cotune.errors import RequestRefused, SamplerError, SampleTimeout
+from cotune.integrations.loop_thread import LoopThread
 from cotune.integrations.model_skeleton import ModelSkeleton
 from cotune.policies import LoraSpec
 from cotune.records import PolicyRef
@@ -20,7 +20,8 @@ from cotune.sampler import Completion, SamplerInfo, SamplingParams, Weights, fin
 
 T = TypeVar("T")
 
-CLOSED = SamplerError("The sampler was closed.", "Open a new one.")
+CLOSE_SECONDS = 1.0
+"""How long to wait for what an engine's client library still does after it was closed."""
 
 
 @dataclass(eq=False)
@@ -52,10 +53,7 @@ class LoopSampler(ABC):
         self._requests: set[asyncio.Task[Any]] = set()
         self._work: set[asyncio.Task[Any]] = set()
         self._broken: SamplerError | None = None
-        self._gate = threading.Lock()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"cotune-{self.name}", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread(f"cotune-{self.name}")
 
     @abstractmethod
     async def _generate(self, prompt: Sequence[int], n: int, params: SamplingParams, target: Any) -> list[Completion]:
@@ -79,7 +77,7 @@ class LoopSampler(ABC):
         """Draw `n` candidates from one prefill. Raises RequestRefused, SampleTimeout, SamplerError."""
         try:
             async with asyncio.timeout(params.timeout):
-                return await self._there(self._sample(prompt_token_ids, n, params, policy))
+                return await self._there(self._sample, prompt_token_ids, n, params, policy)
         except TimeoutError:
             raise SampleTimeout(
                 f"{policy} did not answer within {params.timeout} s.",
@@ -88,39 +86,30 @@ class LoopSampler(ABC):
 
     async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
         """Serve `policy` with these weights; return the fingerprint of what arrived."""
-        return await self._there(self._whole(self._publish(policy, weights, lora)))
+        return await self._there(self._whole, self._publish, policy, weights, lora)
 
     async def retire(self, policy: PolicyRef) -> None:
         """Refuse new requests of a version at once; it is freed when its running requests have ended."""
-        await self._there(self._whole(self._retire(policy)))
+        await self._there(self._whole, self._retire, policy)
 
     async def info(self) -> SamplerInfo:
-        return await self._there(self._info())
+        return await self._there(self._info)
 
     async def aclose(self) -> None:
         """Stop the engine; pending requests fail with SamplerError. Safe to call twice."""
-        with self._gate:
-            first = self._thread.is_alive() and self._broken is not CLOSED
-            self._broken = CLOSED
-        if first:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._end(), self._loop))
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        await asyncio.to_thread(self._thread.join)
+        await self._thread.stop(self._end, CLOSE_SECONDS)
 
-    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _there(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
         """Run on the engine's loop; cancelled here, it is cancelled there."""
-        with self._gate:
-            if self._broken is not None:
-                work.close()
-                raise SamplerError(self._broken.cause, self._broken.remedy)
-            future = asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
-        return await asyncio.wrap_future(future)
+        return await self._thread.call(self._tracked, function, *arguments)
 
-    async def _tracked(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _tracked(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
+        if self._broken is not None:
+            raise SamplerError(self._broken.cause, self._broken.remedy)
         task = asyncio.current_task()
         self._requests.add(task)
         try:
-            return await work
+            return await function(*arguments)
         except asyncio.CancelledError:
             if self._broken is not None:
                 raise SamplerError(self._broken.cause, self._broken.remedy) from None
@@ -128,9 +117,9 @@ class LoopSampler(ABC):
         finally:
             self._requests.discard(task)
 
-    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _whole(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
         """Work that is done to its end, even if nobody waits for it any more."""
-        return await asyncio.shield(self._start(work))
+        return await asyncio.shield(self._start(function(*arguments)))
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -140,14 +129,14 @@ class LoopSampler(ABC):
 
     def _fail(self, error: SamplerError) -> None:
         """The engine is gone: every later request fails at once. The first reason stays."""
-        with self._gate:
-            self._broken = self._broken or error
+        self._broken = self._broken or error
 
     async def _end(self) -> None:
-        for task in [*self._requests, *self._work]:
-            if task is not asyncio.current_task():
-                task.cancel()
-        await asyncio.gather(*self._requests, *self._work, return_exceptions=True)
+        self._broken = SamplerError("The sampler was closed.", "Open a new one.")
+        pending = [*self._requests, *self._work]
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
         await self._close()
 
     async def _sample(

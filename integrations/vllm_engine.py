@@ -98,7 +98,7 @@ class VllmSampler(LoopSampler):
         rank = next(r for r in _RANKS if r >= max_lora_rank)
         sampler = cls(skeleton, weights == "full", adapters, rank)
         try:
-            await sampler._there(sampler._open(dict(engine_args or {})))
+            await sampler._there(sampler._open, dict(engine_args or {}))
         except BaseException:
             await asyncio.shield(sampler.aclose())
             raise
@@ -108,6 +108,9 @@ class VllmSampler(LoopSampler):
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1) > 1:
+            # Inside a Ray actor vLLM might take Ray for its own workers; they belong to this actor's GPUs.
+            engine_args.setdefault("distributed_executor_backend", "mp")
         try:
             arguments = AsyncEngineArgs(**{**self._arguments(), **engine_args})
         except TypeError as error:
@@ -139,6 +142,9 @@ class VllmSampler(LoopSampler):
             "disable_log_stats": True,
             "worker_extension_cls": _WORKER,
         }
+        if cpu:
+            # A seeded request whose prompt is computed in parts kills the engine: torch's CPU generators have no offset.
+            common["enable_chunked_prefill"] = False
         if self._full:
             return {**common, "weight_transfer_config": {"backend": _BACKEND}}
         return {

@@ -88,7 +88,7 @@ class VllmHttpSampler(LoopSampler):
         """
         sampler = cls(url, await asyncio.to_thread(ModelSkeleton, model), api_key, folder)
         try:
-            await sampler._there(sampler._open(str(model)))
+            await sampler._there(sampler._open, str(model))
         except BaseException:
             await asyncio.shield(sampler.aclose())
             raise
