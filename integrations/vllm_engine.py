@@ -140,6 +140,7 @@ class VllmSampler(LoopSampler):
             "enforce_eager": cpu,
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,
             "worker_extension_cls": _WORKER,
         }
         if cpu:

@@ -85,11 +85,12 @@ def _one_full(names: str) -> ConfigError:
 
 
 async def _engine(config: ClusterConfig, arguments: dict[str, Any]) -> Sampler:
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR"}
     threads = {"OMP_NUM_THREADS": str(max(1, int(config.cpus_per_engine)))}
     return await start_sampler(
         _FACTORIES[config.engine],
         arguments,
         num_cpus=config.cpus_per_engine,
         num_gpus=config.gpus_per_engine,
-        env=config.env if config.gpus_per_engine else {**threads, **config.env},
+        env={**quiet, **({} if config.gpus_per_engine else threads), **config.env},
     )

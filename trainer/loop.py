@@ -11,7 +11,7 @@ import msgspec
 
 from cotune.adapters.publish import Proof, prove_publish
 from cotune.collect import Collected, collect, failure_reward
-from cotune.errors import GroupError, LearnerLost
+from cotune.errors import GroupError, LearnerLost, RunError
 from cotune.policies import PolicySpec
 from cotune.prepare import Prepared, prepare, train_rows
 from cotune.records import Episode, PolicyRef
@@ -121,14 +121,15 @@ async def train_step(run: Run, episodes: Sequence[Episode], clock: Clock, progre
 
 
 async def roll_out(run: Run, step: int, progress: Progress) -> list[Episode]:
-    """All episodes of a step; those that a run before an interruption finished are kept, not run again.
+    """All episodes of a step; those that a run before an interruption brought to a good end are not run again.
 
-    When this is cancelled, finished episodes stay recorded for a resumed run.
+    When this is cancelled, finished episodes stay recorded for a resumed run. Raises SamplerError when the sampler is
+    gone: the step is not trained on, as episodes failed that need not have.
     """
     config = run.config
     tasks = tasks_of_step(run.tasks, step, config.tasks_per_step, config.seed)
     recorded = run.store.episodes(phase="train", training_step=step)
-    done = [episode for episode in recorded if episode.status != "cancelled"]
+    done = [episode for episode in recorded if episode.status == "ok"]
     answering = Answering(
         policies=run.served(),
         plan=run.plan,
@@ -158,6 +159,7 @@ async def roll_out(run: Run, step: int, progress: Progress) -> list[Episode]:
         errors = run.workers.scorer_errors
     run.store.flush()
     progress.scorer_errors(errors)
+    await run.sampler.info()
     return episodes
 
 
@@ -250,7 +252,13 @@ async def commit(run: Run, *, last: bool = False) -> None:
         metrics=run.latest,
     )
     folder, keep = run.folder.checkpoints, run.config.keep_checkpoints
-    await asyncio.to_thread(save_checkpoint, folder, checkpoint, run.learner, keep=keep)
+    try:
+        await asyncio.to_thread(save_checkpoint, folder, checkpoint, run.learner, keep=keep)
+    except OSError as error:
+        raise RunError(
+            f"The checkpoint after {run.step} steps cannot be written: {error}.",
+            f"Free some space, then go on with: cotune train --resume {run.folder.path}",
+        ) from error
     for step in sorted(set(run.ledger.values())):
         run.store.consume([group for group, at in run.ledger.items() if at == step], step)
     run.ledger.clear()

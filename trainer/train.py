@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Console
 
 from cotune.anywhere import run_anywhere
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, CotuneError
 from cotune.integrations.model_folder import locate_model
 from cotune.records import Task
 from cotune.tasks import as_tasks, load_tasks
@@ -126,7 +126,11 @@ async def _train(
             progress.begin(run.step)
             for note in run.notes:
                 progress.say(note)
-            await train_steps(run, progress)
+            try:
+                await train_steps(run, progress)
+            except CotuneError:
+                progress.say(f"failed in step {run.step + 1}. Go on with: cotune train --resume {folder.path}")
+                raise
             if run.stopping:
                 progress.say(f"stopped after step {run.step}; saved. Go on with: --resume {folder.path}")
         run.store.flush()
