@@ -170,7 +170,7 @@ class Router:
                 answer = await self._attempt(engine, request)
             except Failed as failure:
                 failures.append(f"{engine.name}: {failure}")
-                request.tried.add(engine.name)
+                request.tried.add(engine)
                 self.counters[failure.kind] += 1
                 if failure.error is None:
                     self._blame(engine, failure)

@@ -29,8 +29,8 @@ class Request:
         self.policy = policy
         self.blocks = prefix_blocks(prompt, block, str(policy))
         self.cost = len(prompt) + n * max(params.max_tokens, 1)
-        self.tried: set[str] = set()
-        """Names of the engines that failed it."""
+        self.tried: set[Engine] = set()
+        """Engines that failed it; a restarted one is another."""
         self.engine: Engine | None = None
         """The last engine that it was given to, at the loop's time `given`."""
         self.given = 0.0
@@ -138,9 +138,9 @@ class Queue:
 
     def _engine(self, request: Request, free: Sequence[Engine]) -> Engine | None:
         """The one that it goes to; None when it should rather wait for an engine that has not failed it yet."""
-        untried = [e for e in free if e.name not in request.tried]
+        untried = [e for e in free if e not in request.tried]
         if not untried:
-            if any(e.name not in request.tried for e in self.healthy()):
+            if any(e not in request.tried for e in self.healthy()):
                 return None
             untried = free
         by_name = {e.name: e for e in untried}

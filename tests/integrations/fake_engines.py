@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import math
 import random
@@ -132,7 +133,7 @@ class FakeEngine:
             digest = "f" * 64
         if self.site.one_version:
             self.has.clear()
-            await asyncio.sleep(self.site.publish_seconds)
+        await asyncio.sleep(self.site.publish_seconds)
         self.has[key] = (digest, int(weights["w"][0]))
         self.retired.discard(key)
         return digest
@@ -223,6 +224,8 @@ class Site:
         self.pace = pace
         self.max_model_len = max_model_len
         self.start_seconds = 5.0
+        self.stubborn = False
+        """A start goes on to its end though it is cancelled."""
         self.publish_seconds = 0.0
         self.one_version = False
         """Engines hold the weights of the version published last, as vLLM does with full weights."""
@@ -241,7 +244,12 @@ class Site:
 
     def _make(self, index: int) -> Callable[[], Coroutine[Any, Any, FakeEngine]]:
         async def make() -> FakeEngine:
-            await asyncio.sleep(self.start_seconds)
+            starting = asyncio.ensure_future(asyncio.sleep(self.start_seconds))
+            if self.stubborn:
+                while not starting.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.shield(starting)
+            await starting
             if self.failing_starts.get(index, 0) > 0:
                 self.failing_starts[index] -= 1
                 raise SamplerError("no memory", "")

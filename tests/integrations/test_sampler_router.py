@@ -203,6 +203,61 @@ def test_a_version_published_while_an_engine_restarts_reaches_it() -> None:
     routed(site, scenario)
 
 
+def test_an_engine_that_comes_back_while_a_version_is_published_has_it_too() -> None:
+    site = Site(2)
+
+    async def scenario(router: Router) -> None:
+        site.now(0).break_down("dead")
+        await asyncio.sleep(8)
+        site.publish_seconds = 20.0
+        publishing = asyncio.create_task(router.publish(ROLE, weights_of(11)))
+        await asyncio.sleep(10)  # the new engine has started by now, and waits
+        assert len(site.engines[0]) == 2
+        await publishing
+        assert set(await marks(router, 8, ROLE)) == {11}
+        await asyncio.sleep(30)
+        assert set(await marks(router, 8, ROLE)) == {11}
+        assert site.now(0).served
+
+    routed(site, scenario)
+
+
+def test_what_a_restarted_engine_had_cached_is_forgotten() -> None:
+    site = Site(2)
+
+    async def scenario(router: Router) -> None:
+        await mark(router)
+        home = next(i for i in range(2) if site.now(i).served)
+        site.now(home).break_down("dead")
+        await asyncio.sleep(30)
+        other = asyncio.create_task(mark(router, prompt=[1] * 40))
+        await asyncio.sleep(0.5)
+        assert site.now(home).running == 1
+        await mark(router)
+        assert len(site.now(1 - home).served) == 1
+        await other
+
+    routed(site, scenario)
+
+
+def test_an_engine_that_starts_too_late_is_ended() -> None:
+    site = Site(2)
+
+    async def scenario(router: Router) -> None:
+        site.start_seconds, site.stubborn = 50.0, True
+        site.now(0).break_down("dead")
+        await asyncio.sleep(45)
+        assert router.counters["failed_starts"] == 1
+        assert "did not start within 20 s" in router.stats().replicas["engine-0"].fault
+        site.start_seconds = 5.0
+        await asyncio.sleep(60)
+        first, late, current = site.engines[0][0], site.engines[0][-1], router._replicas[0].engine.sampler
+        assert late.closed and first.closed
+        assert not current.closed
+
+    routed(site, scenario, start_timeout=20.0, backoff=10.0)
+
+
 def test_an_engine_that_forgot_its_versions_is_taken_out_and_its_requests_are_not_refused() -> None:
     site = Site(2)
 
@@ -477,6 +532,53 @@ def test_no_engine_has_more_requests_than_it_may_and_others_wait_in_order() -> N
     routed(site, scenario, max_in_flight=3)
 
 
+def test_a_retried_request_keeps_its_place() -> None:
+    site, order = Site(2, pace=10.0), []
+
+    async def ask(router: Router, i: int) -> None:
+        await mark(router, prompt=[i] * 40)
+        order.append(i)
+
+    async def scenario(router: Router) -> None:
+        asked = [asyncio.create_task(ask(router, i)) for i in range(6)]
+        await asyncio.sleep(1)
+        site.now(0).break_down("dead")
+        await asyncio.gather(*asked)
+        assert sorted(order[:2]) == [0, 1]
+
+    routed(site, scenario, max_in_flight=1)
+
+
+def test_a_request_cancelled_in_the_moment_it_is_placed_frees_its_place() -> None:
+    site = Site(1)
+
+    async def scenario(router: Router) -> None:
+        waiting = asyncio.create_task(mark(router))
+        running = mark(router)
+        await asyncio.sleep(0)  # `waiting` has been placed first
+        next_one = asyncio.create_task(mark(router))
+        await running
+        next_one.cancel()
+        await asyncio.gather(waiting, next_one, return_exceptions=True)
+        assert await mark(router) == BASE_MARK
+
+    routed(site, scenario, max_in_flight=1)
+
+
+def test_an_engine_that_hangs_is_found_by_the_first_request_that_times_out() -> None:
+    site = Site(2)
+
+    async def scenario(router: Router) -> None:
+        site.now(0).break_down("hung")
+        begun = asyncio.get_running_loop().time()
+        assert await marks(router, 2) == [BASE_MARK] * 2
+        await asyncio.sleep(5)
+        assert router.counters["unhealthy"] == 1
+        assert asyncio.get_running_loop().time() - begun < 30
+
+    routed(site, scenario, request_timeout=20.0, health_every=1000.0)
+
+
 def test_below_the_floor_requests_wait_and_that_is_said() -> None:
     site, events = Site(2), []
 
@@ -593,6 +695,8 @@ def test_closing_fails_what_is_pending_and_what_comes() -> None:
 
     async def scenario(router: Router) -> None:
         asked = [asyncio.create_task(mark(router)) for _ in range(3)]
+        site.publish_seconds = 50.0
+        asked.append(asyncio.create_task(router.publish(ROLE, weights_of(11))))
         await asyncio.sleep(1)
         await router.aclose()
         for task in asked:
@@ -602,7 +706,7 @@ def test_closing_fails_what_is_pending_and_what_comes() -> None:
             with pytest.raises(SamplerError, match="closed"):
                 await later
 
-    routed(site, scenario, max_in_flight=2)
+    routed(site, scenario, max_in_flight=2, max_attempts=1)
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
