@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import logging
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from cotune.errors import CotuneError
+from cotune.errors import ConfigError, CotuneError
+
+log = logging.getLogger("cotune")
 
 GRACE_SECONDS = 2.0
 """How long a process may take to end when Ray tells it to, before it is sent SIGKILL."""
@@ -50,15 +54,19 @@ class RayProcess:
     def __init__(
         self, target: str, *, cpus: float = 1.0, runtime_env: Mapping[str, Any] | None = None, most: int = 10_000
     ) -> None:
-        import ray
-
-        options = {"num_cpus": cpus, "max_concurrency": most, "runtime_env": dict(runtime_env or {})}
-        self._actor = ray.remote(_Host).options(**options).remote(target)
+        self._target = target
+        self._options = {"num_cpus": cpus, "max_concurrency": most}
+        self._runtime_env = dict(runtime_env or {})
+        self._actor: Any = None
         self.pid: int | None = None
         self.node = ""
 
     async def start(self) -> None:
-        """Return when the process is up, and `pid` and `node` are known. Raises ProcessGone."""
+        """Return when the process is up, and `pid` and `node` are known. Raises ConfigError, ProcessGone."""
+        import ray
+
+        runtime_env = await asyncio.to_thread(_uploaded, self._runtime_env)
+        self._actor = ray.remote(_Host).options(**self._options, runtime_env=runtime_env).remote(self._target)
         self.pid, self.node = await _answer(self._actor.place.remote())
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -69,17 +77,19 @@ class RayProcess:
         """End the process, also one that is stopped or busy, and wait until it has."""
         import ray
 
+        if self._actor is None:
+            return
         ray.kill(self._actor)
         await self._gone()
         if self.pid is None or self.node != _this_node():
             return
         # Ray calls an actor gone while its process is still stopped or busy; it would kill that one much later.
-        deadline = time.monotonic() + GRACE_SECONDS
         with contextlib.suppress(OSError):
-            while time.monotonic() < deadline:
-                os.kill(self.pid, 0)
-                await asyncio.sleep(0.02)
-            os.kill(self.pid, signal.SIGKILL)
+            for number in (0, signal.SIGKILL):
+                deadline = time.monotonic() + GRACE_SECONDS
+                while time.monotonic() < deadline:
+                    os.kill(self.pid, number)
+                    await asyncio.sleep(0.02)
 
     async def _gone(self) -> None:
         """Wait until Ray says that the process has ended."""
@@ -88,6 +98,24 @@ class RayProcess:
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(KILL_SECONDS):
                 await self._actor.place.remote()
+
+
+def _uploaded(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
+    """With the folders of `working_dir` and `py_modules` sent to the cluster, as `ray.init` does for its own.
+
+    To be done for every process: Ray forgets a folder that nothing uses. Raises ConfigError.
+    """
+    from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
+    from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
+
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            found = dict(runtime_env)
+            for upload in (upload_py_modules_if_needed, upload_working_dir_if_needed):
+                found = upload(found, include_gitignore=True, scratch_dir=scratch, logger=log)
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
+        raise ConfigError("cluster.runtime_env", dict(runtime_env), f"what Ray takes ({error})") from error
+    return found
 
 
 async def _answer(answer: Any) -> Any:

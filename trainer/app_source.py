@@ -41,7 +41,7 @@ class AppSource(msgspec.Struct, frozen=True, kw_only=True):
     """Where a worker finds the workflow, and what must be set before it is imported."""
 
     path: str
-    """`module:attribute` or `path/to/file.py:attribute`."""
+    """`module:attribute` or `path/to/file.py:attribute`; a relative one starts in the working folder."""
     folder: str | None = None
     """Working folder of the driver; a worker on a machine without it stays where it is."""
     sys_path: tuple[str, ...] = ()
@@ -73,9 +73,6 @@ def app_source(
     """
     path = workflow if isinstance(workflow, str) else import_path(workflow)
     own_folder = "working_dir" in runtime_env
-    source, _, name = path.rpartition(":")
-    if source.endswith(".py") and not own_folder:
-        path = f"{Path(source).resolve()}:{name}"
     return AppSource(
         path=path,
         folder=None if own_folder else str(Path.cwd()),
@@ -93,7 +90,8 @@ def import_path(workflow: Workflow) -> str:
         if module.__name__ != "__main__":
             return f"{module.__name__}:{name}"
         if file := getattr(module, "__file__", None):
-            main = f"{Path(file).resolve()}:{name}"
+            path = Path(file).resolve()
+            main = f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{name}"
     if main:
         return main
     code = getattr(workflow.fn, "__code__", None)

@@ -23,7 +23,6 @@ def test_an_object_is_found_by_its_module() -> None:
 
 def test_an_object_of_the_script_itself_is_found_by_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     script = types.ModuleType("__main__")
-    script.__file__ = "/somewhere/script.py"
 
     @cotune.workflow
     def solve(task: object) -> float:
@@ -31,7 +30,9 @@ def test_an_object_of_the_script_itself_is_found_by_its_file(monkeypatch: pytest
 
     script.solve = solve
     monkeypatch.setitem(sys.modules, "__main__", script)
-    assert import_path(workflow_of(solve)) == "/somewhere/script.py:solve"
+    for file, path in (("/somewhere/script.py", "/somewhere/script.py"), (f"{Path.cwd()}/a/b.py", "a/b.py")):
+        script.__file__ = file
+        assert import_path(workflow_of(solve)) == f"{path}:solve"
 
 
 def test_what_a_worker_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -41,7 +42,7 @@ def test_what_a_worker_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("SECRET_OF_MINE", "no")
     monkeypatch.setattr(sys, "path", ["", "/usr/lib", *sys.path])
     source = app_source("app.py:solve", env={"MINE": "1", "OPENAI_API_KEY": "other"}, runtime_env={})
-    assert source.path == f"{tmp_path}/app.py:solve"
+    assert source.path == "app.py:solve"
     assert source.folder == str(tmp_path)
     assert source.sys_path[:2] == (str(tmp_path), "/usr/lib")
     assert source.env["OPENAI_API_KEY"] == "other"

@@ -234,10 +234,10 @@ def test_scorer_errors_come_back(pair: tuple[Driver, RaySampler]) -> None:
     }
 
 
-def test_workers_are_light(pair: tuple[Driver, RaySampler], record_property: Callable[[str, object], None]) -> None:
+def test_workers_are_light(pair: tuple[Driver, RaySampler]) -> None:
     made, _ = pair
-    record_property("resident_mb", made.workers.started.resident_mb)
     assert not made.workers.started.torch
+    assert 0 < made.workers.started.resident_mb < 300
 
 
 def test_workers_share_the_work(troubled: Driver) -> None:
@@ -439,6 +439,17 @@ def test_environment_and_errors_of_the_import(ray_runtime: RayRuntime, tiny_base
     (tmp_path / "keyed.py").write_text("import os\n" + PLAIN + "\nif 'HIS_KEY' in os.environ: raise ValueError('mine')")
     with pytest.raises(ConfigError, match="ValueError: mine"):
         failing(f"{tmp_path}/keyed.py:solve", tiny_base, env={"HIS_KEY": "1"})
+
+
+def test_a_folder_that_ray_brings(
+    ray_runtime: RayRuntime, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sent.py").write_text(
+        f"import os\n{PLAIN}\nif 'COTUNE_ROLLOUT_WORKER' in os.environ: raise ValueError(__file__)"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"ValueError: \S*working_dir_files\S*sent.py"):
+        failing("sent:solve", tiny_base, runtime_env={"working_dir": str(tmp_path)})
 
 
 def test_no_room_for_the_workers(ray_runtime: RayRuntime, tiny_base: Path) -> None:
