@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,7 +71,7 @@ def start(folder: Path, words: list[str]) -> subprocess.Popen[bytes]:
     )
 
 
-def one(folder: Path, base: Path, steps: int, chance: random.Random) -> Verdict:
+def one(folder: Path, base: Path, steps: int, chance: random.Random, faults: Sequence[chaos.Fault]) -> Verdict:
     """A run with one fault, resumed until it has finished."""
     started = time.perf_counter()
     process = start(folder, command(folder, base, steps))
@@ -78,7 +79,7 @@ def one(folder: Path, base: Path, steps: int, chance: random.Random) -> Verdict:
     injected, family = None, []
     if chaos.wait_for(moment, folder / "run", process.pid):
         family = chaos.family(process.pid)
-        injected = chaos.inject(process.pid, chance)
+        injected = chaos.inject(process.pid, chance, faults)
     ended, resumes, leaked = finish(process), 0, 0
     leaked += len(chaos.survivors(family, 60.0))
     while ended != "finished" and resumes < 3:
@@ -121,7 +122,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of each run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--keep", type=Path, help="keep the runs' folders here")
+    parser.add_argument("--fault", choices=[fault.name for fault in chaos.FAULTS], help="default: any of them")
     options = parser.parse_args()
+    faults = [fault for fault in chaos.FAULTS if options.fault in (None, fault.name)]
     verdicts = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
@@ -129,7 +132,7 @@ def main() -> None:
         for number in range(options.runs):
             place = folder / f"run{number}"
             place.mkdir(parents=True)
-            found = one(place, base, options.steps, random.Random(options.seed * 1000 + number))
+            found = one(place, base, options.steps, random.Random(options.seed * 1000 + number), faults)
             verdicts.append(found)
             print(f"{number:>3}  {found.fault:<46} {found.ended:<9} resumes {found.resumes}  {found.seconds:6.0f} s  "
                   f"lost {found.groups_lost}  twice {found.trained_twice}  stale {found.stale_trained}  "

@@ -124,7 +124,7 @@ async def roll_out(run: Run, step: int, progress: Progress) -> list[Episode]:
     """All episodes of a step; those that a run before an interruption brought to a good end are not run again.
 
     When this is cancelled, finished episodes stay recorded for a resumed run. Raises SamplerError when the sampler is
-    gone: the step is not trained on, as episodes failed that need not have.
+    gone and RunError when records were lost: the step is not trained on, as it lacks episodes that it need not lack.
     """
     config = run.config
     tasks = tasks_of_step(run.tasks, step, config.tasks_per_step, config.seed)
@@ -159,6 +159,11 @@ async def roll_out(run: Run, step: int, progress: Progress) -> list[Episode]:
         errors = run.workers.scorer_errors
     run.store.flush()
     progress.scorer_errors(errors)
+    if run.store.lost:
+        raise RunError(
+            f"{run.store.lost} records could not be stored, so step {step + 1} is not trained on.",
+            f"See the log; free some space, then go on with: cotune train --resume {run.folder.path}",
+        )
     await run.sampler.info()
     return episodes
 
