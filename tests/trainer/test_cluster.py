@@ -22,7 +22,7 @@ from cotune.integrations.ray_runtime import RayRuntime
 from cotune.sqlite_store import SqliteStore
 from cotune.trainer.fsdp_learner import FsdpLearner
 from cotune.trainer.run_folder import read_metrics
-from tests.trainer import worker_app
+from tests.trainer import chaos, worker_app
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS, application, letters
 
@@ -132,7 +132,7 @@ def test_two_full_policies_do_not_fit_one_vllm_engine(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_leaves_nothing_and_goes_on(tiny_base: Path, tmp_path: Path, number: signal.Signals) -> None:
-    before = leftovers()
+    before = {path.name for path in Path("/dev/shm").iterdir()}
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
     settings = [f"--set=cluster.{k}={json.dumps(v)}" for k, v in CLUSTER.items()]
     command = [sys.executable, "-m", "cotune.cli", "train", "tests.trainer.worker_app:solve"]
@@ -146,6 +146,7 @@ def test_a_stopped_run_leaves_nothing_and_goes_on(tiny_base: Path, tmp_path: Pat
         deadline = time.monotonic() + 200
         while len(steps_of(tmp_path / "run")) < 2 and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
+        family = chaos.family(process.pid)
         if number == signal.SIGINT:
             os.killpg(process.pid, number)
         else:
@@ -154,21 +155,7 @@ def test_a_stopped_run_leaves_nothing_and_goes_on(tiny_base: Path, tmp_path: Pat
     said = (tmp_path / "log").read_text()
     assert code == 130, said
     assert "Go on with: --resume" in said
-    assert leftovers() == before
+    assert len(family) > 5
+    assert chaos.survivors(family, 10.0) == []
+    assert {path.name for path in Path("/dev/shm").iterdir()} - before == set()
     assert len(steps_of(tmp_path / "run")) >= 2
-
-
-def leftovers() -> set[str]:
-    """Ray's processes and shared-memory files that belong to no one's session but a dead run's."""
-    mine = ("raylet", "gcs_server", "ray::", "cotune")
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            line = b" ".join(words).decode(errors="replace")
-            if any(mark in line for mark in mine) and "pytest" not in line:
-                found.add(f"{entry.name} {line[:100]}")
-    return found | {str(path) for path in Path("/dev/shm").iterdir()}
