@@ -20,6 +20,8 @@ from cotune.trainer.worker_guard import MARK
 
 _WORKER = "cotune.trainer.rollout_worker:RolloutWorker"
 _PULSE_SECONDS = 5.0
+_LONGEST_PAUSE = 30.0
+"""Between attempts to start a worker, in seconds."""
 _SLACK_SECONDS = 1.0
 """An episode that is this much over its time-out was not stopped by its own event loop."""
 
@@ -170,15 +172,19 @@ class WorkerPool:
 
     async def _kept(self, number: int, process: RayProcess | None) -> None:
         """One worker after another under this number, until the pool gives up."""
+        failures = 0
         while self._failure is None:
             try:
                 worker = _Worker(number, process or await self._start())
             except (ProcessGone, TimeoutError) as error:
                 process = None
-                self._on_loss(WorkerLost(worker=number, pid=None, cause=f"it did not start: {error}"))
-                self._died(str(error))
+                cause = f"its successor did not start: {error or f'not within {self._limits.start:g} s'}"
+                self._on_loss(WorkerLost(worker=number, pid=None, cause=cause))
+                self._died(cause)
+                await asyncio.sleep(min(2.0**failures, _LONGEST_PAUSE))
+                failures += 1
                 continue
-            process = None
+            process, failures = None, 0
             self._workers.append(worker)
             self._dispatch()
             loss = await self._watch(worker)
@@ -255,6 +261,8 @@ class WorkerPool:
         if not worker.full and worker.finished:
             if limits.memory_mb and pulse.resident_mb > limits.memory_mb:
                 worker.full = f"it has {pulse.resident_mb} MB of memory"
+            elif pulse.overdue:
+                worker.full = f"code of {pulse.overdue} episodes that have ended still runs in it"
             elif pulse.threads > limits.threads:
                 worker.full = f"it has {pulse.threads} threads"
             elif pulse.processes > limits.processes:

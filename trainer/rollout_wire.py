@@ -88,7 +88,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker is. `blocked` is for how many seconds its event loop has not come round, `culprit` the order whose
-    code holds it up (None where that cannot be told), `where` that code."""
+    code holds it up (None where that cannot be told), `where` that code. `overdue` counts plain functions that run on
+    in a thread although their episodes have ended."""
 
     blocked: float
     culprit: str | None
@@ -96,6 +97,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     resident_mb: int
     threads: int
     processes: int
+    overdue: int
 
 
 def pack(records: Sequence[Record]) -> tuple[bytes, int]:

@@ -43,6 +43,8 @@ class RolloutWorker:
         self._loop = asyncio.SelectorEventLoop()
         self._thread = threading.Thread(target=self._live, name="cotune-episodes", daemon=True)
         self._running: dict[str, _Running] = {}
+        self._inside: set[LiveEpisode] = set()
+        """Episodes whose workflow is a plain function, while it runs: at a time-out it goes on in its thread."""
         self._ticked = time.monotonic()
         self._setup: Setup | None = None
         self._workflow: Workflow | None = None
@@ -78,6 +80,7 @@ class RolloutWorker:
             resident_mb=resident_mb(),
             threads=threading.active_count(),
             processes=len(leftovers(self._setup.mark, os.getpid())) - 1,
+            overdue=sum(live.ended for live in list(self._inside)),
         )
 
     async def close(self) -> int:
@@ -95,7 +98,7 @@ class RolloutWorker:
         workflow = setup.app.load()
         for activate in activators:  # here, where what it imports is on no episode's time
             activate()
-        self._workflow = dataclasses.replace(workflow, fn=_without_exit(workflow.fn))
+        self._workflow = dataclasses.replace(workflow, fn=self._contained(workflow.fn))
         if setup.sampler is not None:
             from cotune.integrations.chat_light import load_chat_light
 
@@ -180,6 +183,30 @@ class RolloutWorker:
         found = [r.order.id for r in list(self._running.values()) if live is not None and r.order.task is live.task]
         return (found[0] if found else None), where
 
+    def _contained(self, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`fn`, whose `sys.exit` ends its episode and nothing else."""
+        if inspect.iscoroutinefunction(fn):
+
+            async def run(task: Any) -> Any:
+                try:
+                    return await fn(task)
+                except SystemExit as error:
+                    raise _exited(error) from error
+
+            return run
+
+        def call(task: Any) -> Any:
+            live = current_episode.get()
+            self._inside.add(live)
+            try:
+                return fn(task)
+            except SystemExit as error:
+                raise _exited(error) from error
+            finally:
+                self._inside.discard(live)
+
+        return call
+
 
 class _Running:
     """An episode that this worker runs. `task` is set and cancelled on the episodes' loop."""
@@ -204,22 +231,5 @@ class _Records:
         self.records.extend(records)
 
 
-def _without_exit(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`fn`, whose `sys.exit` ends its episode and nothing else."""
-    if inspect.iscoroutinefunction(fn):
-
-        async def run(task: Any) -> Any:
-            try:
-                return await fn(task)
-            except SystemExit as error:
-                raise RuntimeError(f"sys.exit({error.code!r}) was called") from error
-
-        return run
-
-    def call(task: Any) -> Any:
-        try:
-            return fn(task)
-        except SystemExit as error:
-            raise RuntimeError(f"sys.exit({error.code!r}) was called") from error
-
-    return call
+def _exited(error: SystemExit) -> RuntimeError:
+    return RuntimeError(f"sys.exit({error.code!r}) was called")

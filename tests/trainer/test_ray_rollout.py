@@ -45,6 +45,7 @@ ANSWERING = Answering(
     seed=7,
 )
 STEP = {"phase": "train", "training_step": 3}
+pytestmark = pytest.mark.timeout(900)
 QUICK = WorkerLimits(heartbeat=6.0, start=200.0, processes=20)
 
 
@@ -372,6 +373,20 @@ def test_nothing_is_left_of_closed_workers(troubled: Driver) -> None:
     wait_until(lambda: not guards(pids))
     actors = ray._private.state.actors().values()
     assert {a["State"] for a in actors if a["Pid"] in pids} <= {"DEAD"}
+
+
+def test_a_plain_function_that_no_timeout_stops(ray_runtime: RayRuntime, tiny_base: Path, tmp_path: Path) -> None:
+    with driver(tmp_path) as made:
+        made.open("tests.trainer.trouble_app:plain", None, tiny_base, workers=1)
+        tasks = as_tasks([{"id": "long", "seconds": 600}, {"id": "short", "seconds": 0}])
+        rolling = made.workers.rollout(tasks, sink=Sink(), answering=None, timeout=2.0, **STEP)
+        long, short = made.run(rolling)
+        assert "did not finish within 2.0 seconds" in long.error
+        assert short.status == "ok"
+        deadline = time.monotonic() + 30
+        while not made.lost and time.monotonic() < deadline:
+            made.run(asyncio.sleep(0.2))
+        assert "code of 1 episodes that have ended still runs in it" in str(made.lost[0])
 
 
 def leaked(made: Driver) -> int:

@@ -23,6 +23,13 @@ async def trouble(task: dict[str, Any]) -> float:
     return 1.0
 
 
+@cotune.workflow
+def plain(task: dict[str, Any]) -> float:
+    """A plain function: no time-out stops it."""
+    time.sleep(task["seconds"])
+    return 1.0
+
+
 class _Deeds:
     @staticmethod
     async def nothing(task: dict[str, Any]) -> None:
