@@ -17,7 +17,7 @@ class Probe(VllmSampler):
     """`info().counters` holds the adapters in the engine, the requests of its last step, and this process."""
 
     async def _info(self) -> SamplerInfo:
-        loras = await self._llm.list_loras()
+        loras = set() if self._full else await self._llm.list_loras()
         (requests,) = await self._ask("cotune_requests")
         counters = {"adapters": len(loras), "requests": requests, "pid": os.getpid()}
         return msgspec.structs.replace(await super()._info(), counters=counters)
