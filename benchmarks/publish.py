@@ -3,7 +3,7 @@
 A Qwen3 of about 0.8M parameters with random weights (hidden 128, 2 layers, vocabulary 2,048) in fp32, an adapter of
 rank 16 on all linear modules. Each round changes the adapter, then `prove_publish` sends it to the engine as the next
 version, compares the fingerprint of what the engine loaded, samples a probe of 4 prompts x 16 tokens, compares its
-log-probabilities with PEFT's, and retires the version before. Four requests sample from the engine all the time.
+log-probabilities with PEFT's, and retires the version before. `--load` requests sample from the base all the time.
 `publish_s` is all of that, `send_s` the publish alone, `adapters_left` what the engine still holds in the end.
 
     python benchmarks/publish.py --rounds 30
@@ -114,10 +114,10 @@ def change(model: Any) -> Weights:
     return {name: tensor.numpy().copy() for name, tensor in get_peft_model_state_dict(model).items()}
 
 
-async def measure(model: Any, folder: Path, rounds: int) -> dict[str, Any]:
+async def measure(model: Any, folder: Path, rounds: int, requests: int) -> dict[str, Any]:
     engine = await start_sampler("publish:open_engine", {"model": str(folder)})
     timed, seconds, proof = Timed(engine), [], None
-    load = [asyncio.create_task(sample_on(engine)) for _ in range(4)]
+    load = [asyncio.create_task(sample_on(engine)) for _ in range(requests)]
     for version in range(1, rounds + 1):
         ref, weights = PolicyRef("actor", version), change(model)
         start = time.perf_counter()
@@ -135,6 +135,7 @@ async def measure(model: Any, folder: Path, rounds: int) -> dict[str, Any]:
         "publish_s_max": round(max(seconds), 4),
         "send_s_median": round(statistics.median(timed.seconds), 4),
         "rounds": rounds,
+        "load": requests,
         "adapters_left": left,
     }
 
@@ -163,10 +164,11 @@ async def sample_on(engine: RaySampler) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--load", type=int, default=0)
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, open_ray("local", num_cpus=2):
-        figures = asyncio.run(measure(build(Path(folder)), Path(folder), rounds))
+        figures = asyncio.run(measure(build(Path(folder)), Path(folder), arguments.rounds, arguments.load))
     print(json.dumps(figures))
 
 

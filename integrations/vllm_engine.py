@@ -144,7 +144,7 @@ class VllmSampler(LoopSampler):
             "worker_extension_cls": _WORKER,
         }
         if cpu:
-            # A seeded request whose prompt is computed in parts kills the engine: torch's CPU generators have no offset.
+            # A seeded request whose prompt is computed in parts kills the engine: CPU generators have no offset.
             common["enable_chunked_prefill"] = False
         if self._full:
             return {**common, "weight_transfer_config": {"backend": _BACKEND}}

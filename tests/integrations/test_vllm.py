@@ -221,12 +221,24 @@ def test_another_version_of_vllm_is_refused(contract_model: Path, monkeypatch: p
         run(VllmSampler.open(contract_model))
 
 
-def test_no_process_and_no_folder_outlives_an_actor_that_is_killed(vllm_in_ray: Sampler, roles: Reference) -> None:
+def test_a_killed_engine_fails_its_requests_and_a_killed_actor_leaves_nothing(
+    vllm_in_ray: Sampler, roles: Reference
+) -> None:
     """The last test of the engine in Ray."""
     run(vllm_in_ray.publish(PolicyRef("orphan", 1), roles.weights["writer"], LORA))
     actor = psutil.Process(run(vllm_in_ray.info()).counters["pid"])
     family = [actor, *actor.children(recursive=True)]
-    assert len(family) >= 3
+    core = next(process for process in family if "EngineCore" in " ".join(process.cmdline()))
+
+    async def scenario() -> None:
+        pending = asyncio.create_task(vllm_in_ray.sample(PROMPTS[0], 8, params(max_tokens=480), BASE))
+        await asyncio.sleep(0.1)
+        os.kill(core.pid, signal.SIGKILL)
+        for request in (pending, vllm_in_ray.sample(PROMPTS[0], 1, params(), BASE), vllm_in_ray.info()):
+            with pytest.raises(SamplerError, match="engine is gone"):
+                await request
+
+    run(asyncio.wait_for(scenario(), 120))
     os.kill(actor.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(family, timeout=60)
     assert alive == []

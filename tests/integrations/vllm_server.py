@@ -25,7 +25,8 @@ ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
 }
-ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "64", "--logprobs-mode", "processed_logprobs"]
+ENGINE = ["--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-seqs", "64"]
+ARGUMENTS = [*ENGINE, "--logprobs-mode", "processed_logprobs"]
 ADAPTERS = ["--enable-lora", "--max-loras", "7", "--max-cpu-loras", "7", "--max-lora-rank", "8"]
 START_SECONDS = 600
 
