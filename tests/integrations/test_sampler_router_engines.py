@@ -147,8 +147,8 @@ def test_ray_actors_are_killed_and_stopped_in_the_middle_of_a_burst(
             await asyncio.to_thread(break_down, victim)
             assert largest_gap(reference, await asked) < 1e-4
 
-            async def back(restarts: int = restarts) -> bool:
-                return sorted(await states(sampler)) == ["healthy", "healthy"]
+            async def back() -> bool:
+                return await states(sampler) == ["healthy", "healthy"]
 
             await until(back)
             counters = (await sampler.info()).counters
@@ -156,9 +156,33 @@ def test_ray_actors_are_killed_and_stopped_in_the_middle_of_a_burst(
         assert counters["retried"] == counters["died"] >= 2
         assert counters["failed"] == 0
         assert largest_gap(reference, await burst(sampler, 24)) < 1e-4
+        await cancelled_everywhere(sampler)
         await sampler.aclose()
 
     asyncio.run(scenario())
+
+
+async def cancelled_everywhere(sampler: RaySampler) -> None:
+    """What is cancelled here ends in the router's process and in the engines'."""
+    endless = SamplingParams(max_tokens=400)
+    doomed = [asyncio.create_task(sampler.sample(prompt, 8, endless, BASE)) for prompt in PROMPTS[:8]]
+    engines = await sampler._actor.__ray_call__.remote(engine_actors)
+
+    async def working() -> int:
+        return sum(
+            [await engine.__ray_call__.remote(lambda hosted: len(hosted._sampler._pending)) for engine in engines]
+        )
+
+    async def begun() -> bool:
+        return await working() == 8
+
+    async def ended() -> bool:
+        return await working() == 0 and (await sampler.info()).counters["cancelled"] == 8
+
+    await until(begun)
+    for task in doomed:
+        task.cancel()
+    await until(ended)
 
 
 async def states(sampler: RaySampler) -> list[str]:
