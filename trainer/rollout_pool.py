@@ -202,6 +202,12 @@ class WorkerPool:
                 await process.start()
                 started = await process.call("start", msgspec.structs.replace(self._setup, mark=mark))
             self._check(started)
+        except TypeError as error:
+            await asyncio.shield(process.kill())
+            allowed = f"one that crosses processes ({str(error).splitlines()[0]})"
+            raise ConfigError(
+                "sampler", type(self._setup.sampler).__name__, allowed, "Host it by start_sampler."
+            ) from error
         except BaseException:
             await asyncio.shield(process.kill())
             raise

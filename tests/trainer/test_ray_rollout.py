@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -416,8 +417,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 
 
 def failing(flow: Any, base: Path, **settings: Any) -> None:
-    settings = {"workers": 1, "cpus": 0.1, "limits": QUICK, **settings}
-    asyncio.run(RolloutWorkers.open(flow, sampler=None, model=str(base), **settings))
+    settings = {"workers": 1, "cpus": 0.1, "limits": QUICK, "sampler": None, **settings}
+    asyncio.run(RolloutWorkers.open(flow, model=str(base), **settings))
 
 
 def test_a_workflow_without_an_import_path_is_refused(tiny_base: Path) -> None:
@@ -435,11 +436,16 @@ def test_training_that_a_worker_would_start_is_refused(tiny_base: Path, monkeypa
 
 
 def test_a_worker_that_finds_another_workflow_is_refused(ray_runtime: RayRuntime, tiny_base: Path) -> None:
-    flow = workflow_of(worker_app.solve)
+    flow = workflow_of(trouble_app.trouble)
     more = Workflow(flow.name, flow.fn, {**flow.scorers, "third": letters})
     with pytest.raises(ConfigError, match="scorers") as refused:
         failing(more, tiny_base)
     assert "third" in str(refused.value)
+
+
+def test_a_sampler_that_stays_where_it_is_is_refused(ray_runtime: RayRuntime, tiny_base: Path) -> None:
+    with pytest.raises(ConfigError, match="crosses processes"):
+        failing("tests.trainer.trouble_app:plain", tiny_base, sampler=threading.Lock())
 
 
 def test_an_application_that_ends_its_process_when_imported(
