@@ -6,7 +6,6 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from cotune.errors import GroupError
 from cotune.integrations.ray_gang import RayGang
 from cotune.trainer.fsdp_learner import FsdpLearner, Pool
 from cotune.trainer.fsdp_worker import FsdpRank
@@ -27,10 +26,6 @@ class TestedRank(FsdpRank):
         if self._rank == rank:
             raise ZeroDivisionError("nothing is left")
         dist.barrier()
-
-    def refuse(self, rank: int) -> None:
-        if self._rank == rank:
-            raise GroupError(f"Rank {rank} refuses.")
 
     def update_counted(self, policy: str, rows: bytes) -> int:
         """How often gradients are exchanged in an update."""
