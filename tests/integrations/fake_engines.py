@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import math
-import random
 import selectors
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -259,10 +258,3 @@ class Site:
             return engine
 
         return make
-
-
-def break_some(site: Site, chance: random.Random, modes: Sequence[str]) -> None:
-    """Break one of the engines that are there."""
-    there = [engines[-1] for engines in site.engines if engines]
-    if there:
-        chance.choice(there).break_down(chance.choice(modes))
