@@ -294,7 +294,10 @@ def _said(cause: Exception) -> str:
 
 
 def _alive(pid: int) -> bool:
+    """Whether a process or, once it has ended, any of its threads still runs and holds its sockets and memory."""
+    process = Path("/proc", str(pid))
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        ended = (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return not ended or len(list((process / "task").iterdir())) > 1
     except OSError:
         return False

@@ -39,8 +39,10 @@ class BrokenRank(Rank):
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended but is not yet reaped does not."""
+    """Whether a process, or a thread that outlives its end, runs; one that waits to be reaped does not."""
+    process = Path("/proc", str(pid))
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        ended = (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return not ended or len(list((process / "task").iterdir())) > 1
     except OSError:
         return False

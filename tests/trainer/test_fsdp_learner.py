@@ -362,8 +362,8 @@ def test_pools_of_their_own_update_at_once_and_are_lost_alone(pools, saved, base
 
 
 def test_nothing_is_left_after_closing(pools):
-    before = ray.available_resources().get("CPU", 0)
     learner = pools("per_policy")
+    before = ray.available_resources().get("CPU", 0)
     processes = [pid for pool in learner._pools for pid in pool.gang.processes]
     ports = [port for pid in processes for port in listening(pid) - listening(parent(pid))]
     assert ports
