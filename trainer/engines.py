@@ -56,6 +56,13 @@ def engine_arguments(config: TrainConfig, model: str) -> dict[str, Any]:
     if full and (len(full) > 1 or any(p.kind == "lora" for p in config.policy)):
         raise _one_full(", ".join(full))
     if full or (config.policies == "full" and not config.policy):
+        if config.ahead:
+            raise ConfigError(
+                "mode",
+                config.mode,
+                "sync, where vLLM serves full weights: it holds one version only",
+                'Train adapters (--policies lora), or set cluster.engine = "transformers".',
+            )
         return {**arguments, "weights": "full"}
     specs = [p.lora.spec() for p in config.policy if p.kind == "lora"] or [config.lora.spec()]
     return {**arguments, "policies": policy_count(config), "max_lora_rank": max(spec.rank for spec in specs)}

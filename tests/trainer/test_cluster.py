@@ -128,6 +128,8 @@ def test_two_full_policies_do_not_fit_one_vllm_engine(trainer: Trainer) -> None:
     policy = [{"name": n, "roles": [n], "kind": "full"} for n in ("first", "second")]
     with pytest.raises(ConfigError, match="one policy of full weights"):
         trainer(worker_app.solve, cluster={**CLUSTER, "engine": "vllm"}, policy=policy)
+    with pytest.raises(ConfigError, match="it holds one version only"):
+        trainer(worker_app.solve, cluster={**CLUSTER, "engine": "vllm"}, policies="full", mode="async")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
