@@ -8,7 +8,7 @@ import numpy as np
 
 from cotune.errors import RequestRefused, SamplerError
 from cotune.integrations.model_folder import locate_model
-from cotune.policies import LoraSpec
+from cotune.policies import ALL_LINEAR, LoraSpec
 from cotune.records import PolicyRef
 from cotune.sampler import Weights
 
@@ -39,6 +39,17 @@ class ModelSkeleton:
                 read_adapter(weights, lora, self._model)
             except SamplerError as error:
                 raise RequestRefused(error.cause, error.remedy) from None
+
+    def empty_adapter(self) -> Weights:
+        """An adapter of rank 1 that changes nothing. Raises RequestRefused for a model without the usual modules."""
+        for name, module in self._model.named_modules():
+            if name.rpartition(".")[2] in ALL_LINEAR:
+                stem = f"base_model.model.{name}"
+                return {
+                    f"{stem}.lora_A.weight": np.zeros((1, module.in_features), np.float32),
+                    f"{stem}.lora_B.weight": np.zeros((module.out_features, 1), np.float32),
+                }
+        raise RequestRefused(f"{self.folder} has none of the modules {ALL_LINEAR}.", "Use another model.")
 
     def _check_full(self, weights: Weights) -> None:
         own = dict(self._model.named_parameters(remove_duplicate=False))

@@ -151,8 +151,9 @@ class VllmSampler(LoopSampler):
         return {
             **common,
             "enable_lora": True,
-            "max_loras": self._slots,
-            "max_cpu_loras": self._slots,
+            # The last slot stays empty: on CPUs, vLLM gives requests of the base what stands in it.
+            "max_loras": self._slots + 1,
+            "max_cpu_loras": self._slots + 1,
             "max_lora_rank": self._rank,
         }
 

@@ -114,8 +114,9 @@ class VllmHttpSampler(LoopSampler):
                 f"what {self._url} serves: {[c.id for c in cards if c.parent is None]}",
                 "Serve the run's model, or name it with --served-model-name.",
             )
-        self._base_name, self.max_model_len = base.id, base.max_model_len
+        self.max_model_len = base.max_model_len
         await self._check_adapters()
+        await self._load_base()
         await self._check_logprobs()
 
     def _is(self, model: str, card: Card) -> bool:
@@ -131,6 +132,19 @@ class VllmHttpSampler(LoopSampler):
                 "a server that takes adapters while it runs",
                 "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora.",
             )
+
+    async def _load_base(self) -> None:
+        """The base is asked for as an adapter that changes nothing: on CPUs, vLLM gives requests without one whatever
+        stands in its last slot, and a server's slots fill up."""
+        name, ref, lora = f"base#0-{self._mark}", PolicyRef("base"), LoraSpec(rank=1, alpha=1.0)
+        folder = await asyncio.to_thread(write_adapter, self._folders, name, ref, self._skeleton.empty_adapter(), lora)
+        try:
+            await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, CONTROL_SECONDS)
+        except SamplerError as error:
+            raise ConfigError(
+                "url", self._url, f"a server that takes adapters ({error.cause})", "Start it with --enable-lora."
+            ) from error
+        self._base_name = name
 
     async def _check_logprobs(self) -> None:
         """The one token that top_k = 1 leaves has log-probability 0, unless the server reports the model's own."""
@@ -180,11 +194,12 @@ class VllmHttpSampler(LoopSampler):
 
     async def _close(self) -> None:
         if self._client is not None:
-            for key, served in self._served.items():
+            base = [self._base_name] if self._base_name else []
+            for name in [*base, *(served.target for served in self._served.values())]:
                 try:
-                    await self._unload(served)
+                    await self._post("/v1/unload_lora_adapter", {"lora_name": name}, CONTROL_SECONDS)
                 except SamplerError as error:
-                    log.warning("%s is left in the server: %s", key, error)
+                    log.warning("%s is left in the server: %s", name, error)
             await self._client.aclose()
         self._folders.close()
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from transformers import Qwen3ForCausalLM
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations import versions
@@ -41,7 +42,8 @@ ENGINES = ["vllm_by_url", "vllm_in_ray"]
 @pytest.fixture(scope="module")
 def roles(contract_model: Path) -> Reference:
     models = {name: lora_model(contract_model, seed) for seed, name in enumerate(("writer", "critic"), start=7)}
-    return Reference(contract_model, None, models, {name: peft_weights(model) for name, model in models.items()})
+    base = Qwen3ForCausalLM.from_pretrained(contract_model).eval()
+    return Reference(contract_model, base, models, {name: peft_weights(model) for name, model in models.items()})
 
 
 def gaps(roles: Reference, name: str, prompt: list[int], candidates: list[Completion]) -> Any:
@@ -154,6 +156,27 @@ def test_a_full_engine_refuses_by_name_and_waits_for_a_version_that_drains(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_the_base_is_the_base_beside_adapters_in_a_full_engine(
+    engine: str, roles: Reference, request: pytest.FixtureRequest
+) -> None:
+    sampler: Sampler = request.getfixturevalue(engine)
+    many = [PolicyRef("filling", version) for version in range(1, slots(3, 1) + 1)]
+
+    async def scenario() -> Any:
+        for ref in many:
+            await sampler.publish(ref, roles.weights["writer"], LORA)
+        jobs = [sampler.sample(p, 3, params(), policy) for policy in (many[0], BASE) for p in PROMPTS]
+        drawn = await asyncio.gather(*jobs)
+        for ref in many:
+            await sampler.retire(ref)
+        return drawn[len(PROMPTS) :]
+
+    for prompt, candidates in zip(PROMPTS, run(scenario()), strict=True):
+        plain = [roles.logprobs(None, prompt, c.token_ids, 1.0) for c in candidates]
+        assert np.abs(np.concatenate(plain) - np.concatenate([c.logprobs for c in candidates])).max() < 1e-4
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_neighbouring_seeds_share_no_candidate(engine: str, request: pytest.FixtureRequest) -> None:
     sampler: Sampler = request.getfixturevalue(engine)
 
@@ -192,13 +215,13 @@ def test_a_server_keeps_no_adapter_of_a_client_that_has_left(
     vllm_url: str, contract_model: Path, roles: Reference
 ) -> None:
     async def scenario(weights: Weights) -> None:
-        clients = [await VllmHttpSampler.open(vllm_url, contract_model) for _ in range(2)]
         before = models_of(vllm_url)
+        clients = [await VllmHttpSampler.open(vllm_url, contract_model) for _ in range(2)]
         for client in clients:  # two runs may use one server: equal versions do not meet
             await client.publish(PolicyRef("guest", 1), weights, LORA)
             await client.publish(PolicyRef("guest", 2), weights, LORA)
             await client.retire(PolicyRef("guest", 1))
-        assert len(models_of(vllm_url) - before) == 2
+        assert len(models_of(vllm_url) - before) == 4  # with the base of each
         for client in clients:
             await client.aclose()
         assert models_of(vllm_url) == before

@@ -30,6 +30,8 @@ class FakeServer:
             ("GET", "/version"): (200, {"version": "0.28.0"}),
             ("GET", "/v1/models"): (200, {"data": [{"id": "base", "root": str(model), "max_model_len": 512}]}),
             ("GET", "/v1/load_lora_adapter"): (405, {}),
+            ("POST", "/v1/load_lora_adapter"): (200, b"loaded"),
+            ("POST", "/v1/unload_lora_adapter"): (200, b"unloaded"),
             ("POST", "/v1/completions"): (200, {"choices": [TOKEN]}),
         }
         fake = self
@@ -91,8 +93,9 @@ def sampling(server: FakeServer, model: Path, answer: tuple[int, Any]) -> Any:
 def test_everything_that_shapes_the_distribution_is_sent(server: FakeServer, contract_model: Path) -> None:
     (reply,) = sampling(server, contract_model, (200, {"choices": [TOKEN]}))
     assert (reply.token_ids, reply.logprobs, reply.finish_reason) == ((2,), (0.0,), "stop")
-    body = server.asked[-1]
-    assert (body["model"], body["prompt"], body["max_tokens"]) == ("base", [5, 6], 3)
+    *_, body, unloaded = server.asked
+    assert body["model"] == unloaded["lora_name"]
+    assert (body["prompt"], body["max_tokens"]) == ([5, 6], 3)
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
     assert {key: body[key] for key in neutral} == neutral
 
@@ -105,6 +108,7 @@ def test_everything_that_shapes_the_distribution_is_sent(server: FakeServer, con
         (("GET", "/version"), (401, {"error": "Unauthorized"}), ConfigError, "Check the API key"),
         (("GET", "/version"), (200, {"version": "0.9.1"}), UnsupportedVersion, "vllm 0.9.1 cannot be used"),
         (("GET", "/v1/load_lora_adapter"), (404, {}), ConfigError, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+        (("POST", "/v1/load_lora_adapter"), (500, {"message": "LoRA is not enabled"}), ConfigError, "--enable-lora"),
         (
             ("POST", "/v1/completions"),
             (200, {"choices": [{**TOKEN, "logprobs": {"token_logprobs": [-0.7]}}]}),
