@@ -29,9 +29,11 @@ _BEFORE_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
+    "RAY_worker_niceness": "0",
 }
-"""What Ray reads from the environment before it starts: patience, no telemetry, no idle workers, and GPUs hidden from
-workers that ask for none."""
+"""What Ray reads from the environment before it starts: patience, no telemetry, no idle workers, GPUs hidden from
+workers that ask for none, and actors that get the same share of the CPUs as the process that waits for them (Ray's own
+niceness of 15 lets anything else on the machine starve them)."""
 
 _LONGEST_FOLDER = 24
 """Ray puts sockets of up to 80 more characters under its folder; the system takes 107 in all."""
