@@ -37,6 +37,9 @@ Fail = Callable[[SamplerError], None]
 START_SECONDS = 600.0
 """How long a process may take to load its model."""
 
+_LOADING = threading.Lock()
+"""transformers loads a model under settings of the whole process: two at once spoil each other."""
+
 
 class Host(Protocol):
     """Runs one engine. `send` never blocks; replies and the engine's end arrive on a thread of the host."""
@@ -52,7 +55,8 @@ class ThreadHost:
     def __init__(self, source: ModelSource, receive: Receive, fail: Fail) -> None:
         from cotune.integrations.transformers_engine import load
 
-        self._engine = load(source, receive)
+        with _LOADING:
+            self._engine = load(source, receive)
         self._fail = fail
         self._thread = threading.Thread(target=self._run, name="cotune-sampler", daemon=True)
         self._thread.start()
