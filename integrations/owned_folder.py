@@ -6,11 +6,24 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _LOCK = ".owner"
+_ALSO = ".also"
+
+
+def goes_with(folder: Path, others: Iterable[Path]) -> None:
+    """Remove these files too when an owned folder is removed."""
+    (folder / _ALSO).write_text("\n".join(map(str, others)))
+
+
+def _remove(folder: Path) -> None:
+    if (folder / _ALSO).exists():
+        for name in (folder / _ALSO).read_text().splitlines():
+            Path(name).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -28,7 +41,7 @@ def owned_folder(parent: Path, prefix: str) -> Iterator[Path]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         os.close(lock)
 
 
@@ -39,7 +52,7 @@ def _remove_if_free(folder: Path) -> None:
         return  # being made or removed by another process, or of another user
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
     except BlockingIOError:
         pass
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import quote
@@ -12,7 +13,7 @@ from urllib.parse import quote
 import numpy as np
 
 from cotune.errors import SamplerError
-from cotune.integrations.owned_folder import owned_folder
+from cotune.integrations.owned_folder import goes_with, owned_folder
 from cotune.policies import LoraSpec
 from cotune.records import PolicyRef
 from cotune.sampler import Weights
@@ -36,11 +37,19 @@ class SharedFolders:
     def make(self, name: str, size: int) -> Path:
         """A fresh folder for `size` bytes."""
         parent = self._parent or (SHARED_MEMORY if _free(SHARED_MEMORY) > 2 * size else Path(tempfile.gettempdir()))
-        if parent not in self._made:
-            self._made[parent] = self._owned.enter_context(owned_folder(parent, "cotune-weights"))
-        folder = self._made[parent] / quote(name, safe="@#")
+        folder = self._in(parent) / quote(name, safe="@#")
         folder.mkdir()
         return folder
+
+    def adopt(self, files: Sequence[Path]) -> None:
+        """Remove these files too, in the end or after this process was killed."""
+        if files:
+            goes_with(self._in(self._parent or SHARED_MEMORY), files)
+
+    def _in(self, parent: Path) -> Path:
+        if parent not in self._made:
+            self._made[parent] = self._owned.enter_context(owned_folder(parent, "cotune-weights"))
+        return self._made[parent]
 
     def remove(self, name: str) -> None:
         for parent in self._made.values():

@@ -22,6 +22,7 @@ from cotune.sampler import Completion, SamplerInfo, SamplingParams, Weights
 
 log = logging.getLogger(__name__)
 
+_SHARED_FILES = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
 _WORKER = "cotune.integrations.vllm_worker.CotuneWorker"
 _BACKEND = "cotune-folder"
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -119,6 +120,7 @@ class VllmSampler(LoopSampler):
             self._llm = AsyncLLM.from_engine_args(arguments)
             self.max_model_len = self._llm.model_config.max_model_len
             await self._generate([1], 1, SamplingParams(max_tokens=1), None)  # the first request compiles kernels
+            self._folders.adopt(await asyncio.to_thread(_shared_memory))
             if self._full:
                 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -307,6 +309,19 @@ class VllmSampler(LoopSampler):
             self._fail(gone)
             return gone
         return SamplerError(f"vLLM failed: {_reason(error)}.", "Read vLLM's log.")
+
+
+def _shared_memory() -> list[Path]:
+    """Files in shared memory that vLLM's processes hold; it leaves them there when it is killed."""
+    import psutil
+
+    files = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            files |= {Path(m.path) for m in process.memory_maps() if m.path.startswith(_SHARED_FILES)}
+        except psutil.Error:
+            continue
+    return sorted(files)
 
 
 def _sampling(n: int, params: SamplingParams) -> Any:

@@ -261,6 +261,8 @@ def test_a_killed_engine_fails_its_requests_and_a_killed_actor_leaves_nothing(
             with pytest.raises(SamplerError, match="engine is gone"):
                 await request
 
+    shared = {Path(m.path) for p in family for m in p.memory_maps() if m.path.startswith("/dev/shm/psm_")}
+    assert shared
     run(asyncio.wait_for(scenario(), 120))
     os.kill(actor.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(family, timeout=60)
@@ -270,5 +272,6 @@ def test_a_killed_engine_fails_its_requests_and_a_killed_actor_leaves_nothing(
     successor.make("next@1", 0)  # whoever comes next clears it away
     successor.close()
     assert folders("orphan@1") == []
+    assert [path for path in shared if path.exists()] == []
     with pytest.raises(SamplerError, match="engine is gone"):
         run(vllm_in_ray.info())
