@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -48,6 +49,7 @@ class FsdpRank:
 
     def open(self, model: str, policies: Policies, settings: LearnerSettings, loss: LossSpec, names: list[str]) -> None:
         """Load the policies in `names`, divide their weights, and build the optimizers."""
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._learner = None
