@@ -32,6 +32,9 @@ ROOT = Path(__file__).parents[1]
 K = 8
 PATIENCE = 600.0
 """Seconds that a run may take before it counts as failed."""
+GONE = 180.0
+"""Seconds after which no process of a killed run may be left. Ray's own agents look every half a minute or so whether
+their raylet is gone, and take longer on a busy machine."""
 CLUSTER = {"address": "local", "engine": "transformers", "engines": 2, "learners": 2, "rollout_workers": 2}
 FASTER = {"engine_timeout": 10.0, "learner_timeout": 120.0}
 
@@ -81,11 +84,11 @@ def one(folder: Path, base: Path, steps: int, chance: random.Random, faults: Seq
         family = chaos.family(process.pid)
         injected = chaos.inject(process.pid, chance, faults)
     ended, resumes, leaked = finish(process), 0, 0
-    leaked += len(chaos.survivors(family, 60.0))
+    leaked += len(chaos.survivors(family, GONE))
     while ended != "finished" and resumes < 3:
         resumes += 1
         ended = finish(start(folder, ["--resume", str(folder / "run")]))
-    fault = f"{injected.fault} ({injected.title})" if injected else "none: the run had ended"
+    fault = f"{injected.fault} ({injected.title[:24]})" if injected else "none: the run had ended"
     seconds = time.perf_counter() - started
     return Verdict(fault, ended, resumes, seconds, *check(folder / "run", steps), leaked)
 
