@@ -59,8 +59,8 @@ def test_what_a_machine_lacks_is_named_with_its_remedy(changes: dict[str, Any], 
 
 
 def test_an_unsupported_framework_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotune.integrations.versions.version", lambda name: "0.1")
     machine = msgspec.structs.replace(MACHINE, versions={**MACHINE.versions, "langgraph": "0.1"})
+    monkeypatch.setattr("cotune.integrations.versions.version", machine.versions.__getitem__)
     (finding,) = blocking(judge_machine(machine, ClusterConfig()))
     assert "langgraph 0.1" in finding.text and "pip install" in finding.remedy
 
