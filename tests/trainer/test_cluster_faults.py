@@ -1,4 +1,7 @@
-"""Runs on Ray in which a part is killed or stopped: they finish, or stop with the cause and go on."""
+"""A run on Ray whose driver is killed: nothing is lost, trained twice or left behind, and the run goes on.
+
+The other parts, each at a random moment: benchmarks/chaos.py.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("fault", ["driver killed", "engine stopped", "router killed"])
-def test_nothing_is_lost_trained_twice_or_left_behind(tmp_path: Path, fault: str) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--runs", "1", "--steps", "4", "--fault", fault]
-    done = subprocess.run([*command, "--keep", str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT)
+def test_a_killed_driver_takes_all_with_it_and_the_run_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--runs", "1", "--steps", "4"]
+    command += ["--fault", "driver killed", "--keep", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     *rows, last = done.stdout.splitlines()
-    log = (tmp_path / "run0" / "log").read_text()
+    assert "driver killed" in rows[-1]
     found = json.loads(last)
-    assert fault in rows[-1], done.stdout
-    assert found["finished"] + found["resumed"] == 1, log
-    assert {found[name] for name in ("failed", "groups_lost", "trained_twice", "stale_trained", "leaked")} == {0}, log
-    if fault == "router killed":
-        assert "Go on with: cotune train --resume" in log and "engine is gone" in log
+    nothing = ("finished", "failed", "groups_lost", "trained_twice", "stale_trained", "leaked")
+    assert found == {"runs": 1, "resumed": 1, **dict.fromkeys(nothing, 0)}, (tmp_path / "run0" / "log").read_text()
