@@ -3,7 +3,7 @@ groups_lost, trained_twice, stale_trained, leaked.
 
 Each run trains a tiny model for some steps with two engines, two FSDP learners and two rollout workers. At a random
 moment a random part is killed or stopped: an engine, the router, a learner, a rollout worker, or the driver. A run that
-ends early is resumed. Afterwards the records and the metrics are checked against each other.
+ends early is resumed, or started again where it had not begun. Afterwards the records and the metrics are checked against each other.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def one(folder: Path, base: Path, steps: int, chance: random.Random, faults: Seq
     leaked += len(chaos.survivors(family, GONE))
     while ended != "finished" and resumes < 3:
         resumes += 1
-        ended = finish(start(folder, ["--resume", str(folder / "run")]))
+        begun = (folder / "run" / "run.json").exists()
+        ended = finish(start(folder, ["--resume", str(folder / "run")] if begun else command(folder, base, steps)))
     fault = f"{injected.fault} ({injected.title[:24]})" if injected else "none: the run had ended"
     seconds = time.perf_counter() - started
     return Verdict(fault, ended, resumes, seconds, *check(folder / "run", steps), leaked)
