@@ -31,11 +31,11 @@ async def start_engines(config: TrainConfig, model: str) -> RaySampler:
     Raises ConfigError, EngineLost.
     """
     cluster = config.cluster
-    arguments = {"model": model, "cluster": msgspec.to_builtins(cluster), "engine": engine_arguments(config, model)}
+    arguments = {"cluster": msgspec.to_builtins(cluster), "engine": engine_arguments(config, model)}
     return await start_sampler(_ROUTER, arguments, num_cpus=0, env=cluster.env)
 
 
-async def open_router(model: str, cluster: dict[str, Any], engine: dict[str, Any]) -> RoutedSampler:
+async def open_router(cluster: dict[str, Any], engine: dict[str, Any]) -> RoutedSampler:
     """Start all engines and route over them; runs in the router's actor."""
     config = msgspec.convert(cluster, ClusterConfig)
     make = functools.partial(_engine, config, engine)
@@ -78,7 +78,7 @@ def policy_count(config: TrainConfig) -> int:
 def check_policies(config: TrainConfig, policies: Policies) -> None:
     """Raises ConfigError for policies that the engines cannot serve together."""
     full = [spec.name for spec in policies.specs.values() if spec.kind == "full"]
-    if config.cluster.address and config.cluster.engine == "vllm" and len(full) > 1:
+    if config.cluster.engine == "vllm" and len(full) > 1:
         raise _one_full(", ".join(full))
 
 

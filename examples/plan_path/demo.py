@@ -28,6 +28,7 @@ APP = HERE / "app.py"
 WORKFLOW = f"{HERE / 'train.py'}:solve"
 CONFIG = HERE / "train.toml"
 TRAIN_SEED, HELD_OUT_SEED = 0, 1
+MODES = ("base", "trained", "greedy", "swapped")
 console = Console(soft_wrap=True)
 
 
@@ -95,6 +96,27 @@ def table(summary: dict[str, Any]) -> Table:
     return shown
 
 
+def conclude(
+    out: Path, run: Path, report: Any, served: Any, trained: Any, stages: Stages, more: dict[str, Any] | None = None
+) -> None:
+    """Write summary.json, with `more` figures in it, and print the table."""
+    summary = {
+        **{f"success_{mode}": interval(report.evaluations[mode].success) for mode in MODES},
+        "success_served": interval(served),
+        **(more or {}),
+        "seconds": {**stages.seconds, "total": round(sum(stages.seconds.values()), 1)},
+        "calls": trained.calls,
+        "candidates": trained.candidates,
+        "groups": trained.groups,
+        "left_out": dict(trained.left_out),
+    }
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    console.print(table(summary))
+    console.print(
+        f"{summary['seconds']['total']:.0f} s in all; figures in {out / 'summary.json'}, records: cotune show {run}"
+    )
+
+
 def main() -> None:
     """Run all stages into the folder `--out`, replacing what an earlier demo left there."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -135,7 +157,7 @@ def main() -> None:
     with stages(
         "evaluate", f"cotune eval {WORKFLOW} --tasks {held_out} --run {run} --modes base,trained,greedy,swapped"
     ):
-        report = evaluate(run, WORKFLOW, held_out, modes=("base", "trained", "greedy", "swapped"), out=out / "eval")
+        report = evaluate(run, WORKFLOW, held_out, modes=MODES, out=out / "eval")
         console.print(render(report))
     with stages("export", f"cotune export {run} --to {export}"):
         export_run(run, export)
@@ -145,23 +167,7 @@ def main() -> None:
     ):
         served = share(*run_app(endpoint.url, options.eval_tasks))
 
-    summary = {
-        **{
-            f"success_{mode}": interval(report.evaluations[mode].success)
-            for mode in ("base", "trained", "greedy", "swapped")
-        },
-        "success_served": interval(served),
-        "seconds": {**stages.seconds, "total": round(sum(stages.seconds.values()), 1)},
-        "calls": trained.calls,
-        "candidates": trained.candidates,
-        "groups": trained.groups,
-        "left_out": dict(trained.left_out),
-    }
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    console.print(table(summary))
-    console.print(
-        f"{summary['seconds']['total']:.0f} s in all; figures in {out / 'summary.json'}, records: cotune show {run}"
-    )
+    conclude(out, run, report, served, trained, stages)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -21,7 +20,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from demo import APP, HELD_OUT_SEED, HERE, TRAIN_SEED, WORKFLOW, Stages, console, interval, run_app, table, write_tasks
+from demo import APP, HELD_OUT_SEED, HERE, MODES, TRAIN_SEED, WORKFLOW, Stages, conclude, console, run_app, write_tasks
 
 CONFIG = HERE / "cluster.toml"
 ROLES = ("navigator", "driver")
@@ -119,7 +118,7 @@ def main() -> None:
     with stages(
         "evaluate", f"cotune eval {WORKFLOW} --tasks {held_out} --run {run} --modes base,trained,greedy,swapped"
     ):
-        report = evaluate(run, WORKFLOW, held_out, modes=("base", "trained", "greedy", "swapped"), out=out / "eval")
+        report = evaluate(run, WORKFLOW, held_out, modes=MODES, out=out / "eval")
         console.print(render(report))
     with stages("export", f"cotune export {run} --to {export}"):
         export_run(run, export)
@@ -132,24 +131,7 @@ def main() -> None:
         served = share(*run_app(url, options.eval_tasks))
 
     rewards = [{role: line["roles"][role]["reward"] for role in ROLES} for line in read_metrics(run)]
-    summary = {
-        **{
-            f"success_{mode}": interval(report.evaluations[mode].success)
-            for mode in ("base", "trained", "greedy", "swapped")
-        },
-        "success_served": interval(served),
-        "rewards": rewards,
-        "seconds": {**stages.seconds, "total": round(sum(stages.seconds.values()), 1)},
-        "calls": trained.calls,
-        "candidates": trained.candidates,
-        "groups": trained.groups,
-        "left_out": dict(trained.left_out),
-    }
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    console.print(table(summary))
-    console.print(
-        f"{summary['seconds']['total']:.0f} s in all; figures in {out / 'summary.json'}, records: cotune show {run}"
-    )
+    conclude(out, run, report, served, trained, stages, {"rewards": rewards})
 
 
 if __name__ == "__main__":
