@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import json
 import logging
 import os
@@ -57,6 +58,8 @@ from cotune.workflow import workflow, workflow_of
 NOWHERE = {"base_url": "http://127.0.0.1:9/v1", "api_key": "none", "max_retries": 0}
 DELAY = 0.03
 """Seconds that an answer takes at most."""
+PATIENCE = 120.0
+"""Seconds without a call after which something hangs: every thread's stack is printed, and the script ends."""
 AT_ONCE = 32
 WHOSE = re.compile(r"WHOSE=(\w+)\|([\w-]+)")
 WHICH = re.compile(r"<<\S+?>>")
@@ -389,6 +392,24 @@ async def stress(calls: int, store: SqliteStore, *, seed: int = 0, on_call: Call
     return check
 
 
+class Watch:
+    """Ends the script with every thread's stack when nothing has happened for `PATIENCE` seconds."""
+
+    def __init__(self) -> None:
+        self._seen = time.monotonic()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def seen(self) -> None:
+        self._seen = time.monotonic()
+
+    def _run(self) -> None:
+        while time.monotonic() - self._seen < PATIENCE:
+            time.sleep(1)
+        print(f"No call for {PATIENCE:.0f} s.", file=sys.stderr)
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(2)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=10_000, help="default: %(default)s")
@@ -399,9 +420,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True)) as bar:
         shown = bar.add_task("calls", total=args.calls)
         store = SqliteStore.open(Path(folder) / "records.db")
+        watch = Watch()
+
+        def on_call() -> None:
+            watch.seen()
+            bar.advance(shown)
+
         with contextlib.closing(store):
-            made = stress(args.calls, store, seed=args.seed, on_call=lambda: bar.advance(shown))
-            check = asyncio.run(made)
+            check = asyncio.run(stress(args.calls, store, seed=args.seed, on_call=on_call))
     seconds = time.perf_counter() - started
     print(f"{check.calls:,} calls of {len(check.roles):,} episodes, {AT_ONCE} at once, in {seconds:.0f} s")
     for kind, count in sorted(check.wrong.items()):

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 def test_ten_thousand_calls_and_none_on_the_wrong_role_episode_turn_or_candidate():
     command = [sys.executable, "benchmarks/stress.py", "--calls", "10000"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert run.stdout, run.stderr[-20_000:]
     result = json.loads(run.stdout.splitlines()[-1])
     assert result["calls"] >= 10_000
     assert result["wrong"] == 0, run.stdout
