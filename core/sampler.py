@@ -99,6 +99,18 @@ class Sampler(Protocol):
         ...
 
 
+class SleepingSampler(Sampler, Protocol):
+    """A sampler that shares an accelerator with a learner: it holds no memory there while it sleeps."""
+
+    async def sleep(self) -> None:
+        """Finish what runs, then free the accelerator; what is asked meanwhile waits for `wake`. Safe to call twice."""
+        ...
+
+    async def wake(self) -> None:
+        """Go on. Raises SamplerError when the weights are not those that went to sleep; then nothing is served."""
+        ...
+
+
 class ChatFormat(Protocol):
     """Renders chat requests to token ids and parses sampled ids back; one for all samplers."""
 

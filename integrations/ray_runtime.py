@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -64,6 +65,7 @@ def open_ray(
         return
     if not local:
         _check_reachable(str(address))
+        _use_token()
     with _folder(local) as folder, _signals():
         _start(ray, _arguments(address, local, num_cpus, env or {}, folder))
         try:
@@ -95,6 +97,21 @@ def _check_reachable(address: str) -> None:
             "cluster.address", address, f"local, auto, or HOST:PORT of a running Ray ({error})",
             "Start one with ray start --head, or correct the address.",
         ) from None  # fmt: skip
+
+
+def _use_token() -> None:
+    """Send the token that Ray keeps for this user: `ray start` asks for it if there is one, `ray.init` sends none."""
+    try:
+        from ray._private.authentication import authentication_token_setup as tokens
+    except ImportError:
+        return  # a Ray without tokens
+    logger = logging.getLogger(tokens.__name__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    finally:
+        logger.setLevel(level)
 
 
 def _start(ray: Any, arguments: Mapping[str, Any]) -> None:

@@ -57,6 +57,12 @@ class SamplerActor:
     async def info(self) -> SamplerInfo:
         return await self._sampler.info()
 
+    async def sleep(self) -> None:
+        await self._sampler.sleep()
+
+    async def wake(self) -> None:
+        await self._sampler.wake()
+
     async def aclose(self) -> None:
         if self._sampler is not None:
             await self._sampler.aclose()
@@ -105,6 +111,13 @@ class RaySampler:
 
     async def info(self) -> SamplerInfo:
         return await self._control("info")
+
+    async def sleep(self) -> None:
+        """As of the sampler in the actor, which must be able to."""
+        await self._control("sleep")
+
+    async def wake(self) -> None:
+        await self._control("wake")
 
     async def aclose(self) -> None:
         """Close the sampler in the actor and end the actor; pending requests fail with SamplerError."""

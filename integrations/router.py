@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -122,6 +122,14 @@ class Router:
         version = self._published.retire(policy)
         if version is not None:
             await self._finish(self._drop(version))
+
+    async def rest(self, deed: Literal["sleep", "wake"]) -> None:
+        """Let all engines sleep, or wake them; one that cannot is taken out."""
+        await self._finish(self._rest(deed))
+
+    async def _rest(self, deed: Literal["sleep", "wake"]) -> None:
+        async with self._published.lock:
+            await asyncio.gather(*(engine.rest(deed) for engine in self._queue.healthy()))
 
     async def info(self) -> SamplerInfo:
         """What every engine serves once it is healthy; the shortest of their context lengths."""

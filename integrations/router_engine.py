@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection
+from typing import Literal
 
 from cotune.errors import CotuneError
 from cotune.integrations.engine_pace import Pace
@@ -125,6 +126,15 @@ class Engine:
             return
         except Exception as error:  # noqa: BLE001
             self.fail("unhealthy", f"it did not retire {version.policy}: {said(error)}")
+
+    async def rest(self, deed: Literal["sleep", "wake"]) -> None:
+        """Sleep or wake. An engine that does not is taken out."""
+        try:
+            await within(self._settings.publish_timeout, getattr(self.sampler, deed)(), unless=self.down)
+        except Interrupted:
+            return
+        except Exception as error:  # noqa: BLE001
+            self.fail("unhealthy", f"it did not {deed}: {said(error)}")
 
     async def _probe(self) -> str | None:
         wrong = await self._wrong()

@@ -81,6 +81,14 @@ class RoutedSampler:
         """Facts that hold for all engines, with the router's counters. Waits while too few engines are healthy."""
         return await self._thread.call(self._router.info)
 
+    async def sleep(self) -> None:
+        """Let all engines sleep; one that fails to is taken out and started anew."""
+        await self._thread.call(self._router.rest, "sleep")
+
+    async def wake(self) -> None:
+        """Wake all engines; one whose weights are not what they were is taken out and started anew."""
+        await self._thread.call(self._router.rest, "wake")
+
     async def stats(self) -> RouterStats:
         """Counters by reason, the state of every engine, and the last events."""
 

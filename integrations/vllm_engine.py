@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
-from cotune.integrations.loop_sampler import LoopSampler, Served, spread
+from cotune.integrations.loop_sampler import LoopSampler, Served
 from cotune.integrations.model_skeleton import ModelSkeleton
 from cotune.integrations.versions import require
 from cotune.integrations.vllm_adapters import SharedFolders, write_adapter, write_weights
+from cotune.integrations.vllm_requests import completion, vllm_params
 from cotune.policies import LoraSpec
 from cotune.records import PolicyRef
 from cotune.sampler import Completion, SamplerInfo, SamplingParams, Weights
@@ -59,11 +60,14 @@ class VllmSampler(LoopSampler):
 
     name = "vllm"
 
-    def __init__(self, skeleton: ModelSkeleton, full: bool, adapters: int, rank: int) -> None:
+    def __init__(self, skeleton: ModelSkeleton, full: bool, adapters: int, rank: int, sleeps: bool = False) -> None:
         super().__init__(skeleton)
         self._full = full
         self._slots = adapters
         self._rank = rank
+        self._sleeps = sleeps
+        self._asleep: str | None = None
+        """Digest of the weights that went to sleep."""
         self._folders = SharedFolders()
         self._requests_made = itertools.count(1)
         self._adapters_made = itertools.count(1)
@@ -79,15 +83,17 @@ class VllmSampler(LoopSampler):
         policies: int = 4,
         staleness: int = 1,
         max_lora_rank: int = 16,
+        sleeps: bool = False,
         engine_args: Mapping[str, Any] | None = None,
     ) -> VllmSampler:
         """Start an engine on a model folder or hub id and wait until it serves.
 
         An engine serves adapters over the base (`weights` "lora"), as many as `policies` whose versions may be
         `staleness` steps apart need, of up to `max_lora_rank`; or one version of one policy's full weights ("full").
-        `engine_args` are vLLM's own (`tensor_parallel_size`, `gpu_memory_utilization`, `max_model_len`, ...). Raises
-        ConfigError for a model or arguments that vLLM does not take, UnsupportedVersion, SamplerError when it does not
-        start.
+        With `sleeps` it can `sleep` and `wake`, for a learner on the same GPU; on a CPU, where there is no memory to
+        give, it only pauses. `engine_args` are vLLM's own (`tensor_parallel_size`, `gpu_memory_utilization`,
+        `max_model_len`, ...). Raises ConfigError for a model or arguments that vLLM does not take, UnsupportedVersion,
+        SamplerError when it does not start.
         """
         if weights not in ("lora", "full"):
             raise ConfigError("weights", weights, "lora or full")
@@ -97,7 +103,7 @@ class VllmSampler(LoopSampler):
         skeleton = await asyncio.to_thread(ModelSkeleton, model)
         adapters = slots(policies, staleness)
         rank = next(r for r in _RANKS if r >= max_lora_rank)
-        sampler = cls(skeleton, weights == "full", adapters, rank)
+        sampler = cls(skeleton, weights == "full", adapters, rank, sleeps)
         try:
             await sampler._there(sampler._open, dict(engine_args or {}))
         except BaseException:
@@ -131,9 +137,7 @@ class VllmSampler(LoopSampler):
         log.info("vLLM serves %s, %s.", self._skeleton.folder, kind)
 
     def _arguments(self) -> dict[str, Any]:
-        from vllm.platforms import current_platform
-
-        cpu = current_platform.is_cpu()
+        cpu = not self._on_gpu()
         for name, value in (_ON_CPU if cpu else {}).items():
             os.environ.setdefault(name, value)
         common = {
@@ -148,6 +152,8 @@ class VllmSampler(LoopSampler):
         if cpu:
             # A seeded request whose prompt is computed in parts kills the engine: CPU generators have no offset.
             common["enable_chunked_prefill"] = False
+        elif self._sleeps:
+            common["enable_sleep_mode"] = True
         if self._full:
             return {**common, "weight_transfer_config": {"backend": _BACKEND}}
         return {
@@ -164,7 +170,7 @@ class VllmSampler(LoopSampler):
         from vllm.inputs.engine import tokens_input
 
         id = str(next(self._requests_made))
-        answer = self._llm.generate(tokens_input(list(prompt)), _sampling(n, params), id, lora_request=target)
+        answer = self._llm.generate(tokens_input(list(prompt)), vllm_params(n, params), id, lora_request=target)
         final = None
         try:
             async for output in answer:
@@ -173,7 +179,7 @@ class VllmSampler(LoopSampler):
             raise RequestRefused(f"vLLM refused a request: {error}.", "Correct the request.") from error
         except Exception as error:
             raise self._failed(error) from error
-        return [_completion(c) for c in sorted(final.outputs, key=lambda c: c.index)]
+        return [completion(c) for c in sorted(final.outputs, key=lambda c: c.index)]
 
     def _locate(self, policy: PolicyRef) -> Served:
         held = next(iter(self._served), None) if self._full else None
@@ -280,6 +286,56 @@ class VllmSampler(LoopSampler):
         await self._llm.reset_prefix_cache()
         await self._llm.resume_generation()
 
+    async def sleep(self) -> None:
+        """Finish what runs, then free the GPU until `wake`; requests meanwhile wait. Raises SamplerError."""
+        await self._there(self._whole, self._sleep)
+
+    async def wake(self) -> None:
+        """Take the GPU back. Raises SamplerError, and serves nothing more, when the weights are other ones now."""
+        await self._there(self._whole, self._wake)
+
+    async def _sleep(self) -> None:
+        if not self._sleeps:
+            raise RequestRefused("This engine cannot sleep.", "Open it with sleeps=True.")
+        if self._asleep is not None:
+            return
+        try:
+            digest = _same(await self._ask("cotune_model"))
+            if self._on_gpu():
+                await self._llm.sleep(level=1, mode="wait")  # level 2 would drop the base weights
+            else:
+                await self._llm.pause_generation(mode="wait", clear_cache=True)
+        except Exception as error:
+            raise self._failed(error) from error
+        self._asleep = digest
+
+    async def _wake(self) -> None:
+        if self._asleep is None:
+            return
+        try:
+            if self._on_gpu():
+                await self._llm.wake_up(tags=["weights"])
+            digest = _same(await self._ask("cotune_model"))
+            if digest == self._asleep and self._on_gpu():
+                await self._llm.wake_up(tags=["kv_cache"])
+            elif digest == self._asleep:
+                await self._llm.resume_generation()
+        except Exception as error:
+            raise self._failed(error) from error
+        if digest != self._asleep:
+            lost = SamplerError(
+                f"The engine woke with other weights: {digest} instead of {self._asleep}.",
+                "Read vLLM's log, then open a new sampler.",
+            )
+            self._fail(lost)
+            raise lost
+        self._asleep = None
+
+    def _on_gpu(self) -> bool:
+        from vllm.platforms import current_platform
+
+        return not current_platform.is_cpu()
+
     async def _info(self) -> SamplerInfo:
         try:
             await self._llm.is_paused()  # a way through the engine's own loop: it answers only while it lives
@@ -322,33 +378,6 @@ def _shared_memory() -> list[Path]:
         except psutil.Error:
             continue
     return sorted(files)
-
-
-def _sampling(n: int, params: SamplingParams) -> Any:
-    from vllm import SamplingParams as VllmParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return VllmParams(
-        n=n,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        seed=spread(params.seed),
-        stop=list(params.stop) or None,
-        max_tokens=params.max_tokens,
-        logprobs=0,
-        detokenize=bool(params.stop),
-        skip_special_tokens=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _completion(output: Any) -> Completion:
-    if output.finish_reason not in ("stop", "length"):
-        raise SamplerError(f"vLLM ended a request with {output.finish_reason!r}.", "Read vLLM's log.")
-    ids = tuple(output.token_ids)
-    logprobs = tuple(float(at[id].logprob) for id, at in zip(ids, output.logprobs, strict=True))
-    return Completion(ids, logprobs, output.finish_reason)
 
 
 def _same(answers: Sequence[str]) -> str:

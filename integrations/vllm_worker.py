@@ -9,6 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,17 @@ class CotuneWorker:
         if expected != Counter(_digest(tensor) for tensor in _tensors(loaded.loras)):
             raise RuntimeError(f"adapter {lora_id} in the engine has other values than {folder}")
         return fingerprint(weights)
+
+    def cotune_model(self) -> str:
+        """Digest of all that the model computes with, adapters aside. Values only: computed where the weights are."""
+        model = self.model_runner.get_model()
+        digest = hashlib.sha256()
+        for name, tensor in sorted(chain(model.named_parameters(), model.named_buffers()), key=lambda item: item[0]):
+            values = tensor.detach()
+            if values.element_size() == 1:
+                values = values.view(torch.uint8)
+            digest.update(f"{name}{tuple(values.shape)}{torch.hash_tensor(values).item()}".encode())
+        return digest.hexdigest()
 
     def cotune_weights(self) -> str:
         """Fingerprint of the full weights that this worker loaded last."""

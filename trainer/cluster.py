@@ -80,7 +80,7 @@ class Cluster:
             loss,
             workers=settings.learners,
             pools=settings.pools,
-            gpus_per_worker=settings.gpus_per_learner,
+            gpus_per_worker=settings.gpu_shares[1],
             cpus_per_worker=settings.cpus_per_learner,
             placement=settings.placement.upper(),
             timeout=settings.learner_timeout,

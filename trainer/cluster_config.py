@@ -19,7 +19,7 @@ class Demand(msgspec.Struct, frozen=True):
     part: str
     count: int
     cpus: float
-    gpus: int
+    gpus: float
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,6 +58,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cpus_per_rollout_worker: float = 1.0
     episode_retries: int = 1
     """How often an episode whose worker died is run again; then it counts as failed."""
+    colocate: bool = False
+    """One engine and one learner share a GPU: vLLM sleeps while the learner updates, and is checked as it wakes. It
+    takes engine_args.gpu_memory_utilization of the GPU (0.5 where that is not set), the learner keeps the rest."""
     placement: Placement = "pack"
     """pack: learners of one pool on as few machines as possible | spread: on as many."""
     env: dict[str, str] = {}
@@ -78,12 +81,36 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.min_engines > self.engines:
             raise ConfigError("cluster.min_engines", self.min_engines, f"at most cluster.engines ({self.engines})")
 
+        if self.colocate:
+            self._check_colocated()
+
+    def _check_colocated(self) -> None:
+        for name, value, allowed in (
+            ("engine", self.engine, "vllm"),
+            ("engines", self.engines, 1),
+            ("learners", self.learners, 1),
+            ("pools", self.pools, "shared"),
+        ):
+            if value != allowed:
+                raise ConfigError(f"cluster.{name}", value, f"{allowed}, where cluster.colocate is true")
+        if self.gpus_per_engine != self.gpus_per_learner or self.gpus_per_engine > 1:
+            both = f"{self.gpus_per_engine} and {self.gpus_per_learner}"
+            allowed = "1 and 1, where cluster.colocate is true (0 and 0 without a GPU)"
+            raise ConfigError("cluster.gpus_per_engine and gpus_per_learner", both, allowed)
+
+    @property
+    def gpu_shares(self) -> tuple[float, float]:
+        """GPUs that Ray counts for an engine and for a learner."""
+        half = 2 if self.colocate else 1
+        return self.gpus_per_engine / half, self.gpus_per_learner / half
+
     def demands(self, policies: int = 1) -> tuple[Demand, ...]:
         """What the run asks of the cluster, with this many trained policies."""
         pools = policies if self.pools == "per_policy" else 1
+        engine, learner = self.gpu_shares
         return (
-            Demand("engine", self.engines, self.cpus_per_engine, self.gpus_per_engine),
-            Demand("learner", self.learners * pools, self.cpus_per_learner, self.gpus_per_learner),
+            Demand("engine", self.engines, self.cpus_per_engine, engine),
+            Demand("learner", self.learners * pools, self.cpus_per_learner, learner),
             Demand("rollout worker", self.rollout_workers, self.cpus_per_rollout_worker, 0),
         )
 

@@ -136,6 +136,8 @@ class TrainConfig(_Table):
         _positive("sampling.max_tokens", self.sampling.max_tokens)
         _positive("lora.rank", self.lora.rank)
         _failure("on_failure", self.on_failure)
+        if self.cluster.colocate and self.mode != "sync":
+            raise ConfigError("mode", self.mode, "sync, where cluster.colocate is true")
         for name, count in Counter(p.name for p in self.policy).items():
             if count > 1:
                 raise ConfigError("policy.name", name, "one policy of each name", "Rename one of the two policies.")

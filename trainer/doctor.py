@@ -172,5 +172,5 @@ def _place(demand: Demand, rooms: list[list[float]]) -> bool:
 
 
 def _each(demand: Demand) -> str:
-    gpus = f" and {demand.gpus} GPU{'s' if demand.gpus > 1 else ''}" if demand.gpus else ""
+    gpus = f" and {demand.gpus:g} GPU{'s' if demand.gpus > 1 else ''}" if demand.gpus else ""
     return f"{demand.part} with {demand.cpus:g} core{'s' if demand.cpus != 1 else ''}{gpus}"

@@ -18,6 +18,8 @@ from cotune.trainer.config import TrainConfig
 
 POLICIES = 4
 """How many policies a vLLM engine makes room for where the number of roles is not known before the run."""
+SHARED = 0.5
+"""Part of a GPU's memory that an engine takes beside a learner, while it is awake."""
 _ROUTER = "cotune.trainer.engines:open_router"
 _FACTORIES = {
     "vllm": "cotune.integrations.vllm_engine:VllmSampler.open",
@@ -52,6 +54,9 @@ def engine_arguments(config: TrainConfig, model: str) -> dict[str, Any]:
         return {"model": model, "threads": config.sampling.threads, "host": "thread", **cluster.engine_args}
     parallel = {"tensor_parallel_size": cluster.gpus_per_engine} if cluster.gpus_per_engine > 1 else {}
     arguments = {"model": model, "staleness": config.ahead, "engine_args": {**parallel, **cluster.engine_args}}
+    if cluster.colocate:
+        shared = {"gpu_memory_utilization": SHARED, **arguments["engine_args"]}
+        arguments |= {"sleeps": True, "engine_args": shared if cluster.gpus_per_engine else cluster.engine_args}
     full = [p.name for p in config.policy if p.kind == "full"]
     if full and (len(full) > 1 or any(p.kind == "lora" for p in config.policy)):
         raise _one_full(", ".join(full))
@@ -98,6 +103,6 @@ async def _engine(config: ClusterConfig, arguments: dict[str, Any]) -> Sampler:
         _FACTORIES[config.engine],
         arguments,
         num_cpus=config.cpus_per_engine,
-        num_gpus=config.gpus_per_engine,
+        num_gpus=config.gpu_shares[0],
         env={**quiet, **({} if config.gpus_per_engine else threads), **config.env},
     )

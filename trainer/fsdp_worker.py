@@ -60,7 +60,10 @@ class FsdpRank:
         self._learner = LocalLearner(opened, settings, loss, GroupRanks())
 
     def update(self, policy: str, rows: bytes, lr_scale: float) -> dict[str, float]:
-        return dict(self._learner.update(policy, unpack_rows(rows), lr_scale=lr_scale))
+        done = dict(self._learner.update(policy, unpack_rows(rows), lr_scale=lr_scale))
+        if self._device == "cuda":
+            torch.cuda.empty_cache()  # an engine may share the GPU
+        return done
 
     def logprobs(self, policy: str, rows: bytes) -> list[npt.NDArray[np.float32]]:
         return self._learner.logprobs(policy, unpack_rows(rows))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -103,8 +104,9 @@ async def train_step(run: Run, episodes: Sequence[Episode], clock: Clock, progre
     left_out = Counter(collected.left_out) + Counter(prepared.left_out)
     staleness = lags(rows, run.versions)
     scale = lr_scale(config.schedule, run.step, config.steps)
-    with clock("update"):
-        updates = await update(run, rows, scale, left_out)
+    async with asleep(run, clock):
+        with clock("update"):
+            updates = await update(run, rows, scale, left_out)
     with clock("publish"):
         await publish(run, rows)
     run.state = prepared.state
@@ -201,6 +203,21 @@ async def update(
         if isinstance(error, BaseException):
             raise error
     return dict(zip(rows, found, strict=True))
+
+
+@contextlib.asynccontextmanager
+async def asleep(run: Run, clock: Clock) -> AsyncIterator[None]:
+    """An engine that shares its GPU with the learner sleeps meanwhile; it is awake again also after a failure."""
+    if not run.config.cluster.colocate:
+        yield
+        return
+    with clock("sleep"):
+        await run.sampler.sleep()
+    try:
+        yield
+    finally:
+        with clock("wake"):
+            await run.sampler.wake()
 
 
 async def publish(run: Run, rows: Mapping[str, Sequence[TrainRow]]) -> None:

@@ -120,7 +120,7 @@ async def opened(
     async with contextlib.AsyncExitStack() as stack:
         store = SqliteStore.open(folder.records)
         stack.callback(store.close)
-        cluster = _cluster(config, stack, say) if config.cluster.address else None
+        cluster = _cluster(config, folder, stack, say) if config.cluster.address else None
         sampler, chat = await _model(config, stack, cluster)
         notes: list[str] = []
         if saved is None:
@@ -151,9 +151,14 @@ async def opened(
         yield run
 
 
-def _cluster(config: TrainConfig, stack: contextlib.AsyncExitStack, say: Callable[[str], None]) -> Cluster:
+def _cluster(
+    config: TrainConfig, folder: RunFolder, stack: contextlib.AsyncExitStack, say: Callable[[str], None]
+) -> Cluster:
+    from cotune.integrations.last_words import last_words
     from cotune.trainer.cluster import Cluster
 
+    killed = "The run was ended from outside: killed, out of memory, or Ray has lost a node that it cannot do without."
+    stack.enter_context(last_words(f"{killed} Go on with: cotune train --resume {folder.path}"))
     return Cluster(config, stack, say)
 
 

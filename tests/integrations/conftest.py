@@ -68,7 +68,7 @@ def vllm_by_url(vllm_url: str, contract_model: Path) -> Iterator[Sampler]:
 @pytest.fixture(scope="session")
 def vllm_in_ray(ray_runtime: RayRuntime, contract_model: Path) -> Iterator[Sampler]:
     """An engine for adapters in a Ray actor."""
-    yield from vllm_actor(contract_model, policies=3, max_lora_rank=8)
+    yield from vllm_actor(contract_model, policies=3, max_lora_rank=8, sleeps=True)
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,23 @@ def test_requests_spread_and_a_conversation_stays() -> None:
     routed(site, scenario)
 
 
+def test_engines_sleep_and_one_that_does_not_wake_as_it_was_is_replaced() -> None:
+    site = Site(2)
+
+    async def scenario(router: Router) -> None:
+        await router.rest("sleep")
+        assert [engine.asleep for engine in site.all()] == [True, True]
+        site.now(0).mode = "alters"
+        await router.rest("wake")
+        assert "did not wake: It woke with other weights" in router.stats().replicas["engine-0"].fault
+        await marks(router, 8)
+        await asyncio.sleep(30)
+        assert [engine.asleep for engine in (site.now(0), site.now(1))] == [False, False]
+        assert router.counters["unhealthy"] == router.counters["restarts"] == 1
+
+    routed(site, scenario)
+
+
 def test_an_engine_that_starts_too_late_is_ended() -> None:
     site = Site(2)
 

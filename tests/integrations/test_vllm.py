@@ -17,6 +17,8 @@ from transformers import Qwen3ForCausalLM
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations import versions
+from cotune.integrations.ray_runtime import RayRuntime
+from cotune.integrations.ray_sampler import RaySampler, start_sampler
 from cotune.integrations.versions import UnsupportedVersion
 from cotune.integrations.vllm_adapters import SHARED_MEMORY, SharedFolders
 from cotune.integrations.vllm_engine import VllmSampler, slots
@@ -130,6 +132,50 @@ def test_a_cancelled_or_late_request_is_aborted_in_the_engine(vllm_in_ray: Sampl
         return (await vllm_in_ray.info()).counters["requests"]
 
     assert run(asyncio.wait_for(scenario(), 120)) <= 1
+
+
+def test_an_engine_that_sleeps_answers_when_it_wakes_as_before(vllm_in_ray: RaySampler, roles: Reference) -> None:
+    ref, greedy = PolicyRef("sleeper", 1), params(temperature=0.0)
+
+    async def answers() -> list[list[Completion]]:
+        return [await vllm_in_ray.sample(PROMPTS[0], 1, greedy, policy) for policy in (BASE, ref)]
+
+    async def scenario() -> None:
+        await vllm_in_ray.publish(ref, roles.weights["writer"], LORA)
+        before = await answers()
+        await vllm_in_ray.sleep()
+        await vllm_in_ray.sleep()
+        served = (await vllm_in_ray.info()).served
+        asked = asyncio.create_task(answers())
+        await asyncio.sleep(0.5)
+        assert not asked.done() and str(ref) in served
+        await vllm_in_ray.wake()
+        await vllm_in_ray.wake()
+        assert await asked == before
+        await vllm_in_ray.retire(ref)
+
+    run(asyncio.wait_for(scenario(), 120))
+
+
+def test_an_engine_that_wakes_with_other_weights_serves_nothing_more(
+    ray_runtime: RayRuntime, contract_model: Path
+) -> None:
+    arguments = {"model": str(contract_model), "sleeps": True, "engine_args": {"max_num_seqs": 8}}
+
+    async def scenario() -> None:
+        sampler = await start_sampler("tests.integrations.vllm_probe:open_spoiled", arguments)
+        try:
+            await sampler.sample(PROMPTS[0], 1, params(), BASE)
+            await sampler.sleep()
+            for _ in range(2):
+                with pytest.raises(SamplerError, match="woke with other weights"):
+                    await sampler.wake()
+            with pytest.raises(SamplerError, match="woke with other weights"):
+                await sampler.sample(PROMPTS[0], 1, params(), BASE)
+        finally:
+            await sampler.aclose()
+
+    run(scenario())
 
 
 def test_a_full_engine_refuses_by_name_and_waits_for_a_version_that_drains(

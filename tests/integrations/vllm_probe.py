@@ -23,5 +23,17 @@ class Probe(VllmSampler):
         return msgspec.structs.replace(await super()._info(), counters=counters)
 
 
+class Spoiled(Probe):
+    """Its weights change when it has gone to sleep."""
+
+    async def _sleep(self) -> None:
+        await super()._sleep()
+        await self._ask("cotune_spoil")
+
+
+async def open_spoiled(engine_args: dict[str, Any], **arguments: Any) -> Spoiled:
+    return await Spoiled.open(engine_args={**engine_args, **_WORKER}, **arguments)
+
+
 async def open(engine_args: dict[str, Any], **arguments: Any) -> Probe:
     return await Probe.open(engine_args={**engine_args, **_WORKER}, **arguments)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from cotune.integrations.vllm_worker import CotuneWorker
 
 
@@ -9,3 +11,8 @@ class ProbeWorker(CotuneWorker):
     def cotune_requests(self) -> int:
         """Requests that the engine was working on at its last step."""
         return len(self.model_runner.requests)
+
+    def cotune_spoil(self) -> None:
+        """Change one number of the base's weights."""
+        with torch.no_grad():
+            next(self.model_runner.get_model().parameters()).view(-1)[0] += 1.0

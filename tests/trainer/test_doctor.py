@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cotune.errors import ConfigError
 from cotune.trainer.cluster_config import ClusterConfig
-from cotune.trainer.config import load_config
+from cotune.trainer.config import TrainConfig, load_config
 from cotune.trainer.doctor import Finding, examine, judge_machine, judge_placement, render
 from cotune.trainer.doctor_machine import Gpu, Machine, Node
 
@@ -76,6 +77,32 @@ def test_a_tensor_parallel_engine_needs_its_gpus_on_one_machine() -> None:
     asked = ClusterConfig(address="auto", gpus_per_engine=4)
     assert [f.subject for f in blocking(judge_placement([node(8, 3), node(8, 3)], asked))] == ["engines"]
     assert not blocking(judge_placement([node(8, 3), node(8, 4)], asked))
+
+
+def test_an_engine_and_a_learner_share_one_gpu_when_they_are_colocated() -> None:
+    apart = ClusterConfig(address="auto", gpus_per_engine=1, gpus_per_learner=1)
+    assert blocking(judge_placement([node(8, 1)], apart))
+    assert not blocking(judge_placement([node(8, 1)], msgspec.structs.replace(apart, colocate=True)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engines": 2}, r"cluster\.engines .*1, where cluster\.colocate"),
+        ({"engine": "transformers"}, "cluster.engine .*vllm"),
+        ({"learners": 2}, "cluster.learners"),
+        ({"pools": "per_policy"}, "cluster.pools .*shared"),
+        ({"gpus_per_engine": 1}, "gpus_per_engine and gpus_per_learner"),
+    ],
+)
+def test_what_cannot_share_a_gpu_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ClusterConfig(address="local", colocate=True, **changes)
+
+
+def test_mode_async_cannot_share_a_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"mode .*sync, where cluster\.colocate"):
+        TrainConfig(model="m", mode="async", cluster=ClusterConfig(address="local", colocate=True))
 
 
 def test_a_pool_for_each_policy_counts_for_each() -> None:
