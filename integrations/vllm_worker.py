@@ -49,14 +49,18 @@ class CotuneWorker:
         return fingerprint(weights)
 
     def cotune_model(self) -> str:
-        """Digest of all that the model computes with, adapters aside. Values only: computed where the weights are."""
+        """Digest of the model's weights and buffers, computed where they are; adapters aside.
+
+        What vLLM has packed into a form of its own, as it does with some layers on CPUs, it cannot see.
+        """
         model = self.model_runner.get_model()
         digest = hashlib.sha256()
         for name, tensor in sorted(chain(model.named_parameters(), model.named_buffers()), key=lambda item: item[0]):
             values = tensor.detach()
             if values.element_size() == 1:
                 values = values.view(torch.uint8)
-            digest.update(f"{name}{tuple(values.shape)}{torch.hash_tensor(values).item()}".encode())
+            value = torch.hash_tensor(values).item() if values.numel() else 0
+            digest.update(f"{name}{tuple(values.shape)}{value}".encode())
         return digest.hexdigest()
 
     def cotune_weights(self) -> str:

@@ -15,4 +15,4 @@ class ProbeWorker(CotuneWorker):
     def cotune_spoil(self) -> None:
         """Change one number of the base's weights."""
         with torch.no_grad():
-            next(self.model_runner.get_model().parameters()).view(-1)[0] += 1.0
+            next(p for p in self.model_runner.get_model().parameters() if p.numel()).view(-1)[0] += 1.0
