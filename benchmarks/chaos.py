@@ -2,9 +2,9 @@
 groups_lost, trained_twice, stale_trained, leaked.
 
 Each run trains a tiny model for some steps with two engines, two FSDP learners and two rollout workers. At a random
-moment a random part is killed or stopped: an engine, the router, a learner, a rollout worker, or the driver. A run that
-ends early is resumed, or started again where it had not begun. Afterwards records and metrics are checked against each
-other.
+moment something is done to a random part: the router, a learner, a rollout worker or the driver is killed, an engine is
+killed, stopped or slowed. A run that ends early is resumed, or started again where it had not begun. Afterwards records
+and metrics are checked against each other.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,15 +31,16 @@ SAMPLER, LEARNER, WORKER = "SamplerActor", "Member", "_Host"
 
 
 class Fault(NamedTuple):
-    """What is done to whom: `victims` are looked for below the driver."""
+    """What is done to whom: `victims` are looked for below the driver. No signal: they get a tenth of the time only."""
 
     name: str
     victims: Callable[[psutil.Process], list[psutil.Process]]
-    signal: signal.Signals
+    signal: signal.Signals | None
 
 
 class Injected(NamedTuple):
-    """A fault that was injected. `stopped` processes must be ended by the run itself, or by `release`."""
+    """A fault that was injected. `stopped` processes must be ended by the run itself, or by `release`; slowed ones end
+    with it."""
 
     fault: str
     pid: int
@@ -80,6 +82,7 @@ def rollout_workers(driver: psutil.Process) -> list[psutil.Process]:
 FAULTS = (
     Fault("engine killed", engines, signal.SIGKILL),
     Fault("engine stopped", engines, signal.SIGSTOP),
+    Fault("engine slowed", engines, None),
     Fault("router killed", router, signal.SIGKILL),
     Fault("learner rank killed", learners, signal.SIGKILL),
     Fault("rollout worker killed", rollout_workers, signal.SIGKILL),
@@ -144,8 +147,21 @@ def survivors(processes: Sequence[psutil.Process], seconds: float) -> list[str]:
 
 def _break(victim: psutil.Process, fault: Fault) -> Injected:
     title = _title(victim)
-    victim.send_signal(fault.signal)
+    if fault.signal is None:
+        threading.Thread(target=_slow, args=(victim,), daemon=True).start()
+    else:
+        victim.send_signal(fault.signal)
     return Injected(fault.name, victim.pid, title, fault.signal is signal.SIGSTOP)
+
+
+def _slow(victim: psutil.Process) -> None:
+    """Let a process run for a tenth of the time, until it ends."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
+            victim.suspend()
+            time.sleep(0.09)
+            victim.resume()
+            time.sleep(0.01)
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
@@ -190,6 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     injected = inject(given.driver, chance, [f for f in FAULTS if given.fault in (None, f.name)])
     if injected is None:
         raise SystemExit("The run ended, or nothing was found to break.")
+    if next(fault for fault in FAULTS if fault.name == injected.fault).signal is None:
+        psutil.wait_procs([psutil.Process(injected.pid)])
     print(f"{moment}: {injected}")  # noqa: T201
 
 

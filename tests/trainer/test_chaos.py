@@ -101,6 +101,9 @@ def test_a_fault_breaks_one_victim_of_its_own_kind(driver: psutil.Process, fault
         assert len(chaos.survivors(before, 0.1)) == len(before)
         chaos.release(injected)
         until(lambda: victim.status() == psutil.STATUS_SLEEPING)
+    elif fault.name == "engine slowed":
+        for state in (psutil.STATUS_STOPPED, psutil.STATUS_SLEEPING, psutil.STATUS_STOPPED):
+            until(lambda state=state: victim.status() == state)
     else:
         until(lambda: not chaos._alive(injected.pid))
         assert not any(line.startswith(f"{injected.pid} ") for line in chaos.survivors(before, 0.1))
