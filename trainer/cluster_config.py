@@ -8,7 +8,6 @@ import msgspec
 
 from cotune.errors import ConfigError
 
-Engine = Literal["vllm", "transformers"]
 Pools = Literal["shared", "per_policy"]
 Placement = Literal["pack", "spread"]
 
@@ -29,8 +28,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     address: str = ""
     """local: a Ray of its own on this machine, gone after the run | auto or HOST:PORT: a Ray cluster that is up |
     empty: no Ray. A table without an address means local."""
-    engine: Engine = "vllm"
-    """What samples: vllm | transformers (the in-process sampler, in an actor)."""
+    engine: str = "vllm"
+    """What samples: vllm | transformers (the in-process sampler, in an actor) | module:function (an async function that
+    opens a `Sampler` of your own, called with model and engine_args)."""
     engines: int = 1
     gpus_per_engine: int = 0
     """GPUs of one engine; above 1 it is tensor parallel. 0: the CPU build of vLLM."""
@@ -78,6 +78,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in ("engine_timeout", "learner_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"cluster.{name}", getattr(self, name), "a number above 0")
+        if self.engine not in ("vllm", "transformers") and ":" not in self.engine:
+            raise ConfigError("cluster.engine", self.engine, "vllm, transformers or module:function")
         if self.min_engines > self.engines:
             raise ConfigError("cluster.min_engines", self.min_engines, f"at most cluster.engines ({self.engines})")
 

@@ -70,7 +70,7 @@ def examine(config: TrainConfig | None = None, *, runs: str | Path = "runs") -> 
         gpus = float(len(machine.gpus))
         nodes = [Node(address="local", cpus=here, gpus=gpus, free_cpus=here, free_gpus=gpus)]
     if nodes and config is not None:
-        findings += judge_placement(nodes, cluster, policies=max(1, len(config.policy)))
+        findings += judge_placement(nodes, cluster, policies=_policies(config))
     return Report(machine, tuple(nodes), tuple(findings))
 
 
@@ -139,6 +139,13 @@ def render(report: Report) -> Table:
         said = finding.text + (f"\n{finding.remedy}" if finding.remedy else "")
         table.add_row(f"[{style}]{finding.level}[/]", finding.subject, said)
     return table
+
+
+def _policies(config: TrainConfig) -> int:
+    """How many policies are trained, as far as the configuration tells."""
+    if config.policy:
+        return sum(policy.kind in ("lora", "full") for policy in config.policy)
+    return 1 if config.policies == "shared" else max(1, len(config.roles))
 
 
 def _packages(machine: Machine, cluster: ClusterConfig) -> Iterator[Finding]:

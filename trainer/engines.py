@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from typing import Any
 
@@ -33,16 +34,24 @@ async def start_engines(config: TrainConfig, model: str) -> RaySampler:
     Raises ConfigError, EngineLost.
     """
     cluster = config.cluster
-    arguments = {"cluster": msgspec.to_builtins(cluster), "engine": engine_arguments(config, model)}
+    vocabulary = await asyncio.to_thread(_vocabulary, model)
+    arguments = {
+        "cluster": msgspec.to_builtins(cluster),
+        "engine": engine_arguments(config, model),
+        "vocabulary": vocabulary,
+    }
     return await start_sampler(_ROUTER, arguments, num_cpus=0, env=cluster.env)
 
 
-async def open_router(cluster: dict[str, Any], engine: dict[str, Any]) -> RoutedSampler:
+async def open_router(cluster: dict[str, Any], engine: dict[str, Any], vocabulary: int) -> RoutedSampler:
     """Start all engines and route over them; runs in the router's actor."""
     config = msgspec.convert(cluster, ClusterConfig)
     make = functools.partial(_engine, config, engine)
     settings = RouterSettings(
-        min_healthy=config.min_engines, max_restarts=config.engine_restarts, health_timeout=config.engine_timeout
+        min_healthy=config.min_engines,
+        max_restarts=config.engine_restarts,
+        health_timeout=config.engine_timeout,
+        vocabulary=vocabulary,
     )
     return await RoutedSampler.open([make] * config.engines, settings)
 
@@ -52,6 +61,8 @@ def engine_arguments(config: TrainConfig, model: str) -> dict[str, Any]:
     cluster = config.cluster
     if cluster.engine == "transformers":
         return {"model": model, "threads": config.sampling.threads, "host": "thread", **cluster.engine_args}
+    if cluster.engine != "vllm":
+        return {"model": model, **cluster.engine_args}
     parallel = {"tensor_parallel_size": cluster.gpus_per_engine} if cluster.gpus_per_engine > 1 else {}
     arguments = {"model": model, "staleness": config.ahead, "engine_args": {**parallel, **cluster.engine_args}}
     if cluster.colocate:
@@ -87,6 +98,13 @@ def check_policies(config: TrainConfig, policies: Policies) -> None:
         raise _one_full(", ".join(full))
 
 
+def _vocabulary(model: str) -> int:
+    """How many token ids the model has."""
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(model).get_text_config().vocab_size)
+
+
 def _one_full(names: str) -> ConfigError:
     return ConfigError(
         "policies",
@@ -100,7 +118,7 @@ async def _engine(config: ClusterConfig, arguments: dict[str, Any]) -> Sampler:
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR"}
     threads = {"OMP_NUM_THREADS": str(max(1, int(config.cpus_per_engine)))}
     return await start_sampler(
-        _FACTORIES[config.engine],
+        _FACTORIES.get(config.engine, config.engine),
         arguments,
         num_cpus=config.cpus_per_engine,
         num_gpus=config.gpu_shares[0],

@@ -119,6 +119,30 @@ def test_learners_that_are_lost_too_often_end_the_run_and_it_can_be_resumed(
     assert [line["step"] for line in trainer.metrics()] == list(range(3))
 
 
+@pytest.mark.parametrize(("fault", "counter"), [("garbage", "garbage"), ("hang", "unhealthy")])
+def test_an_engine_that_breaks_is_replaced_and_the_run_does_not_notice(
+    ray_runtime: RayRuntime, trainer: Trainer, fault: str, counter: str
+) -> None:
+    engine = {"engine": "tests.trainer.odd_engine:open", "engines": 2, "engine_timeout": 5.0}
+    arguments = {"fault": fault, "marker": str(trainer.folder / "first")}
+    cluster = {"address": "local", **engine, "engine_args": arguments}
+    summary = trainer(worker_app.solve, steps=5, cluster=cluster, **SETTINGS)
+    lines = trainer.metrics()
+    counted = Counter[str]()
+    for line in lines:
+        counted.update(line["counters"])
+        assert line["failed"] == 0 and set(line["staleness"]) == {"0"}
+        assert line["rows"] + sum(line["left_out"].values()) == line["candidates"]
+    assert summary.finished and counted[counter] >= 1 and counted["restarts"] == 1
+    assert counted["retried"] >= 1 and not counted["failed"]
+
+
+@pytest.mark.parametrize("engine", ["sglang", "tests.trainer.odd_engine:missing"])
+def test_an_engine_that_does_not_exist_is_refused(ray_runtime: RayRuntime, trainer: Trainer, engine: str) -> None:
+    with pytest.raises(ConfigError, match=engine):
+        trainer(worker_app.solve, cluster={**CLUSTER, "engine": engine}, **SETTINGS)
+
+
 def test_a_workflow_without_an_import_path_is_refused_before_work(ray_runtime: RayRuntime, trainer: Trainer) -> None:
     with pytest.raises(ConfigError, match="import by module and name"):
         trainer(application(first=letters, second=letters), cluster=CLUSTER, **SETTINGS)

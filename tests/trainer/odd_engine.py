@@ -1,0 +1,63 @@
+"""An engine of one's own, the first of which breaks after some requests; its successor is well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from cotune.integrations.transformers_sampler import TransformersSampler
+from cotune.policies import LoraSpec
+from cotune.records import PolicyRef
+from cotune.sampler import Completion, Sampler, SamplerInfo, SamplingParams, Weights
+
+WELL = 12
+"""Requests that are answered as they should be."""
+
+
+async def open(model: str, marker: str, fault: str) -> Sampler:
+    """`fault`: garbage (token ids that the model lacks) or hang (no answer to anything). `marker`: who was first."""
+    sampler = await TransformersSampler.open(model, threads=1, host="thread", device="cpu")
+    try:
+        Path(marker).touch(exist_ok=False)
+    except FileExistsError:
+        return sampler
+    return OddSampler(sampler, fault)
+
+
+class OddSampler:
+    def __init__(self, sampler: TransformersSampler, fault: str) -> None:
+        self._sampler = sampler
+        self._fault = fault
+        self._asked = 0
+
+    async def sample(
+        self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
+    ) -> list[Completion]:
+        self._asked += 1
+        await self._hang()
+        found = await self._sampler.sample(prompt_token_ids, n, params, policy)
+        if self._asked <= WELL or self._fault != "garbage":
+            return found
+        return [msgspec.structs.replace(c, token_ids=tuple(id + 1_000_000 for id in c.token_ids)) for c in found]
+
+    async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
+        await self._hang()
+        return await self._sampler.publish(policy, weights, lora)
+
+    async def retire(self, policy: PolicyRef) -> None:
+        await self._hang()
+        await self._sampler.retire(policy)
+
+    async def info(self) -> SamplerInfo:
+        await self._hang()
+        return await self._sampler.info()
+
+    async def aclose(self) -> None:
+        await self._sampler.aclose()
+
+    async def _hang(self) -> None:
+        if self._fault == "hang" and self._asked > WELL:
+            await asyncio.Event().wait()
