@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 from cotune.errors import ConfigError
 from cotune.integrations.model_folder import locate_model
+from cotune.integrations.policy_sampler import PolicySampler
 from cotune.integrations.ray_runtime import open_ray
 from cotune.policies import Policies
 from cotune.recipes import LossSpec
 from cotune.sampler import Sampler
 from cotune.trainer.cluster_config import ClusterConfig
 from cotune.trainer.config import TrainConfig
-from cotune.trainer.engines import check_policies, start_engines
+from cotune.trainer.engines import Kind, first_weights, owners, start_engines
 from cotune.trainer.fsdp_learner import FsdpLearner
 from cotune.trainer.ray_rollout import RolloutWorkers
 from cotune.workflow import Workflow
@@ -34,7 +35,7 @@ class Cluster:
         self._settings: ClusterConfig = config.cluster
 
     async def open_sampler(self) -> Sampler:
-        """Start or join Ray, and start the engines. Raises ConfigError, EngineLost."""
+        """Start or join Ray, and start engines on the base model. Raises ConfigError, EngineLost."""
         settings = self._settings
         if self._config.learner.device != "auto" and settings.gpus_per_learner:
             raise ConfigError("learner.device", self._config.learner.device, "auto, where learners have GPUs")
@@ -42,9 +43,26 @@ class Cluster:
         wanted = sum(demand.count * demand.cpus for demand in settings.demands()) + SPARE_CPUS
         cpus = max(float(os.cpu_count() or 1), wanted) if local else None
         self._stack.enter_context(open_ray(settings.address, num_cpus=cpus, env=settings.env))
-        plural = "s" if settings.engines > 1 else ""
-        self._say(f"starting {settings.engines} {settings.engine} engine{plural} on Ray ({settings.address})")
-        sampler = await start_engines(self._config, str(locate_model(self._config.model)))
+        return await self._start(first_weights(self._config))
+
+    async def complete(self, policies: Policies, first: Sampler) -> Sampler:
+        """The sampler for all policies: `first`, and more engines where several policies have full weights.
+
+        Raises ConfigError, EngineLost.
+        """
+        full, rest = owners(self._config, policies)
+        if len(full) + rest <= 1:
+            return first
+        if first_weights(self._config) == "full":
+            own = {full[0]: first} | {name: await self._start("full", name) for name in full[1:]}
+            return PolicySampler(own, await self._start("full", "the untrained model") if rest else None)
+        return PolicySampler({name: await self._start("full", name) for name in full}, first)
+
+    async def _start(self, weights: Kind, whose: str = "") -> Sampler:
+        settings = self._settings
+        engines = f"{settings.engines} {settings.engine} engine{'s' if settings.engines > 1 else ''}"
+        self._say(f"starting {engines}{f' for {whose}' if whose else ''} on Ray ({settings.address})")
+        sampler = await start_engines(self._config, str(locate_model(self._config.model)), weights)
         self._stack.push_async_callback(sampler.aclose)
         return sampler
 
@@ -71,7 +89,6 @@ class Cluster:
     async def open_learner(self, policies: Policies, loss: LossSpec) -> FsdpLearner:
         """Start the pools of learners. Raises ConfigError, LearnerError."""
         settings = self._settings
-        check_policies(self._config, policies)
         learner = await asyncio.to_thread(
             FsdpLearner.open,
             str(locate_model(self._config.model)),

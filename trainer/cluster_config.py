@@ -106,12 +106,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         half = 2 if self.colocate else 1
         return self.gpus_per_engine / half, self.gpus_per_learner / half
 
-    def demands(self, policies: int = 1) -> tuple[Demand, ...]:
-        """What the run asks of the cluster, with this many trained policies."""
+    def demands(self, policies: int = 1, samplers: int = 1) -> tuple[Demand, ...]:
+        """What the run asks of the cluster, with this many trained policies and sets of engines."""
         pools = policies if self.pools == "per_policy" else 1
         engine, learner = self.gpu_shares
         return (
-            Demand("engine", self.engines, self.cpus_per_engine, engine),
+            Demand("engine", self.engines * samplers, self.cpus_per_engine, engine),
             Demand("learner", self.learners * pools, self.cpus_per_learner, learner),
             Demand("rollout worker", self.rollout_workers, self.cpus_per_rollout_worker, 0),
         )

@@ -70,7 +70,7 @@ def examine(config: TrainConfig | None = None, *, runs: str | Path = "runs") -> 
         gpus = float(len(machine.gpus))
         nodes = [Node(address="local", cpus=here, gpus=gpus, free_cpus=here, free_gpus=gpus)]
     if nodes and config is not None:
-        findings += judge_placement(nodes, cluster, policies=_policies(config))
+        findings += judge_placement(nodes, cluster, policies=_policies(config), samplers=_samplers(config))
     return Report(machine, tuple(nodes), tuple(findings))
 
 
@@ -106,9 +106,11 @@ def judge_model(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("model", "blocks", error.cause, error.remedy)
 
 
-def judge_placement(nodes: Sequence[Node], cluster: ClusterConfig, *, policies: int = 1) -> Iterator[Finding]:
+def judge_placement(
+    nodes: Sequence[Node], cluster: ClusterConfig, *, policies: int = 1, samplers: int = 1
+) -> Iterator[Finding]:
     """Whether each process that the run starts finds a machine with what it takes; the largest are placed first."""
-    demands = cluster.demands(policies)
+    demands = cluster.demands(policies, samplers)
     local = cluster.address == "local"
     wanted = sum(demand.count * demand.cpus for demand in demands)
     have = sum(node.free_cpus for node in nodes)
@@ -146,6 +148,16 @@ def _policies(config: TrainConfig) -> int:
     if config.policy:
         return sum(policy.kind in ("lora", "full") for policy in config.policy)
     return 1 if config.policies == "shared" else max(1, len(config.roles))
+
+
+def _samplers(config: TrainConfig) -> int:
+    """Sets of engines: vLLM needs one for each policy of full weights."""
+    if config.cluster.engine != "vllm":
+        return 1
+    if not config.policy:
+        return _policies(config) if config.policies == "full" else 1
+    kinds = [policy.kind for policy in config.policy]
+    return kinds.count("full") + any(kind in ("lora", "frozen") for kind in kinds)
 
 
 def _packages(machine: Machine, cluster: ClusterConfig) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,6 +17,8 @@ from cotune.sampler import Sampler
 from cotune.trainer.cluster_config import ClusterConfig
 from cotune.trainer.config import TrainConfig
 
+Kind = Literal["lora", "full"]
+
 POLICIES = 4
 """How many policies a vLLM engine makes room for where the number of roles is not known before the run."""
 SHARED = 0.5
@@ -28,8 +30,8 @@ _FACTORIES = {
 }
 
 
-async def start_engines(config: TrainConfig, model: str) -> RaySampler:
-    """Start the router's actor, which starts the engines; returns when enough of them serve.
+async def start_engines(config: TrainConfig, model: str, weights: Kind) -> RaySampler:
+    """Start a router's actor, which starts its engines; returns when enough of them serve.
 
     Raises ConfigError, EngineLost.
     """
@@ -37,10 +39,29 @@ async def start_engines(config: TrainConfig, model: str) -> RaySampler:
     vocabulary = await asyncio.to_thread(_vocabulary, model)
     arguments = {
         "cluster": msgspec.to_builtins(cluster),
-        "engine": engine_arguments(config, model),
+        "engine": engine_arguments(config, model, weights),
         "vocabulary": vocabulary,
     }
     return await start_sampler(_ROUTER, arguments, num_cpus=0, env=cluster.env)
+
+
+def first_weights(config: TrainConfig) -> Kind:
+    """What the engines serve that are started before the roles, and so the policies of a layout, are known."""
+    kinds = {policy.kind for policy in config.policy} if config.policy else {config.policies}
+    return "full" if "full" in kinds and not kinds & {"lora", "shared"} else "lora"
+
+
+def owners(config: TrainConfig, policies: Policies) -> tuple[list[str], bool]:
+    """Policies that need engines of their own, as vLLM holds the full weights of one only; and whether others are
+    left. Raises ConfigError where engines cannot serve them."""
+    if config.cluster.engine != "vllm":
+        return [], True
+    kinds = {spec.name: spec.kind for spec in policies.specs.values()}
+    full = [name for name, kind in kinds.items() if kind == "full"]
+    rest = any(kind in ("lora", "frozen") for kind in kinds.values())
+    if config.cluster.colocate and len(full) + rest > 1:
+        raise ConfigError("cluster.colocate", True, f"false, where {', '.join(full)} need engines of their own")
+    return full, rest
 
 
 async def open_router(cluster: dict[str, Any], engine: dict[str, Any], vocabulary: int) -> RoutedSampler:
@@ -56,8 +77,8 @@ async def open_router(cluster: dict[str, Any], engine: dict[str, Any], vocabular
     return await RoutedSampler.open([make] * config.engines, settings)
 
 
-def engine_arguments(config: TrainConfig, model: str) -> dict[str, Any]:
-    """What an engine of this run is opened with. Raises ConfigError for policies that it cannot serve together."""
+def engine_arguments(config: TrainConfig, model: str, weights: Kind) -> dict[str, Any]:
+    """What an engine of this run is opened with. Raises ConfigError for what it cannot serve."""
     cluster = config.cluster
     if cluster.engine == "transformers":
         return {"model": model, "threads": config.sampling.threads, "host": "thread", **cluster.engine_args}
@@ -68,10 +89,7 @@ def engine_arguments(config: TrainConfig, model: str) -> dict[str, Any]:
     if cluster.colocate:
         shared = {"gpu_memory_utilization": SHARED, **arguments["engine_args"]}
         arguments |= {"sleeps": True, "engine_args": shared if cluster.gpus_per_engine else cluster.engine_args}
-    full = [p.name for p in config.policy if p.kind == "full"]
-    if full and (len(full) > 1 or any(p.kind == "lora" for p in config.policy)):
-        raise _one_full(", ".join(full))
-    if full or (config.policies == "full" and not config.policy):
+    if weights == "full":
         if config.ahead:
             raise ConfigError(
                 "mode",
@@ -87,15 +105,8 @@ def engine_arguments(config: TrainConfig, model: str) -> dict[str, Any]:
 def policy_count(config: TrainConfig) -> int:
     """How many adapters are trained, as far as the configuration tells; else a few."""
     if config.policy:
-        return sum(p.kind == "lora" for p in config.policy)
+        return max(1, sum(p.kind == "lora" for p in config.policy))
     return 1 if config.policies == "shared" else max(len(config.roles), POLICIES)
-
-
-def check_policies(config: TrainConfig, policies: Policies) -> None:
-    """Raises ConfigError for policies that the engines cannot serve together."""
-    full = [spec.name for spec in policies.specs.values() if spec.kind == "full"]
-    if config.cluster.engine == "vllm" and len(full) > 1:
-        raise _one_full(", ".join(full))
 
 
 def _vocabulary(model: str) -> int:
@@ -103,15 +114,6 @@ def _vocabulary(model: str) -> int:
     from transformers import AutoConfig
 
     return int(AutoConfig.from_pretrained(model).get_text_config().vocab_size)
-
-
-def _one_full(names: str) -> ConfigError:
-    return ConfigError(
-        "policies",
-        f"full for {names}",
-        "one policy of full weights, as a vLLM engine holds one set of them",
-        'Train adapters (--policies lora), or set cluster.engine = "transformers".',
-    )
 
 
 async def _engine(config: ClusterConfig, arguments: dict[str, Any]) -> Sampler:

@@ -128,6 +128,8 @@ async def opened(
             policies = config.resolve_policies(seen, scored=list(workflow.scorers) if plan.kind == "tree" else None)
         else:
             policies = saved[0].policies
+        if cluster is not None:
+            sampler = await cluster.complete(policies, sampler)
         limit = recipe.loss.constant_length or config.sampling.max_tokens
         loss = msgspec.structs.replace(recipe.loss, constant_length=limit)
         workers = await cluster.open_workers(workflow, folder.workflow, sampler) if cluster else None

@@ -148,10 +148,7 @@ def test_a_workflow_without_an_import_path_is_refused_before_work(ray_runtime: R
         trainer(application(first=letters, second=letters), cluster=CLUSTER, **SETTINGS)
 
 
-def test_two_full_policies_do_not_fit_one_vllm_engine(trainer: Trainer) -> None:
-    policy = [{"name": n, "roles": [n], "kind": "full"} for n in ("first", "second")]
-    with pytest.raises(ConfigError, match="one policy of full weights"):
-        trainer(worker_app.solve, cluster={**CLUSTER, "engine": "vllm"}, policy=policy)
+def test_full_weights_in_vllm_are_refused_in_mode_async(trainer: Trainer) -> None:
     with pytest.raises(ConfigError, match="it holds one version only"):
         trainer(worker_app.solve, cluster={**CLUSTER, "engine": "vllm"}, policies="full", mode="async")
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from cotune.errors import ConfigError
 from cotune.trainer.cluster_config import ClusterConfig
-from cotune.trainer.config import TrainConfig, load_config
-from cotune.trainer.doctor import Finding, examine, judge_machine, judge_placement, render
+from cotune.trainer.config import TrainConfig, convert, load_config
+from cotune.trainer.doctor import Finding, _samplers, examine, judge_machine, judge_placement, render
 from cotune.trainer.doctor_machine import Gpu, Machine, Node
 
 GPU = Gpu(name="H200", memory_gb=139.0, free_gb=138.0)
@@ -109,6 +109,14 @@ def test_a_pool_for_each_policy_counts_for_each() -> None:
     asked = ClusterConfig(address="auto", pools="per_policy", learners=2, gpus_per_learner=1)
     assert blocking(judge_placement([node(16, 4)], asked, policies=3))
     assert not blocking(judge_placement([node(16, 4)], asked, policies=2))
+
+
+def test_policies_of_full_weights_count_engines_of_their_own() -> None:
+    full = [{"name": name, "roles": [name], "kind": "full"} for name in ("a", "b")]
+    frozen = {"name": "c", "roles": ["c"], "kind": "frozen"}
+    config = convert({"model": "m", "policy": [*full, frozen], "cluster": {"gpus_per_engine": 1}})
+    assert blocking(judge_placement([node(8, 2)], config.cluster, samplers=_samplers(config)))
+    assert not blocking(judge_placement([node(8, 3)], config.cluster, samplers=_samplers(config)))
 
 
 def test_more_processes_than_cores_warns_on_a_local_ray() -> None:
