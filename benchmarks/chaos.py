@@ -34,8 +34,8 @@ K = 8
 PATIENCE = 600.0
 """Seconds that a run may take before it counts as failed."""
 GONE = 180.0
-"""Seconds after which no process of a killed run may be left. Ray's own agents look every half a minute or so whether
-their raylet is gone, and take longer on a busy machine."""
+"""Seconds after which no process of a killed run may be left. Ray's own agents try for a minute to tell a driver that
+is gone that their raylet is gone."""
 CLUSTER = {"address": "local", "engine": "transformers", "engines": 2, "learners": 2, "rollout_workers": 2}
 FASTER = {"engine_timeout": 10.0, "learner_timeout": 120.0}
 
@@ -84,12 +84,12 @@ def one(folder: Path, base: Path, steps: int, chance: random.Random, faults: Seq
     if chaos.wait_for(moment, folder / "run", process.pid):
         family = chaos.family(process.pid)
         injected = chaos.inject(process.pid, chance, faults)
-    ended, resumes, leaked = finish(process), 0, 0
-    leaked += len(chaos.survivors(family, GONE))
+    ended, resumes = finish(process), 0
     while ended != "finished" and resumes < 3:
         resumes += 1
         begun = (folder / "run" / "run.json").exists()
         ended = finish(start(folder, ["--resume", str(folder / "run")] if begun else command(folder, base, steps)))
+    leaked = len(chaos.survivors(family, GONE))
     fault = f"{injected.fault} ({injected.title[:24]})" if injected else "none: the run had ended"
     seconds = time.perf_counter() - started
     return Verdict(fault, ended, resumes, seconds, *check(folder / "run", steps), leaked)
