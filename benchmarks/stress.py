@@ -417,7 +417,14 @@ def main() -> int:
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True)) as bar:
+    memory = Path("/dev/shm")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as crews,
+        Progress(console=Console(stderr=True)) as bar,
+    ):
+        # All crews write into one SQLite file under one file lock: on a slow disk they would wait for nothing else.
+        os.environ["CREWAI_STORAGE_DIR"] = crews
         shown = bar.add_task("calls", total=args.calls)
         store = SqliteStore.open(Path(folder) / "records.db")
         watch = Watch()

@@ -29,7 +29,7 @@ def test_ten_thousand_calls_and_none_on_the_wrong_role_episode_turn_or_candidate
 
 def start(seed: int) -> subprocess.Popen[str]:
     command = [sys.executable, "benchmarks/stress.py", "--calls", "5000", "--seed", str(seed)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CREWAI_STORAGE_DIR": f"cotune-stress-{seed}"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
