@@ -153,32 +153,37 @@ def test_full_weights_in_vllm_are_refused_in_mode_async(trainer: Trainer) -> Non
         trainer(worker_app.solve, cluster={**CLUSTER, "engine": "vllm"}, policies="full", mode="async")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_run_leaves_nothing_and_goes_on(tiny_base: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_stopped_runs_leave_nothing_and_can_go_on(tiny_base: Path, tmp_path: Path) -> None:
     before = {path.name for path in Path("/dev/shm").iterdir()}
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    runs = {number: launched(tiny_base, tmp_path, number.name) for number in (signal.SIGTERM, signal.SIGINT)}
+    families = []
+    for number, run in runs.items():
+        deadline = time.monotonic() + 200
+        while len(steps_of(tmp_path / number.name)) < 2 and run.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        families.append(chaos.family(run.pid))
+        if number == signal.SIGINT:
+            os.killpg(run.pid, number)
+        else:
+            run.send_signal(number)
+    for number, run in runs.items():
+        code, said = run.wait(120), (tmp_path / f"{number.name}.log").read_text()
+        assert code == 130, said
+        assert "Go on with: --resume" in said
+        assert len(steps_of(tmp_path / number.name)) >= 2
+    for family in families:
+        assert len(family) > 5
+        assert chaos.survivors(family, 10.0) == []
+    assert {path.name for path in Path("/dev/shm").iterdir()} - before == set()
+
+
+def launched(base: Path, folder: Path, name: str) -> subprocess.Popen[bytes]:
+    """A run of many steps in a process of its own."""
     settings = [f"--set=cluster.{k}={json.dumps(v)}" for k, v in CLUSTER.items()]
     command = [sys.executable, "-m", "cotune.cli", "train", "tests.trainer.worker_app:solve"]
-    command += ["--tasks", str(tmp_path / "tasks.jsonl"), "--model", str(tiny_base), "--out", str(tmp_path / "run")]
+    command += ["--tasks", str(folder / "tasks.jsonl"), "--model", str(base), "--out", str(folder / name)]
     command += ["--policies", "full", "--steps", "100", "--tasks-per-step", "3", "--lr", "5e-3", *settings]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-        deadline = time.monotonic() + 200
-        while len(steps_of(tmp_path / "run")) < 2 and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        family = chaos.family(process.pid)
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)
-        else:
-            process.send_signal(number)
-        code = process.wait(120)
-    said = (tmp_path / "log").read_text()
-    assert code == 130, said
-    assert "Go on with: --resume" in said
-    assert len(family) > 5
-    assert chaos.survivors(family, 10.0) == []
-    assert {path.name for path in Path("/dev/shm").iterdir()} - before == set()
-    assert len(steps_of(tmp_path / "run")) >= 2
+    with (folder / f"{name}.log").open("w") as log:
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
