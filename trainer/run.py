@@ -207,8 +207,9 @@ def _untrained(policies: Policies) -> list[str]:
 async def restore(run: Run, checkpoint: Checkpoint, path: Path) -> None:
     """Go back to a checkpoint: weights and optimizers, versions at the sampler, and what counts as consumed."""
     await asyncio.to_thread(run.learner.load, path)
-    for ref in (ref for refs in run.live.values() for ref in refs):
-        await run.sampler.retire(ref)
+    for served in (await run.sampler.info()).served:  # a publish that broke off may or may not have arrived
+        name, _, version = served.rpartition("@")
+        await run.sampler.retire(PolicyRef(name, int(version)))
     run.live.clear()
     run.ledger.clear()
     run.proofs.clear()

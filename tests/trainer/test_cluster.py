@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -86,15 +87,18 @@ def test_mode_async_on_ray(ray_runtime: RayRuntime, trainer: Trainer) -> None:
     assert not any("stale_version" in line["left_out"] for line in trainer.metrics())
 
 
-def test_a_lost_learner_goes_on_from_the_last_checkpoint(
-    ray_runtime: RayRuntime, trainer: Trainer, learners: list[FsdpLearner]
+def test_a_learner_lost_between_two_publishes_goes_on_from_the_last_checkpoint(
+    ray_runtime: RayRuntime, trainer: Trainer, learners: list[FsdpLearner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = trainer.folder / "run"
-    killer = when(
-        lambda: len(steps_of(run)) >= 2, lambda: os.kill(learners[0]._pools[0].gang.processes[1], signal.SIGKILL)
-    )
+    run, original, asked = trainer.folder / "run", FsdpLearner.weights, itertools.count()
+
+    def weights(learner: FsdpLearner, policy: str) -> Any:
+        if next(asked) == 5:  # the second policy of the third step
+            os.kill(learners[0]._pools[0].gang.processes[1], signal.SIGKILL)
+        return original(learner, policy)
+
+    monkeypatch.setattr(FsdpLearner, "weights", weights)
     summary = trainer(worker_app.solve, steps=6, cluster=CLUSTER, **SETTINGS)
-    killer.join()
     assert summary.finished
     assert [line["step"] for line in trainer.metrics()] == list(range(6))
     assert trainer.said.count("Restarting it from the last checkpoint (1 of 3)") == 1
