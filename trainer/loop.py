@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -16,7 +16,7 @@ from cotune.errors import GroupError, LearnerLost, RunError
 from cotune.policies import PolicySpec
 from cotune.prepare import Prepared, prepare, train_rows
 from cotune.records import Episode, PolicyRef
-from cotune.sampler import SamplingParams
+from cotune.sampler import SamplingParams, SleepingSampler
 from cotune.samples import TrainRow
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from cotune.trainer.metrics import Clock, StepMetrics, outcome_means, role_metrics
@@ -211,13 +211,14 @@ async def asleep(run: Run, clock: Clock) -> AsyncIterator[None]:
     if not run.config.cluster.colocate:
         yield
         return
+    sampler = cast(SleepingSampler, run.sampler)
     with clock("sleep"):
-        await run.sampler.sleep()
+        await sampler.sleep()
     try:
         yield
     finally:
         with clock("wake"):
-            await run.sampler.wake()
+            await sampler.wake()
 
 
 async def publish(run: Run, rows: Mapping[str, Sequence[TrainRow]]) -> None:
