@@ -73,12 +73,12 @@ def vllm_in_ray(ray_runtime: RayRuntime, contract_model: Path) -> Iterator[Sampl
 
 @pytest.fixture(scope="session")
 def vllm_full(ray_runtime: RayRuntime, contract_model: Path) -> Iterator[Sampler]:
-    """An engine for full weights in a Ray actor, which must not sleep but to be spoiled by it."""
-    yield from vllm_actor(contract_model, "open_spoiled", weights="full", sleeps=True)
+    """An engine for full weights in a Ray actor."""
+    yield from vllm_actor(contract_model, weights="full")
 
 
-def vllm_actor(model: Path, factory: str = "open", **arguments: Any) -> Iterator[Sampler]:
+def vllm_actor(model: Path, **arguments: Any) -> Iterator[Sampler]:
     arguments = {"model": str(model), "engine_args": {"max_num_seqs": 64}, **arguments}
-    sampler = asyncio.run(start_sampler(f"tests.integrations.vllm_probe:{factory}", arguments))
+    sampler = asyncio.run(start_sampler("tests.integrations.vllm_probe:open", arguments))
     yield sampler
     asyncio.run(sampler.aclose())

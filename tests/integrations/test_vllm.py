@@ -17,7 +17,8 @@ from transformers import Qwen3ForCausalLM
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations import versions
-from cotune.integrations.ray_sampler import RaySampler
+from cotune.integrations.ray_runtime import RayRuntime
+from cotune.integrations.ray_sampler import RaySampler, start_sampler
 from cotune.integrations.versions import UnsupportedVersion
 from cotune.integrations.vllm_adapters import SHARED_MEMORY, SharedFolders
 from cotune.integrations.vllm_engine import VllmSampler, slots
@@ -156,12 +157,22 @@ def test_an_engine_that_sleeps_answers_when_it_wakes_as_before(vllm_in_ray: RayS
     run(asyncio.wait_for(scenario(), 120))
 
 
-def test_an_engine_that_wakes_with_other_weights_serves_nothing_more(vllm_full: RaySampler) -> None:
-    """The last test of the engine for full weights."""
-    run(vllm_full.sleep())
-    for ask in (vllm_full.wake, vllm_full.wake, vllm_full.info):
-        with pytest.raises(SamplerError, match="woke with other weights"):
-            run(ask())
+def test_an_engine_that_wakes_with_other_weights_serves_nothing_more(
+    ray_runtime: RayRuntime, contract_model: Path
+) -> None:
+    arguments = {"model": str(contract_model), "sleeps": True, "engine_args": {"max_num_seqs": 8}}
+
+    async def scenario() -> None:
+        sampler = await start_sampler("tests.integrations.vllm_probe:open_spoiled", arguments)
+        try:
+            await sampler.sleep()
+            for ask in (sampler.wake, sampler.wake, sampler.info):
+                with pytest.raises(SamplerError, match="woke with other weights"):
+                    await ask()
+        finally:
+            await sampler.aclose()
+
+    run(scenario())
 
 
 def test_a_full_engine_refuses_by_name_and_waits_for_a_version_that_drains(
