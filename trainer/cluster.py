@@ -14,6 +14,7 @@ from cotune.integrations.ray_runtime import open_ray
 from cotune.policies import Policies
 from cotune.recipes import LossSpec
 from cotune.sampler import Sampler
+from cotune.trainer.app_source import import_path
 from cotune.trainer.cluster_config import ClusterConfig
 from cotune.trainer.config import TrainConfig
 from cotune.trainer.engines import Kind, first_weights, owners, start_engines
@@ -28,14 +29,24 @@ SPARE_CPUS = 16
 class Cluster:
     """Opens the parts in order; all of them, and a local Ray, end with `stack`."""
 
-    def __init__(self, config: TrainConfig, stack: contextlib.AsyncExitStack, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        workflow: Workflow,
+        path: str | None,
+        stack: contextlib.AsyncExitStack,
+        say: Callable[[str], None],
+    ) -> None:
+        """`path` is where rollout workers find `workflow`. Raises ConfigError where it is None and cannot be seen."""
         self._config = config
+        self._workflow = workflow
+        self._path = path or import_path(workflow)
         self._stack = stack
         self._say = say
         self._settings: ClusterConfig = config.cluster
 
-    async def open_sampler(self) -> Sampler:
-        """Start or join Ray, and start engines on the base model. Raises ConfigError, EngineLost."""
+    def open_ray(self) -> None:
+        """Start or join Ray; blocks. Raises ConfigError."""
         settings = self._settings
         if self._config.learner.device != "auto" and settings.gpus_per_learner:
             raise ConfigError("learner.device", self._config.learner.device, "auto, where learners have GPUs")
@@ -43,6 +54,9 @@ class Cluster:
         wanted = sum(demand.count * demand.cpus for demand in settings.demands()) + SPARE_CPUS
         cpus = max(float(os.cpu_count() or 1), wanted) if local else None
         self._stack.enter_context(open_ray(settings.address, num_cpus=cpus, env=settings.env))
+
+    async def open_sampler(self) -> Sampler:
+        """Start engines on the base model. Raises ConfigError, EngineLost."""
         return await self._start(first_weights(self._config))
 
     async def complete(self, policies: Policies, first: Sampler) -> Sampler:
@@ -66,15 +80,30 @@ class Cluster:
         self._stack.push_async_callback(sampler.aclose)
         return sampler
 
-    async def open_workers(self, workflow: Workflow, path: str | None, sampler: Sampler) -> RolloutWorkers:
-        """Start the processes that run the application. Raises ConfigError, WorkflowError."""
+    async def open_workers_and_learner(
+        self, policies: Policies, loss: LossSpec, sampler: Sampler
+    ) -> tuple[RolloutWorkers, FsdpLearner]:
+        """Start the processes that run the application and those that train, at once.
+
+        Raises ConfigError, WorkflowError, LearnerError.
+        """
+        workers, learner = await asyncio.gather(
+            self._open_workers(sampler), self._open_learner(policies, loss), return_exceptions=True
+        )
+        if isinstance(workers, BaseException):
+            raise workers
+        if isinstance(learner, BaseException):
+            raise learner
+        return workers, learner
+
+    async def _open_workers(self, sampler: Sampler) -> RolloutWorkers:
         settings = self._settings
         workers = await RolloutWorkers.open(
-            workflow,
+            self._workflow,
             workers=settings.rollout_workers,
             sampler=sampler,
             model=self._config.model,
-            path=path,
+            path=self._path,
             redact=self._config.redact,
             keep_token_ids=self._config.keep_token_ids,
             cpus=settings.cpus_per_rollout_worker,
@@ -86,8 +115,7 @@ class Cluster:
         self._stack.push_async_callback(workers.aclose)
         return workers
 
-    async def open_learner(self, policies: Policies, loss: LossSpec) -> FsdpLearner:
-        """Start the pools of learners. Raises ConfigError, LearnerError."""
+    async def _open_learner(self, policies: Policies, loss: LossSpec) -> FsdpLearner:
         settings = self._settings
         learner = await asyncio.to_thread(
             FsdpLearner.open,

@@ -120,7 +120,7 @@ async def opened(
     async with contextlib.AsyncExitStack() as stack:
         store = SqliteStore.open(folder.records)
         stack.callback(store.close)
-        cluster = _cluster(config, folder, stack, say) if config.cluster.address else None
+        cluster = _cluster(config, folder, workflow, stack, say) if config.cluster.address else None
         sampler, chat = await _model(config, stack, cluster)
         notes: list[str] = []
         if saved is None:
@@ -132,7 +132,10 @@ async def opened(
             sampler = await cluster.complete(policies, sampler)
         limit = recipe.loss.constant_length or config.sampling.max_tokens
         loss = msgspec.structs.replace(recipe.loss, constant_length=limit)
-        workers = await cluster.open_workers(workflow, folder.workflow, sampler) if cluster else None
+        if cluster is not None:
+            workers, learner = await cluster.open_workers_and_learner(policies, loss, sampler)
+        else:
+            workers, learner = None, _local_learner(config, policies, loss)
         run = Run(
             folder=folder,
             config=config,
@@ -141,7 +144,7 @@ async def opened(
             store=store,
             sampler=sampler,
             chat=chat,
-            learner=await _learner(config, policies, loss, cluster),
+            learner=learner,
             workers=workers,
             plan=plan,
             recipe=recipe,
@@ -154,19 +157,21 @@ async def opened(
 
 
 def _cluster(
-    config: TrainConfig, folder: RunFolder, stack: contextlib.AsyncExitStack, say: Callable[[str], None]
+    config: TrainConfig,
+    folder: RunFolder,
+    workflow: Workflow,
+    stack: contextlib.AsyncExitStack,
+    say: Callable[[str], None],
 ) -> Cluster:
     from cotune.integrations.last_words import last_words
     from cotune.trainer.cluster import Cluster
 
     killed = "The run was ended from outside: killed, out of memory, or Ray has lost a node that it cannot do without."
     stack.enter_context(last_words(f"{killed} Go on with: cotune train --resume {folder.path}"))
-    return Cluster(config, stack, say)
+    return Cluster(config, workflow, folder.workflow, stack, say)
 
 
-async def _learner(config: TrainConfig, policies: Policies, loss: LossSpec, cluster: Cluster | None) -> Learner:
-    if cluster is not None:
-        return await cluster.open_learner(policies, loss)
+def _local_learner(config: TrainConfig, policies: Policies, loss: LossSpec) -> Learner:
     from cotune.trainer.local_learner import LocalLearner
 
     return LocalLearner.open(config.model, policies, config.learner, loss)
@@ -175,11 +180,16 @@ async def _learner(config: TrainConfig, policies: Policies, loss: LossSpec, clus
 async def _model(
     config: TrainConfig, stack: contextlib.AsyncExitStack, cluster: Cluster | None
 ) -> tuple[Sampler, ChatFormat]:
-    """The sampler and the chat format, at once: the sampler's process starts while this one imports torch."""
+    """The sampler and the chat format: the sampler's process, or Ray, starts while this one imports torch."""
+    loading = asyncio.get_running_loop().run_in_executor(None, _chat, config.model)
     if cluster is not None:
-        return await cluster.open_sampler(), await asyncio.to_thread(_chat, config.model)
+        try:
+            cluster.open_ray()
+        finally:
+            chat = await loading
+        return await cluster.open_sampler(), chat
     opening = TransformersSampler.open(config.model, threads=config.sampling.threads)
-    sampler, chat = await asyncio.gather(opening, asyncio.to_thread(_chat, config.model), return_exceptions=True)
+    sampler, chat = await asyncio.gather(opening, loading, return_exceptions=True)
     if not isinstance(sampler, BaseException):
         stack.push_async_callback(sampler.aclose)
     for opened_or_not in (chat, sampler):

@@ -132,7 +132,7 @@ async def _train(
                 progress.say(f"failed in step {run.step + 1}. Go on with: cotune train --resume {folder.path}")
                 raise
             if run.stopping:
-                progress.say(f"stopped after step {run.step}; saved. Go on with: --resume {folder.path}")
+                progress.say(f"stopped after step {run.step}; saved. Go on with: cotune train --resume {folder.path}")
         run.store.flush()
         if run.store.lost:
             progress.say(f"{run.store.lost} records could not be stored and are lost")

@@ -1,8 +1,9 @@
-"""An engine of one's own, the first of which breaks after some requests; its successor is well."""
+"""An engine of one's own: the first sends garbage after some requests, the second hangs, their successors are well."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,14 +18,15 @@ WELL = 12
 """Requests that are answered as they should be."""
 
 
-async def open(model: str, marker: str, fault: str) -> Sampler:
-    """`fault`: garbage (token ids that the model lacks) or hang (no answer to anything). `marker`: who was first."""
+async def open(model: str, markers: str) -> Sampler:
+    """Faults: garbage (token ids that the model lacks), hang (no answer to anything). A file in the folder `markers`
+    says that somebody has that fault already."""
     sampler = await TransformersSampler.open(model, threads=1, host="thread", device="cpu")
-    try:
-        Path(marker).touch(exist_ok=False)
-    except FileExistsError:
-        return sampler
-    return OddSampler(sampler, fault)
+    for fault in ("garbage", "hang"):
+        with contextlib.suppress(FileExistsError):
+            (Path(markers) / fault).touch(exist_ok=False)
+            return OddSampler(sampler, fault)
+    return sampler
 
 
 class OddSampler:

@@ -304,7 +304,10 @@ def test_stopped_and_resumed_ends_like_a_run_without_a_stop(trainer, monkeypatch
     assert stop.sent.is_set()
     assert not stopped.finished
     assert stopped.steps == done
-    assert f"stopped after step {done}; saved. Go on with: --resume {trainer.folder / 'stopped'}" in trainer.said
+    assert (
+        f"stopped after step {done}; saved. Go on with: cotune train --resume {trainer.folder / 'stopped'}"
+        in trainer.said
+    )
 
     resumed = trainer.resume(application(**BOTH), to="stopped")
     assert resumed.finished
