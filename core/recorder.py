@@ -22,7 +22,7 @@ log = logging.getLogger("cotune")
 _said: set[str] = set()
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What answered a call: all candidates, which one goes on, and how it came about.
 
     `rewards[i]` are the components of candidate i, from before the selection; empty where no scorer ran, or

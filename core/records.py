@@ -2,6 +2,7 @@
 
 Vocabulary: an episode is one run of a workflow on one task; a call is one LLM request by one role in it;
 a candidate is one sampled completion of a call. Rewards are records of their own, so they may arrive late.
+What is made for every call is `gc=False`: it holds no cycles, and a collector that looks at it slows the application.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     input: Any
 
 
-class PolicyRef(msgspec.Struct, frozen=True):
+class PolicyRef(msgspec.Struct, frozen=True, gc=False):
     """A policy at a version; version 0 is the untrained policy."""
 
     name: str
@@ -31,21 +32,21 @@ class PolicyRef(msgspec.Struct, frozen=True):
         return f"{self.name}@{self.version}"
 
 
-class Usage(msgspec.Struct, frozen=True):
+class Usage(msgspec.Struct, frozen=True, gc=False):
     """Token counts as the engine or provider reports them."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
-class Message(msgspec.Struct, frozen=True, tag="message"):
+class Message(msgspec.Struct, frozen=True, gc=False, tag="message"):
     """A chat message (or a tools list) in OpenAI form, stored once under its content address."""
 
     id: str
     body: Any
 
 
-class Segment(msgspec.Struct, frozen=True, tag="segment"):
+class Segment(msgspec.Struct, frozen=True, gc=False, tag="segment"):
     """Token ids added to a parent path. A prompt is the path from the root to one segment.
 
     `id` is the content address of the whole path, so equal ids mean identical token ids from the root.
@@ -56,7 +57,7 @@ class Segment(msgspec.Struct, frozen=True, tag="segment"):
     token_ids: tuple[int, ...]
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One sampled completion of a call. `logprobs[i]` is log pi_sampler(token_ids[i]) in nats.
 
     `message` is the assistant message in OpenAI form as the application would receive it.
@@ -78,7 +79,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return self.message.get("tool_calls") or []
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
+class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"):
     """One LLM request by one role, with all its candidates; written when the request has ended.
 
     `step` counts calls in the episode, `turn` counts calls of this role in it, both from 0 and both taken
@@ -138,7 +139,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     metrics: dict[str, float] = {}
 
 
-class Reward(msgspec.Struct, frozen=True, tag="reward"):
+class Reward(msgspec.Struct, frozen=True, gc=False, tag="reward"):
     """A named reward component. `target` is an episode id or a candidate id (`candidate_id`).
 
     The last write of a name wins, until the episode's groups are consumed.

@@ -53,7 +53,7 @@ TABLES = ("messages", "segments", "calls", "episodes", "rewards")
 WIDTHS = {"messages": 2, "segments": 3, "calls": 13, "episodes": 7, "rewards": 4}
 
 
-class Sketch(msgspec.Struct, frozen=True, omit_defaults=True):
+class Sketch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A candidate without its arrays: `tokens` and `logprobs` are their lengths."""
 
     index: int

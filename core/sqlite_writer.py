@@ -34,9 +34,9 @@ CONFLICTS = {
     **dict.fromkeys(("messages", "segments", "calls", "episodes"), "ON CONFLICT (id) DO NOTHING"),
     "rewards": "ON CONFLICT (target, name) DO UPDATE SET value = excluded.value, at = excluded.at",
 }
-CHUNKS = (512, 64, 8, 1)
-"""Rows per statement. The interpreter lock is handed over once per statement, and a busy application gives it back
-only after its switch interval, so that one statement per row would starve the writer."""
+MOST_ROWS = 2048
+"""Rows per statement; SQLite takes up to 32,766 values in one. The interpreter lock is handed over once per statement,
+and a busy application gives it back only after its switch interval: many small statements would starve the writer."""
 
 
 class RecentIds:
@@ -258,11 +258,12 @@ class Writer:
         return refused
 
     def _insert(self, table: str, rows: list[Row]) -> None:
-        start, left = 0, len(rows)
-        for size in CHUNKS:
-            while left >= size:
-                self._db.execute(_statement(table, size), [*itertools.chain.from_iterable(rows[start : start + size])])
-                start, left = start + size, left - size
+        """Few statements, of few sizes: filled up with the last row, which changes nothing when it comes again."""
+        for start in range(0, len(rows), MOST_ROWS):
+            part = rows[start : start + MOST_ROWS]
+            size = 1 << (len(part) - 1).bit_length()
+            part += part[-1:] * (size - len(part))
+            self._db.execute(_statement(table, size), [*itertools.chain.from_iterable(part)])
 
     def _admit(self, rows: list[Row]) -> list[Row]:
         """Rewards whose target, and the call it is a candidate of, are still open."""

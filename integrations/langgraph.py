@@ -1,4 +1,4 @@
-"""LangGraph and LangChain: who makes a call, from the tree of runs that their callbacks tell.
+"""LangGraph and LangChain: who makes a call, from the tree of runs that their callback managers tell of.
 
 A role is the path of the nodes around the call, from the innermost named agent or the outermost graph. Nodes that
 prebuilt agents bring along (`model`, `agent`, `tools`) give way to the name of their agent or of the node around it.
@@ -11,11 +11,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from uuid import UUID, uuid4
 
-from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.runnables.config import var_child_runnable_config
-from langchain_core.tracers.context import register_configure_hook
 
 from cotune.context import Mark, current_episode, current_mark, scopes
+from cotune.integrations.langchain_callbacks import on_end, on_start
 from cotune.integrations.langchain_middleware import around
 from cotune.integrations.langgraph_graphs import starting
 from cotune.integrations.langgraph_runs import Run, role_of
@@ -39,8 +38,16 @@ class _Notes:
 
 
 def install() -> None:
-    """Register the callback handler, active inside episodes only, and name the scope of calls that have no mark."""
-    register_configure_hook(_Within(), inheritable=True)
+    """Follow the runs inside episodes, and name the scope of calls that have no mark. Raises UnsupportedVersion."""
+    on_start("on_chain_start", _counted(_chain_starts))
+    on_start("on_tool_start", _counted(_tool_starts))
+    on_start("on_retriever_start", _counted(_retriever_starts))
+    on_start("on_chat_model_start", _counted(_model_starts))
+    for kind in ("chain", "tool", "retriever"):
+        on_end(f"on_{kind}_end", _counted(_run_ends))
+        on_end(f"on_{kind}_error", _counted(_run_ends))
+    on_end("on_llm_end", _counted(_model_ends))
+    on_end("on_llm_error", _counted(_model_fails))
     scopes.append(_scope)
 
 
@@ -62,145 +69,86 @@ def _notes(episode: LiveEpisode) -> _Notes:
     return notes
 
 
-def _counted(method: Any) -> Any:
-    """A fault of the recorder's own must not vanish in the framework's log."""
+def _counted(note: Callable[..., None]) -> Callable[..., None]:
+    """A fault of the recorder's own must not become the application's."""
 
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+    @functools.wraps(note)
+    def call(run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         episode = current_episode.get()
         if episode is None:
             return
         try:
-            method(self, episode.notes.get(NAME) or _notes(episode), *args, **kwargs)
+            note(episode.notes.get(NAME) or _notes(episode), run, args, kwargs)
         except Exception as error:  # noqa: BLE001
             episode.warn("langgraph", "The LangGraph integration failed.", error)
 
     return call
 
 
-class _Handler(BaseCallbackHandler):
-    run_inline = True
-    ignore_custom_event = True
-    ignore_retry = True
+def _chain_starts(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    graph = starting.get()
+    if graph is not None:
+        starting.set(None)
+    inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+    name = graph or kwargs.get("name")
+    notes.runs[run.run_id] = Run.chain(_parent(notes, run.parent_run_id), name, run.metadata, inputs, around.get())
 
-    @_counted
-    def on_chain_start(
-        self,
-        notes: _Notes,
-        serialized: Any,
-        inputs: Any,
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        name: str | None = None,
-        **_: Any,
-    ) -> None:
-        graph = starting.get()
-        if graph is not None:
-            starting.set(None)
-        parent = _parent(notes, parent_run_id)
-        notes.runs[run_id] = Run.chain(parent, graph or name, metadata or {}, inputs, around.get())
 
-    @_counted
-    def on_tool_start(
-        self,
-        notes: _Notes,
-        serialized: Any,
-        text: str,
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        name: str | None = None,
-        **_: Any,
-    ) -> None:
-        parent, name = _parent(notes, parent_run_id), name or (serialized or {}).get("name")
-        notes.runs[run_id] = Run.tool(parent, name, metadata or {}, around.get())
+def _tool_starts(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    serialized = args[0] if args else kwargs.get("serialized")
+    name = kwargs.get("name") or (serialized or {}).get("name")
+    notes.runs[run.run_id] = Run.tool(_parent(notes, run.parent_run_id), name, run.metadata, around.get())
 
-    @_counted
-    def on_retriever_start(
-        self,
-        notes: _Notes,
-        serialized: Any,
-        query: str,
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        notes.runs[run_id] = Run.chain(_parent(notes, parent_run_id), "", metadata or {}, None, around.get())
 
-    @_counted
-    def on_chat_model_start(
-        self,
-        notes: _Notes,
-        serialized: Any,
-        messages: list[list[Any]],
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        run = Run.model(_parent(notes, parent_run_id), metadata or {}, around.get())
-        read = tuple(
-            m.id[:_MESSAGE_ID] if m.id.startswith("lc_run--") else notes.ids[m.id]
-            for m in messages[0]
-            if m.id and (m.id.startswith("lc_run--") or m.id in notes.ids)
+def _retriever_starts(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    notes.runs[run.run_id] = Run.chain(_parent(notes, run.parent_run_id), "", run.metadata, None, around.get())
+
+
+def _run_ends(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    notes.runs.pop(run.run_id, None)
+
+
+def _model_starts(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    made = Run.model(_parent(notes, run.parent_run_id), run.metadata, around.get())
+    read = tuple(
+        m.id[:_MESSAGE_ID] if m.id.startswith("lc_run--") else notes.ids[m.id]
+        for m in args[1][0]
+        if m.id and (m.id.startswith("lc_run--") or m.id in notes.ids)
+    )
+    by = _entered_within(made) or Mark(role_of(made), NAME, state=made.state)
+    output = f"lc_run--{run.run_id}"
+    mark = Mark(by.role, by.integration, state=by.state, read=(*by.read, *read), output=output)
+    notes.marks[run.run_id] = mark
+    current_mark.set(mark)
+
+
+def _model_ends(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    mark = _done(notes, run)
+    if mark is None:
+        return
+    response = args[0] if args else kwargs["response"]
+    for generation in response.generations[0]:
+        name = getattr(getattr(generation, "message", None), "id", None)
+        if name and not name.startswith("lc_run--"):
+            notes.ids[name] = str(mark.output)
+    if not mark.calls:
+        notes.episode.warn(
+            "unseen_call",
+            f"A chat model answered role {mark.role!r} without a call that can be recorded: from LangChain's cache "
+            "or by a client of its own. Switch the cache off while recording.",
         )
-        by = _entered_within(run) or Mark(role_of(run), NAME, state=run.state)
-        mark = Mark(by.role, by.integration, state=by.state, read=(*by.read, *read), output=f"lc_run--{run_id}")
-        notes.marks[run_id] = mark
-        current_mark.set(mark)
-
-    @_counted
-    def on_llm_end(self, notes: _Notes, response: Any, *, run_id: UUID, **_: Any) -> None:
-        mark = self._done(notes, run_id)
-        if mark is None:
-            return
-        for generation in response.generations[0]:
-            name = getattr(getattr(generation, "message", None), "id", None)
-            if name and not name.startswith("lc_run--"):
-                notes.ids[name] = str(mark.output)
-        if not mark.calls:
-            notes.episode.warn(
-                "unseen_call",
-                f"A chat model answered role {mark.role!r} without a call that can be recorded: from LangChain's cache "
-                "or by a client of its own. Switch the cache off while recording.",
-            )
-
-    @_counted
-    def on_llm_error(self, notes: _Notes, error: BaseException, *, run_id: UUID, **_: Any) -> None:
-        self._done(notes, run_id)
-
-    def _done(self, notes: _Notes, run_id: UUID) -> Mark | None:
-        # In async code this runs in a copied context, where resetting the ContextVar would be lost.
-        mark = notes.marks.pop(run_id, None)
-        if mark is not None:
-            mark.done = True
-        return mark
-
-    @_counted
-    def on_chain_end(self, notes: _Notes, outputs: Any, *, run_id: UUID, **_: Any) -> None:
-        notes.runs.pop(run_id, None)
-
-    on_chain_error = on_chain_end
-    on_tool_end = on_chain_end
-    on_tool_error = on_chain_end
-    on_retriever_end = on_chain_end
-    on_retriever_error = on_chain_end
 
 
-_HANDLER = _Handler()
+def _model_fails(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    _done(notes, run)
 
 
-class _Within:
-    """Stands for a ContextVar: holds the handler inside an episode, and nothing outside."""
-
-    def get(self) -> _Handler | None:
-        return _HANDLER if current_episode.get() is not None else None
+def _done(notes: _Notes, run: Any) -> Mark | None:
+    # Where a model runs in a context of its own, resetting the ContextVar would be lost.
+    mark = notes.marks.pop(run.run_id, None)
+    if mark is not None:
+        mark.done = True
+    return mark
 
 
 def _parent(notes: _Notes, run_id: UUID | None) -> Run | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -31,7 +31,7 @@ def install() -> None:
     @functools.wraps(astream)
     def named_astream(self: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
         parts = astream(self, *args, **options)
-        return parts if current_episode.get() is None else _astarted(self.name, parts)
+        return parts if current_episode.get() is None else _Astarted(self.name, parts)
 
     Pregel.stream, Pregel.astream = named_stream, named_astream  # type: ignore[method-assign, assignment]
 
@@ -44,11 +44,29 @@ def _started(name: str, parts: Any) -> Iterator[Any]:
         starting.set(None)
 
 
-async def _astarted(name: str, parts: Any) -> AsyncIterator[Any]:
-    starting.set(name)
-    try:
-        async for part in parts:
-            yield part
-    finally:
-        starting.set(None)
-        await parts.aclose()
+class _Astarted(AsyncGenerator[Any, Any]):
+    """An object and no generator, as another generator around every part costs more than the rest of the hook."""
+
+    def __init__(self, name: str, parts: Any) -> None:
+        self._name: str | None = name
+        self._parts = parts
+
+    def __anext__(self) -> Any:
+        return self._parts.__anext__() if self._name is None else self._first()
+
+    async def _first(self) -> Any:
+        name, self._name = self._name, None
+        starting.set(name)
+        try:
+            return await self._parts.__anext__()
+        finally:
+            starting.set(None)
+
+    def asend(self, value: Any) -> Any:
+        return self.__anext__() if value is None else self._parts.asend(value)
+
+    def athrow(self, *raised: Any) -> Any:
+        return self._parts.athrow(*raised)
+
+    def aclose(self) -> Any:
+        return self._parts.aclose()

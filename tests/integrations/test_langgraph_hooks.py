@@ -11,15 +11,16 @@ from langchain_core.callbacks.manager import CallbackManager
 from langchain_core.language_models import BaseChatModel
 from langchain_core.language_models.fake_chat_models import FakeListChatModel
 from langchain_core.messages import HumanMessage
+from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.types import Command, interrupt
 
 import cotune
+from cotune.context import current_episode
 from cotune.errors import WorkflowError
-from cotune.integrations import activate
-from cotune.integrations.langgraph import _HANDLER, _notes
+from cotune.integrations.langgraph import _notes
 from cotune.integrations.langgraph_runs import Run, role_of
 from tests.integrations.recorded import Recorded, episode
 
@@ -42,24 +43,14 @@ def graph_of(node=says, **options):
 # What upstream must keep
 
 
-def test_the_handler_joins_every_callback_manager_of_an_episode_and_of_nothing_else():
-    activate()
-
-    async def run(task):
-        return float(_HANDLER in CallbackManager.configure().inheritable_handlers)
-
-    outcome = asyncio.run(episode(run))
-    assert outcome.rewards == {"team": 1.0}, REMEDY.format("langchain_core.tracers.context", "langgraph.py")
-    assert _HANDLER not in CallbackManager.configure().inheritable_handlers
-
-
-def test_callbacks_still_tell_node_namespace_and_message_ids(record: Recorded):
+def test_the_managers_of_callbacks_still_tell_node_namespace_and_message_ids(record: Recorded):
     told = {}
 
     def reply(call):
-        told.update(call.mark.details, output=call.mark.output)
+        told.update(call.mark.details, output=call.mark.output, episode=call.episode)
         notes = _notes(call.episode)
         told["kinds"] = [(run.kind, run.name, bool(run.space)) for run in notes.runs.values()]
+        told["handlers"] = CallbackManager.configure().handlers
         return "x"
 
     async def run(task):
@@ -67,9 +58,36 @@ def test_callbacks_still_tell_node_namespace_and_message_ids(record: Recorded):
         return 1
 
     record(run, reply)
-    remedy = REMEDY.format("LangGraph's callbacks", "langgraph_runs.py")
+    remedy = REMEDY.format("LangChain's callback managers", "langchain_callbacks.py")
     assert told["kinds"] == [("chain", "LangGraph", False), ("node", "node", True)], remedy
     assert told["id"].startswith(told["output"]), remedy
+    assert told["handlers"] == []
+    notes = _notes(told["episode"])
+    assert not notes.runs and not notes.marks, remedy
+
+
+@pytest.mark.parametrize("how", ["invoke", "ainvoke"])
+def test_runs_that_fail_are_over_too(record: Recorded, how: str):
+    seen = []
+
+    @tool
+    def broken(text: str) -> str:
+        """Breaks."""
+        raise ValueError(text)
+
+    def node(state):
+        seen.append(current_episode.get())
+        assert len(_notes(seen[0]).runs) == 2
+        broken.invoke("x")
+
+    async def run(task):
+        graph = graph_of(node)
+        with pytest.raises(ValueError, match="x"):
+            await graph.ainvoke(HELLO) if how == "ainvoke" else graph.invoke(HELLO)
+        return 1
+
+    record(run, "x")
+    assert not _notes(seen[0]).runs
 
 
 def test_chat_models_still_have_the_four_methods():

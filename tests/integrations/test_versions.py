@@ -75,7 +75,7 @@ def test_the_extras_allow_what_is_supported():
 
 HOOKS = {
     "cotune.integrations.openai_sdk": ("openai._base_client", "SyncAPIClient", "_send_request"),
-    "cotune.integrations.langgraph": ("langchain_core.tracers.context", "register_configure_hook", None),
+    "cotune.integrations.langgraph": ("langchain_core.callbacks.manager", "AsyncCallbackManager", "on_tool_start"),
     "cotune.integrations.langchain_models": ("langchain_core.language_models.chat_models", "BaseChatModel", None),
     "cotune.integrations.autogen": ("autogen_core.tools", "BaseTool", "run_json"),
     "cotune.integrations.crewai": ("crewai", "Task", "_execute_core"),

@@ -67,10 +67,11 @@ def resume(run: Path, environment: dict[str, str] = ENVIRONMENT) -> None:
 def test_stopped_and_killed_runs_leave_nothing_and_go_on(tiny_base: Path, tmp_path: Path) -> None:
     """Ctrl-C, SIGTERM and SIGKILL of the driver, in the midst of a step."""
     before = {path.name for path in Path("/dev/shm").iterdir()}
-    local = ["--cluster", "local", "--set=cluster.learners=2", "--set=cluster.rollout_workers=2"]
     runs = {number: tmp_path / number.name for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)}
     steps = {signal.SIGKILL: 4}
-    processes = {number: started(tiny_base, run, steps.get(number, 100), *local) for number, run in runs.items()}
+    processes = {
+        number: started(tiny_base, run, steps.get(number, 100), "--cluster", "local") for number, run in runs.items()
+    }
     families = []
     for number, run in runs.items():
         process = processes[number]

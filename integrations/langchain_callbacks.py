@@ -1,0 +1,84 @@
+"""Starts and ends of LangChain's runs, seen at the managers that tell callback handlers of them.
+
+Not by a handler of our own: LangChain does more for every run as soon as there is one, which costs about as much as
+recording the call. Outside an episode each hook costs one read of a ContextVar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from langchain_core.callbacks import manager as managers
+
+from cotune.context import current_episode
+from cotune.integrations.class_hooks import replace_method
+from cotune.integrations.versions import missing_hook
+
+Note = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]
+"""Takes the manager of one run (`run_id`, `parent_run_id`, `metadata`), and the arguments of the event."""
+_KINDS = {"chain": "Chain", "tool": "Tool", "retriever": "Retriever", "llm": "LLM"}
+_LIKE = ("", "Async")
+
+
+def on_start(event: str, note: Note) -> None:
+    """Call `note` after every `on_chain_start`, `on_tool_start`, `on_retriever_start` or `on_chat_model_start`.
+
+    Raises UnsupportedVersion.
+    """
+    for like in _LIKE:
+        _replace(f"{like}CallbackManager", event, _async_start if like else _start, note)
+
+
+def on_end(event: str, note: Note) -> None:
+    """Call `note` before every `on_<kind>_end` or `on_<kind>_error`, also where no handler hears of it.
+
+    Raises UnsupportedVersion.
+    """
+    for like in _LIKE:
+        _replace(f"{like}CallbackManagerFor{_KINDS[event.split('_')[1]]}Run", event, _end, note)
+
+
+def _replace(name: str, event: str, wrapper: Callable[..., Any], note: Callable[..., None]) -> None:
+    cls = getattr(managers, name, None)
+    if not callable(vars(cls).get(event) if cls else None):
+        raise missing_hook("langchain-core", f"{name}.{event}")
+    replace_method(cls, event, lambda original: wrapper(original, note))
+
+
+def _start(original: Any, note: Note) -> Any:
+    def start(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(self, *args, **kwargs)
+        if current_episode.get() is not None:
+            _each(made, note, args, kwargs)
+        return made
+
+    return start
+
+
+def _async_start(original: Any, note: Note) -> Any:
+    async def start(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = await original(self, *args, **kwargs)
+        if current_episode.get() is not None:
+            _each(made, note, args, kwargs)
+        return made
+
+    return start
+
+
+def _each(made: Any, note: Note, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """A chat model starts a run for each of its prompts, everything else one run."""
+    if not isinstance(made, list):
+        return note(made, args, kwargs)
+    prompts = args[1] if len(args) > 1 else kwargs["messages"]
+    for run, prompt in zip(made, prompts, strict=True):
+        note(run, (None, [prompt]), kwargs)
+
+
+def _end(original: Any, note: Note) -> Any:
+    def end(self: Any, *args: Any, **kwargs: Any) -> Any:  # awaitable where the original is
+        if current_episode.get() is not None:
+            note(self, args, kwargs)
+        return original(self, *args, **kwargs)
+
+    return end
