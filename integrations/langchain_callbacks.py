@@ -70,8 +70,8 @@ def _each(made: Any, note: Note, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """A chat model starts a run for each of its prompts, everything else one run."""
     if not isinstance(made, list):
         return note(made, args, kwargs)
-    prompts = args[1] if len(args) > 1 else kwargs["messages"]
-    for run, prompt in zip(made, prompts, strict=True):
+    prompts = args[1] if len(args) > 1 else kwargs.get("messages") or ()
+    for run, prompt in zip(made, prompts, strict=False):
         note(run, (None, [prompt]), kwargs)
 
 

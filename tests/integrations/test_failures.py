@@ -55,8 +55,9 @@ def shared() -> Iterator[Provider]:
 class Clients:
     """Eight ways to ask once, by name: each a coroutine function that returns what the application got."""
 
-    def __init__(self, url: str) -> None:
-        settings = {"base_url": url, "api_key": "none", "max_retries": 0, "timeout": 0.15}
+    def __init__(self, url: str, failure: str = "time-out") -> None:
+        patience = 0.15 if failure == "time-out" else 30.0
+        settings = {"base_url": url, "api_key": "none", "max_retries": 0, "timeout": patience}
         self.sync, self.other = openai.OpenAI(**settings), openai.AsyncOpenAI(**settings)
         self.chat = ChatOpenAI(model="m", **settings)
 
@@ -104,7 +105,7 @@ def test_the_application_sees_what_it_would_have_seen(shared: Provider, failure:
     sink = Sink()
 
     async def main() -> None:
-        clients = Clients(shared.url)
+        clients = Clients(shared.url, failure)
         for way in WAYS:
             ask = getattr(clients, way)
             plain, seen = await met(ask), []
@@ -136,17 +137,17 @@ def test_no_failure_is_trained_on_and_each_is_counted_by_its_reason(shared: Prov
     with SqliteStore.open(tmp_path) as store:
 
         async def main() -> None:
-            clients = Clients(shared.url)
-            for reply, _ in FAILURES.values():
+            for failure, (reply, _) in FAILURES.items():
+                clients = Clients(shared.url, failure)
                 shared.reply = lambda body, number, reply=reply: reply(bool(body.get("stream")))
 
-                async def run(task):
+                async def run(task, clients=clients):
                     for way in ways:
                         await met(getattr(clients, way))
                     return 1
 
                 await episode(run, None, store)
-            await clients.other.close()
+                await clients.other.close()
 
         asyncio.run(main())
         store.flush()
@@ -160,7 +161,7 @@ def test_attempts_are_listed_with_status_and_cause(shared: Provider, record: Rec
     replies = [json_reply(BUSY, 429), (200, "application/json", [Provider.HANG]), json_reply(BUSY, 503)]
     begin = len(shared.requests)
     shared.reply = lambda body, number: replies[number - begin]
-    with openai.OpenAI(base_url=shared.url, api_key="none", max_retries=2, timeout=0.1) as client:
+    with openai.OpenAI(base_url=shared.url, api_key="none", max_retries=2, timeout=0.5) as client:
 
         def run(task):
             with pytest.raises(openai.InternalServerError) as caught:
@@ -191,7 +192,7 @@ def test_a_half_read_stream_keeps_what_was_read(shared: Provider, record: Record
     kept: list[Any] = []
 
     async def run(task):
-        clients = Clients(shared.url)
+        clients = Clients(shared.url, "half-read")
         ask = functools.partial(clients.sync.chat.completions.create, model="m", messages=USER, stream=True)
         aask = functools.partial(clients.other.chat.completions.create, model="m", messages=USER, stream=True)
         said = ""
