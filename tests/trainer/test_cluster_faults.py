@@ -51,43 +51,44 @@ def said(run: Path) -> str:
     return run.with_suffix(".log").read_text()
 
 
-def two_steps(run: Path, process: subprocess.Popen[bytes]) -> None:
+def until(steps: int, run: Path, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 300
-    while chaos.steps_done(run) < 2:
+    while chaos.steps_done(run) < steps:
         assert process.poll() is None and time.monotonic() < deadline, said(run)
         time.sleep(0.02)
 
 
-def resume(run: Path, environment: dict[str, str] = ENVIRONMENT) -> None:
-    done = subprocess.run([*TRAIN, "--resume", str(run)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def resumed(run: Path, environment: dict[str, str] = ENVIRONMENT) -> subprocess.Popen[bytes]:
+    with run.with_suffix(".log").open("a") as log:
+        return subprocess.Popen([*TRAIN, "--resume", str(run)], env=environment, stdout=log, stderr=log)
 
 
 @pytest.mark.timeout(600)
-def test_stopped_and_killed_runs_leave_nothing_and_go_on(tiny_base: Path, tmp_path: Path) -> None:
-    """Ctrl-C, SIGTERM and SIGKILL of the driver, in the midst of a step."""
+def test_killed_and_stopped_runs_leave_nothing_and_go_on(tiny_base: Path, tmp_path: Path) -> None:
+    """SIGKILL of a driver, SIGTERM when the run goes on, and Ctrl-C, all in the midst of a step."""
     before = {path.name for path in Path("/dev/shm").iterdir()}
-    runs = {number: tmp_path / number.name for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)}
-    steps = {signal.SIGKILL: 4}
-    processes = {
-        number: started(tiny_base, run, steps.get(number, 100), "--cluster", "local") for number, run in runs.items()
-    }
+    killed, stopped = tmp_path / "killed", tmp_path / "stopped"
+    victim, other = (started(tiny_base, run, 100, "--cluster", "local") for run in (killed, stopped))
     families = []
-    for number, run in runs.items():
-        process = processes[number]
-        two_steps(run, process)
+
+    def end(number: signal.Signals, process: subprocess.Popen[bytes]) -> int:
         families.append(chaos.family(process.pid))
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)
-        else:
-            process.send_signal(number)
-    codes = {number: process.wait(120) for number, process in processes.items()}
-    time.sleep(0.5)  # the witness of a driver's end speaks after it
-    assert codes == {signal.SIGTERM: 130, signal.SIGINT: 130, signal.SIGKILL: -9}
-    for run in runs.values():
-        assert f"Go on with: cotune train --resume {run}" in said(run)
-    resume(runs[signal.SIGKILL])
-    assert len(chaos.groups_trained(runs[signal.SIGKILL])) == 4
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        code = process.wait(120)
+        time.sleep(0.5)  # the witness of a driver's end speaks after it
+        return code
+
+    until(2, killed, victim)
+    assert end(signal.SIGKILL, victim) == -signal.SIGKILL
+    until(2, stopped, other)
+    assert end(signal.SIGINT, other) == 130
+    assert f"Go on with: cotune train --resume {killed}" in said(killed)
+    assert f"Go on with: cotune train --resume {stopped}" in said(stopped)
+    done = chaos.steps_done(killed)
+    again = resumed(killed)
+    until(done + 2, killed, again)
+    assert end(signal.SIGTERM, again) == 130
+    assert len(chaos.groups_trained(killed)) >= done + 2
     for family in families:
         assert len(family) > 5
         assert chaos.survivors(family, GONE) == []
@@ -141,12 +142,12 @@ def test_a_head_node_that_is_lost_ends_the_run_with_the_cause_and_another_takes_
     environment.pop("RAY_AUTH_MODE", None)
     with ray_head(port) as head:
         driver = started(tiny_base, run, 4, "--cluster", f"127.0.0.1:{port}", environment=environment)
-        two_steps(run, driver)
+        until(2, run, driver)
         kill(head)
         assert driver.wait(120) != 0
     time.sleep(0.5)  # the witness of the end speaks after it
     assert "or Ray has lost a node" in said(run), said(run)
     assert f"Go on with: cotune train --resume {run}" in said(run)
     with ray_head(port):
-        resume(run, environment)
+        assert resumed(run, environment).wait(200) == 0, said(run)
     assert len(chaos.groups_trained(run)) == 4
