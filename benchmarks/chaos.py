@@ -11,31 +11,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cotune.sqlite_store import SqliteStore
-from cotune.trainer.run_folder import read_metrics
 from tests.trainer import chaos
-from tests.trainer.tiny_app import TASKS, build_base
+from tests.trainer.tiny_app import build_base
+from tests.trainer.tiny_run import GONE, Audit, audit, launch, new_run, on_cluster
 
-ROOT = Path(__file__).parents[1]
 K = 8
 PATIENCE = 600.0
 """Seconds that a run may take before it counts as failed."""
-GONE = 180.0
-"""Seconds after which no process of a killed run may be left. Ray's own agents try for a minute to tell a driver that
-is gone that their raylet is gone."""
 CLUSTER = {"address": "local", "engine": "transformers", "engines": 2, "learners": 2, "rollout_workers": 2}
 FASTER = {"engine_timeout": 10.0, "learner_timeout": 120.0}
 
@@ -47,52 +40,30 @@ class Verdict(NamedTuple):
     ended: str
     resumes: int
     seconds: float
-    groups_lost: int
-    trained_twice: int
-    stale_trained: int
+    audit: Audit
     leaked: int
-
-
-def command(folder: Path, base: Path, steps: int) -> list[str]:
-    """`cotune train` on the tiny application."""
-    (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
-    words = ["tests.trainer.worker_app:solve", "--tasks", str(folder / "tasks.jsonl"), "--model", str(base)]
-    words += ["--out", str(folder / "run"), "--policies", "full", "--steps", str(steps), "--tasks-per-step", "3"]
-    words += ["--lr", "5e-3", "-k", str(K)]
-    return [*words, *(f"--set=cluster.{name}={json.dumps(value)}" for name, value in (CLUSTER | FASTER).items())]
-
-
-def start(folder: Path, words: list[str]) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}
-    log = (folder / "log").open("a")
-    return subprocess.Popen(
-        [sys.executable, "-m", "cotune.cli", "train", *words],
-        cwd=folder,
-        env=environment,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
 
 
 def one(folder: Path, base: Path, steps: int, chance: random.Random, faults: Sequence[chaos.Fault]) -> Verdict:
     """A run with one fault, resumed until it has finished."""
     started = time.perf_counter()
-    process = start(folder, command(folder, base, steps))
+    run = folder / "run"
+    fresh = new_run(base, run, steps, "-k", str(K), *on_cluster(CLUSTER | FASTER))
+    process = launch(fresh, run)
     moment = chaos.random_moment(chance, steps - 1, 3.0)
     injected, family = None, []
-    if chaos.wait_for(moment, folder / "run", process.pid):
+    if chaos.wait_for(moment, run, process.pid):
         family = chaos.family(process.pid)
         injected = chaos.inject(process.pid, chance, faults)
     ended, resumes = finish(process), 0
     while ended != "finished" and resumes < 3:
         resumes += 1
-        begun = (folder / "run" / "run.json").exists()
-        ended = finish(start(folder, ["--resume", str(folder / "run")] if begun else command(folder, base, steps)))
+        begun = (run / "run.json").exists()
+        ended = finish(launch(["--resume", str(run)] if begun else fresh, run))
     leaked = len(chaos.survivors(family, GONE))
     fault = f"{injected.fault} ({injected.title[:24]})" if injected else "none: the run had ended"
     seconds = time.perf_counter() - started
-    return Verdict(fault, ended, resumes, seconds, *check(folder / "run", steps), leaked)
+    return Verdict(fault, ended, resumes, seconds, audit(run, steps), leaked)
 
 
 def finish(process: subprocess.Popen[bytes]) -> str:
@@ -103,22 +74,6 @@ def finish(process: subprocess.Popen[bytes]) -> str:
         process.kill()
         process.wait()
         return "hung"
-
-
-def check(run: Path, steps: int) -> tuple[int, int, int]:
-    """Groups lost, groups trained twice, and rows trained on with another version than their step's."""
-    lines = list(read_metrics(run))
-    store = SqliteStore.open(run / "records.db")
-    try:
-        consumed = Counter(store.consumed().values())
-    finally:
-        store.close()
-    numbers = [line["step"] for line in lines]
-    missing = sum(max(0, line["groups"] - consumed[line["step"]]) for line in lines) + (steps - len(set(numbers)))
-    missing += sum(line["rows"] + sum(line["left_out"].values()) != line["candidates"] for line in lines)
-    twice = len(numbers) - len(set(numbers)) + sum(max(0, consumed[ln["step"]] - ln["groups"]) for ln in lines)
-    stale = sum(count for line in lines for lag, count in line["staleness"].items() if lag != "0")
-    return missing, twice, stale
 
 
 def main() -> None:
@@ -139,17 +94,17 @@ def main() -> None:
             place.mkdir(parents=True)
             found = one(place, base, options.steps, random.Random(options.seed * 1000 + number), faults)
             verdicts.append(found)
+            lost, twice, stale = found.audit
             print(f"{number:>3}  {found.fault:<46} {found.ended:<9} resumes {found.resumes}  {found.seconds:6.0f} s  "
-                  f"lost {found.groups_lost}  twice {found.trained_twice}  stale {found.stale_trained}  "
-                  f"leaked {found.leaked}", flush=True)  # fmt: skip
+                  f"lost {lost}  twice {twice}  stale {stale}  leaked {found.leaked}", flush=True)  # fmt: skip
     figures = {
         "runs": len(verdicts),
         "finished": sum(v.ended == "finished" and not v.resumes for v in verdicts),
         "resumed": sum(v.ended == "finished" and v.resumes > 0 for v in verdicts),
         "failed": sum(v.ended != "finished" for v in verdicts),
-        "groups_lost": sum(v.groups_lost for v in verdicts),
-        "trained_twice": sum(v.trained_twice for v in verdicts),
-        "stale_trained": sum(v.stale_trained for v in verdicts),
+        "groups_lost": sum(v.audit.groups_lost for v in verdicts),
+        "trained_twice": sum(v.audit.trained_twice for v in verdicts),
+        "stale_trained": sum(v.audit.stale_trained for v in verdicts),
         "leaked": sum(v.leaked for v in verdicts),
     }
     print(json.dumps(figures))

@@ -14,9 +14,10 @@ from langchain_core.callbacks import manager as managers
 from cotune.context import current_episode
 from cotune.integrations.class_hooks import replace_method
 from cotune.integrations.versions import missing_hook
+from cotune.recorder import LiveEpisode
 
-Note = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]
-"""Takes the manager of one run (`run_id`, `parent_run_id`, `metadata`), and the arguments of the event."""
+Note = Callable[[LiveEpisode, Any, tuple[Any, ...], Mapping[str, Any]], None]
+"""Takes the episode, the manager of one run (`run_id`, `parent_run_id`, `metadata`), and the event's arguments."""
 _KINDS = {"chain": "Chain", "tool": "Tool", "retriever": "Retriever", "llm": "LLM"}
 _LIKE = ("", "Async")
 
@@ -39,7 +40,7 @@ def on_end(event: str, note: Note) -> None:
         _replace(f"{like}CallbackManagerFor{_KINDS[event.split('_')[1]]}Run", event, _end, note)
 
 
-def _replace(name: str, event: str, wrapper: Callable[..., Any], note: Callable[..., None]) -> None:
+def _replace(name: str, event: str, wrapper: Callable[..., Any], note: Note) -> None:
     cls = getattr(managers, name, None)
     if not callable(vars(cls).get(event) if cls else None):
         raise missing_hook("langchain-core", f"{name}.{event}")
@@ -49,8 +50,9 @@ def _replace(name: str, event: str, wrapper: Callable[..., Any], note: Callable[
 def _start(original: Any, note: Note) -> Any:
     def start(self: Any, *args: Any, **kwargs: Any) -> Any:
         made = original(self, *args, **kwargs)
-        if current_episode.get() is not None:
-            _each(made, note, args, kwargs)
+        episode = current_episode.get()
+        if episode is not None:
+            _each(episode, made, note, args, kwargs)
         return made
 
     return start
@@ -59,26 +61,28 @@ def _start(original: Any, note: Note) -> Any:
 def _async_start(original: Any, note: Note) -> Any:
     async def start(self: Any, *args: Any, **kwargs: Any) -> Any:
         made = await original(self, *args, **kwargs)
-        if current_episode.get() is not None:
-            _each(made, note, args, kwargs)
+        episode = current_episode.get()
+        if episode is not None:
+            _each(episode, made, note, args, kwargs)
         return made
 
     return start
 
 
-def _each(made: Any, note: Note, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _each(episode: LiveEpisode, made: Any, note: Note, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """A chat model starts a run for each of its prompts, everything else one run."""
     if not isinstance(made, list):
-        return note(made, args, kwargs)
+        return note(episode, made, args, kwargs)
     prompts = args[1] if len(args) > 1 else kwargs.get("messages") or ()
     for run, prompt in zip(made, prompts, strict=False):
-        note(run, (None, [prompt]), kwargs)
+        note(episode, run, (None, [prompt]), kwargs)
 
 
 def _end(original: Any, note: Note) -> Any:
     def end(self: Any, *args: Any, **kwargs: Any) -> Any:  # awaitable where the original is
-        if current_episode.get() is not None:
-            note(self, args, kwargs)
+        episode = current_episode.get()
+        if episode is not None:
+            note(episode, self, args, kwargs)
         return original(self, *args, **kwargs)
 
     return end

@@ -14,7 +14,7 @@ from uuid import UUID, uuid4
 from langchain_core.runnables.config import var_child_runnable_config
 
 from cotune.context import Mark, current_episode, current_mark, scopes
-from cotune.integrations.langchain_callbacks import on_end, on_start
+from cotune.integrations.langchain_callbacks import Note, on_end, on_start
 from cotune.integrations.langchain_middleware import around
 from cotune.integrations.langgraph_graphs import starting
 from cotune.integrations.langgraph_runs import Run, role_of
@@ -69,16 +69,13 @@ def _notes(episode: LiveEpisode) -> _Notes:
     return notes
 
 
-def _counted(note: Callable[..., None]) -> Callable[..., None]:
+def _counted(note: Callable[..., None]) -> Note:
     """A fault of the recorder's own must not become the application's."""
 
     @functools.wraps(note)
-    def call(run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        episode = current_episode.get()
-        if episode is None:
-            return
+    def call(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         try:
-            note(episode.notes.get(NAME) or _notes(episode), run, args, kwargs)
+            note(_notes(episode), run, args, kwargs)
         except Exception as error:  # noqa: BLE001
             episode.warn("langgraph", "The LangGraph integration failed.", error)
 

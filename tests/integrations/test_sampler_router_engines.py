@@ -74,7 +74,7 @@ async def served_since(sampler: RoutedSampler, before: RouterStats) -> dict[str,
     return {name: r.answered - before.replicas[name].answered for name, r in now.replicas.items()}
 
 
-def test_a_process_is_killed_in_the_middle_of_a_burst(reference: Reference) -> None:  # noqa: F811
+def test_a_process_is_killed_and_another_stopped_in_the_middle_of_a_burst(reference: Reference) -> None:  # noqa: F811
     opened: list[TransformersSampler] = []
 
     async def make() -> TransformersSampler:
@@ -84,25 +84,30 @@ def test_a_process_is_killed_in_the_middle_of_a_burst(reference: Reference) -> N
     def processes() -> list[int]:
         return [sampler._host._process.pid for sampler in opened]
 
+    async def break_one(sampler: RoutedSampler, how: signal.Signals, victim: int) -> None:
+        asked = asyncio.create_task(burst(sampler, 48))
+        await asyncio.sleep(0.1)
+        stats = await sampler.stats()
+        assert all(replica.running for replica in stats.replicas.values())
+        os.kill(victim, how)
+        assert largest_gap(reference, await asked) < 1e-4
+        await until(lambda: all_healthy(sampler))
+
     async def scenario() -> None:
         sampler = await RoutedSampler.open([make, make], QUICK)
         await publish(sampler, reference)
-        asked = asyncio.create_task(burst(sampler, 48))
-        await asyncio.sleep(0.1)
-        assert all(replica.running for replica in (await sampler.stats()).replicas.values())
-        os.kill(processes()[0], signal.SIGKILL)
-        assert largest_gap(reference, await asked) < 1e-4
-        await until(lambda: all_healthy(sampler))
+        await break_one(sampler, signal.SIGKILL, processes()[0])
+        await break_one(sampler, signal.SIGSTOP, processes()[1])
         before = await sampler.stats()
-        assert before.counters["restarts"] == before.counters["unhealthy"] == 1
-        assert before.counters["retried"] == before.counters["died"] >= 1
+        assert before.counters["restarts"] == before.counters["unhealthy"] == 2
+        assert before.counters["retried"] == before.counters["died"] >= 2
         assert before.counters["failed"] == 0
         assert largest_gap(reference, await burst(sampler, 24)) < 1e-4
         assert all((await served_since(sampler, before)).values())
         await sampler.aclose()
 
     asyncio.run(scenario())
-    assert len(opened) == 3
+    assert len(opened) == 4
     assert [pid for pid in processes() if Path(f"/proc/{pid}").exists()] == []
 
 

@@ -18,14 +18,12 @@ import random
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from cotune.sqlite_store import SqliteStore
 from cotune.trainer.run_folder import read_metrics
 
 SAMPLER, LEARNER, WORKER = "SamplerActor", "Member", "_Host"
@@ -133,17 +131,6 @@ def wait_for(moment: Moment, run: Path, driver_pid: int) -> bool:
 
 def steps_done(run: Path) -> int:
     return sum(1 for _ in read_metrics(run))
-
-
-def groups_trained(run: Path) -> list[int]:
-    """Groups that each step of a run trained on. Its metrics and its ledger must agree on them."""
-    lines = list(read_metrics(run))
-    store = SqliteStore.open(run / "records.db")
-    consumed = Counter(store.consumed().values())
-    store.close()
-    assert [line["step"] for line in lines] == list(range(len(lines)))
-    assert consumed == {line["step"]: line["groups"] for line in lines}
-    return [line["groups"] for line in lines]
 
 
 def family(driver_pid: int) -> list[psutil.Process]:

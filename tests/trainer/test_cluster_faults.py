@@ -7,7 +7,6 @@ The other parts, each at a random moment: benchmarks/chaos.py.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -22,45 +21,14 @@ import psutil
 import pytest
 
 from tests.trainer import chaos
-from tests.trainer.tiny_app import TASKS
+from tests.trainer.tiny_run import ENVIRONMENT, GONE, audit, hears, launch, log_of, new_run, on_cluster
 
-ROOT = Path(__file__).parents[2]
-TRAIN = [sys.executable, "-m", "cotune.cli", "train"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}
-GONE = 180.0
-"""Seconds after which no process of a killed run may be left. Ray's own agents try for a minute to tell a driver that
-is gone that their raylet is gone."""
+PARTS = {"engine": "transformers", "learners": 2, "rollout_workers": 2}
 
 
-def started(
-    base: Path, run: Path, steps: int, *cluster: str, environment: dict[str, str] = ENVIRONMENT
-) -> subprocess.Popen[bytes]:
-    """A run in a process of its own; what it says goes to `said(run)`."""
-    tasks = run.with_suffix(".jsonl")
-    tasks.write_text("".join(json.dumps(task) + "\n" for task in TASKS))
-    command = [*TRAIN, "tests.trainer.worker_app:solve", "--tasks", str(tasks), "--model", str(base), "--out", str(run)]
-    command += ["--policies", "full", "--steps", str(steps), "--tasks-per-step", "3", "--lr", "5e-3"]
-    command += [*cluster, "--set=cluster.engine=transformers"]
-    with run.with_suffix(".log").open("w") as log:
-        return subprocess.Popen(
-            command, cwd=run.parent, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-
-
-def said(run: Path) -> str:
-    return run.with_suffix(".log").read_text()
-
-
-def until(steps: int, run: Path, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 300
-    while chaos.steps_done(run) < steps:
-        assert process.poll() is None and time.monotonic() < deadline, said(run)
-        time.sleep(0.02)
-
-
-def resumed(run: Path, environment: dict[str, str] = ENVIRONMENT) -> subprocess.Popen[bytes]:
-    with run.with_suffix(".log").open("a") as log:
-        return subprocess.Popen([*TRAIN, "--resume", str(run)], env=environment, stdout=log, stderr=log)
+def after(steps: int, run: Path, driver: subprocess.Popen[bytes]) -> None:
+    """Return when a run has made so many steps."""
+    assert chaos.wait_for(chaos.Moment(steps, 0.0), run, driver.pid), log_of(run).read_text()
 
 
 @pytest.mark.timeout(600)
@@ -68,30 +36,30 @@ def test_killed_and_stopped_runs_leave_nothing_and_go_on(tiny_base: Path, tmp_pa
     """SIGKILL of a driver, SIGTERM when the run goes on, and Ctrl-C, all in the midst of a step."""
     before = {path.name for path in Path("/dev/shm").iterdir()}
     killed, stopped = tmp_path / "killed", tmp_path / "stopped"
-    victim, other = (started(tiny_base, run, 100, "--cluster", "local") for run in (killed, stopped))
+    local = on_cluster({"address": "local", **PARTS})
+    victim, other = (launch(new_run(tiny_base, run, 100, *local), run) for run in (killed, stopped))
     families = []
 
-    def end(number: signal.Signals, process: subprocess.Popen[bytes]) -> int:
-        families.append(chaos.family(process.pid))
-        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-        code = process.wait(120)
-        time.sleep(0.5)  # the witness of a driver's end speaks after it
-        return code
+    def end(number: signal.Signals, driver: subprocess.Popen[bytes]) -> int:
+        families.append(chaos.family(driver.pid))
+        (os.killpg if number == signal.SIGINT else os.kill)(driver.pid, number)
+        return driver.wait(120)
 
-    until(2, killed, victim)
+    after(2, killed, victim)
     assert end(signal.SIGKILL, victim) == -signal.SIGKILL
-    until(2, stopped, other)
+    after(2, stopped, other)
     assert end(signal.SIGINT, other) == 130
-    assert f"Go on with: cotune train --resume {killed}" in said(killed)
-    assert f"Go on with: cotune train --resume {stopped}" in said(stopped)
+    assert hears(killed, f"Go on with: cotune train --resume {killed}")
+    assert hears(stopped, f"Go on with: cotune train --resume {stopped}")
     done = chaos.steps_done(killed)
-    again = resumed(killed)
-    until(done + 2, killed, again)
+    again = launch(["--resume", str(killed)], killed)
+    after(done + 2, killed, again)
     assert end(signal.SIGTERM, again) == 130
-    assert len(chaos.groups_trained(killed)) >= done + 2
-    for family in families:
-        assert len(family) > 5
-        assert chaos.survivors(family, GONE) == []
+    for run in (killed, stopped):
+        assert audit(run, chaos.steps_done(run)) == (0, 0, 0)
+    assert all(len(family) > 5 for family in families)
+    assert chaos.survivors([*families[1], *families[2]], 10.0) == []
+    assert chaos.survivors(families[0], GONE) == []
     assert {path.name for path in Path("/dev/shm").iterdir()} - before == set()
 
 
@@ -141,13 +109,13 @@ def test_a_head_node_that_is_lost_ends_the_run_with_the_cause_and_another_takes_
     environment = {**ENVIRONMENT, "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}  # Ray itself would hope for a minute
     environment.pop("RAY_AUTH_MODE", None)
     with ray_head(port) as head:
-        driver = started(tiny_base, run, 4, "--cluster", f"127.0.0.1:{port}", environment=environment)
-        until(2, run, driver)
+        cluster = on_cluster({"address": f"127.0.0.1:{port}", "engine": "transformers"})
+        driver = launch(new_run(tiny_base, run, 4, *cluster), run, environment)
+        after(2, run, driver)
         kill(head)
         assert driver.wait(120) != 0
-    time.sleep(0.5)  # the witness of the end speaks after it
-    assert "or Ray has lost a node" in said(run), said(run)
-    assert f"Go on with: cotune train --resume {run}" in said(run)
+    assert hears(run, "or Ray has lost a node"), log_of(run).read_text()
+    assert hears(run, f"Go on with: cotune train --resume {run}")
     with ray_head(port):
-        assert resumed(run, environment).wait(200) == 0, said(run)
-    assert len(chaos.groups_trained(run)) == 4
+        assert launch(["--resume", str(run)], run, environment).wait(200) == 0, log_of(run).read_text()
+    assert audit(run, 4) == (0, 0, 0)
