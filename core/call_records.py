@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cotune.ids import message_id
+from cotune.ids import address, canonical
 from cotune.outputs import Outputs
 from cotune.prompts import PromptTree
 from cotune.records import Call, CallStatus, Message, Record, Reward, Segment, Usage, candidate_id
@@ -27,7 +27,7 @@ class CallRecords:
         self._lock = lock
         self._outputs = Outputs()
         self._prompts = PromptTree()
-        self._stored: set[str] = set()
+        self._names: dict[bytes, str] = {}
         self._withheld: set[str] = set()
 
     def parents(self, call: LiveCall) -> tuple[str, ...]:
@@ -43,14 +43,12 @@ class CallRecords:
     def ended(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> list[Record]:
         """The records of a call: new messages, new segments of its prompt, itself, and its candidates' rewards."""
         told = _as_is(call, answer, error) if self._redaction is None else self._redaction.told(call, answer, error)
-        names = tuple([message_id(message) for message in told.messages])
-        bodies = dict(zip(names, told.messages, strict=True))
-        tools = message_id({"tools": told.tools}) if told.tools else None
-        if tools:
-            bodies[tools] = told.tools
+        said = [canonical(message) for message in told.messages]
+        offered = canonical({"tools": told.tools}) if told.tools else None
+        records: list[Record] = []
         with self._lock:
-            records: list[Record] = [Message(i, body) for i, body in bodies.items() if i not in self._stored]
-            self._stored.update(bodies)
+            names = tuple([self._name(raw, body, records) for raw, body in zip(said, told.messages, strict=True)])
+            tools = self._name(offered, told.tools, records) if offered else None
             prompt, segments = self._prompt(call.role, answer, told.withheld)
             records.extend(segments)
             if answer and answer.candidates:
@@ -58,7 +56,9 @@ class CallRecords:
         records.append(_call(call, told, status, names, tools, prompt))
         now = time.time()
         for i, components in enumerate(told.answer.rewards if told.answer else ()):
-            records.extend(Reward(candidate_id(call.id, i), k, v, now) for k, v in components.items())
+            target = candidate_id(call.id, i)
+            for name, value in components.items():
+                records.append(Reward(target, name, value, now))
         return records
 
     def not_recorded(self, call: LiveCall, broken: Exception) -> list[Record]:
@@ -66,6 +66,14 @@ class CallRecords:
         if self._redaction is None:
             return [_call(call, _as_is(call, None, f"not recorded: {broken!r}"), "malformed")]
         return [_call(call, Told(error=f"not recorded: {type(broken).__name__}"), "malformed")]
+
+    def _name(self, raw: bytes, body: Any, records: list[Record]) -> str:
+        """The content address of a message, which is among the records when it is the episode's first like it."""
+        name = self._names.get(raw)
+        if name is None:
+            name = self._names[raw] = address(raw)
+            records.append(Message(name, body))
+        return name
 
     def _prompt(self, role: str, answer: Answer | None, withheld: bool) -> tuple[str | None, list[Segment]]:
         """The segment of an answer's prompt, and the segments that are new: of those whose ids may be stored."""

@@ -16,12 +16,13 @@ import msgspec
 
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _PAIRS = [a + b for a in _ALPHABET for b in _ALPHABET]
-_SHIFTS = range(120, 0, -10)
+_SHIFTS = range(110, -1, -10)
+_MOST = len(_PAIRS) - 1
 _lock = threading.Lock()
-_last = _head = 0
+_millisecond = _head = 0
+_low = _MOST
 _prefix = ""
 _random = random.Random()
-os.register_at_fork(after_in_child=_random.seed)
 
 
 def new_id() -> str:
@@ -29,28 +30,52 @@ def new_id() -> str:
 
     Ids of one millisecond count up from a random number, as the ULID specification has it.
     """
-    global _last, _head, _prefix
+    global _low
     now = time.time_ns() // 1_000_000
     with _lock:
-        if now > _last >> 80:
-            _last = now << 80 | _random.getrandbits(80)
+        if now > _millisecond:
+            _take(now << 80 | _random.getrandbits(80))
+        elif _low < _MOST:
+            _low += 1
         else:
-            _last += 1
-        value = _last
-        if value >> 10 != _head:
-            _head = value >> 10
-            _prefix = "".join([_PAIRS[value >> shift & 1023] for shift in _SHIFTS])
-        return _prefix + _PAIRS[value & 1023]
+            _take((_head + 1) << 10)
+        return _prefix + _PAIRS[_low]
+
+
+def _take(value: int) -> None:
+    """Go on from this id: its last two characters by themselves, so that counting touches no large integer."""
+    global _millisecond, _head, _low, _prefix
+    _millisecond, _head, _low = value >> 80, value >> 10, value & _MOST
+    _prefix = "".join([_PAIRS[_head >> shift & _MOST] for shift in _SHIFTS])
+
+
+def _after_fork() -> None:
+    global _millisecond
+    _random.seed()
+    _millisecond = 0
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def canonical(message: Mapping[str, Any]) -> bytes:
+    """JSON of a chat message that is the same however its keys are ordered."""
+    return msgspec.json.encode(message, order="sorted")
 
 
 def message_id(message: Mapping[str, Any]) -> str:
     """Content address of a chat message: 32 hex digits of BLAKE2b over its canonical JSON."""
-    return hashlib.blake2b(msgspec.json.encode(message, order="sorted"), digest_size=16).hexdigest()
+    return address(canonical(message))
 
 
 def segment_id(token_ids: Sequence[int]) -> str:
     """Content address of a token path from its root: equal ids mean identical token ids, however it was split."""
-    return path_digest(pack_ids(token_ids)).hexdigest()
+    return address(pack_ids(token_ids))
+
+
+def address(content: bytes) -> str:
+    """Content address: 32 hex digits of BLAKE2b."""
+    return path_digest(content).hexdigest()
 
 
 def path_digest(path: bytes) -> hashlib.blake2b:
@@ -58,22 +83,8 @@ def path_digest(path: bytes) -> hashlib.blake2b:
     return hashlib.blake2b(path, digest_size=16)
 
 
-class PackedIds(tuple[int, ...]):
-    """Token ids that carry their packed form, so that it is made only once."""
-
-    packed: bytes
-
-    @classmethod
-    def of(cls, token_ids: Sequence[int], packed: bytes) -> PackedIds:
-        made = cls(token_ids)
-        made.packed = packed
-        return made
-
-
 def pack_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int32: a prefix of the bytes is a prefix of the ids. Raises struct.error."""
-    if type(token_ids) is PackedIds:
-        return token_ids.packed
     return _packer(len(token_ids)).pack(*token_ids)
 
 

@@ -22,10 +22,13 @@ class Outputs:
 
     def read_by(self, names: Iterable[str], messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         """Calls whose outputs a prompt contains: by the framework's names, else by what its messages say."""
-        found = dict.fromkeys(self._calls[name] for name in names if name in self._calls)
+        if not self._calls:
+            return ()
+        found = dict.fromkeys([self._calls[name] for name in names if name in self._calls])
         if not found:
-            said = (_said(message) for message in messages if message.get("role") == "assistant")
-            found = dict.fromkeys(self._calls[name] for name in said if name in self._calls)
+            for message in messages:
+                if message.get("role") == "assistant" and (call := self._calls.get(_said(message))):
+                    found[call] = None
         return tuple(found)
 
 

@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 
-from cotune.ids import PackedIds, pack_ids, path_digest, unpack_ids
+from cotune.ids import pack_ids, path_digest, unpack_ids
 from cotune.records import Segment
-
-_WIDTH = len(pack_ids((0,)))
 
 
 class _Path:
-    """A known path. That of a reply becomes a segment only when a later prompt goes on from it."""
+    """A known path in packed form. That of a reply is made, and becomes a segment, when a later prompt goes on from it;
+    until then it is among the `replies` of its prompt."""
 
-    __slots__ = ("base", "digest", "id", "packed", "reply")
+    __slots__ = ("base", "digest", "id", "packed", "replies")
 
-    def __init__(self, packed: bytes, base: _Path | None, reply: tuple[int, ...] = ()) -> None:
+    def __init__(self, packed: bytes, base: _Path | None) -> None:
         self.packed = packed
         self.base = base
-        self.reply = reply
+        self.replies: list[tuple[int, ...]] = []
         self.id = ""
         self.digest: hashlib.blake2b | None = None
 
-    def address(self) -> None:
+    def with_replies(self) -> list[bytes]:
+        return [self.packed + pack_ids(reply) for reply in self.replies]
+
+    def segment(self) -> Segment:
         """Take `id`, hashing only what this path adds to its base."""
         if self.base is None or self.base.digest is None:
-            self.digest = path_digest(self.packed)
+            parent, added, self.digest = None, self.packed, path_digest(self.packed)
         else:
-            self.digest = self.base.digest.copy()
-            self.digest.update(self.packed[len(self.base.packed) :])
+            parent, added, self.digest = self.base.id, self.packed[len(self.base.packed) :], self.base.digest.copy()
+            self.digest.update(added)
         self.id = self.digest.hexdigest()
+        return Segment(self.id, parent, added)
 
 
 class PromptTree:
-    """Known token paths by role, longest first. Not thread-safe: the episode's lock guards it."""
+    """Known token paths by role. Not thread-safe: the episode's lock guards it."""
 
     def __init__(self) -> None:
         self._paths: dict[str, list[_Path]] = {}
@@ -50,45 +52,30 @@ class PromptTree:
         segments: list[Segment] = []
         prompt = base = _longest(known, packed)
         if base is not None and not base.id:
-            _store(base, base.reply, segments)
+            segments.append(base.segment())
         if prompt is None or len(prompt.packed) < len(packed):
             prompt = _Path(packed, base)
-            _store(prompt, prompt_ids[len(base.packed) // _WIDTH :] if base else prompt_ids, segments)
-            _insert(known, prompt)
-        if reply_ids:
-            whole = packed + pack_ids(reply_ids)
-            if not _holds(known, whole):
-                _insert(known, _Path(whole, prompt, reply_ids))
+            segments.append(prompt.segment())
+            known.append(prompt)
+        if reply_ids and reply_ids not in prompt.replies:
+            prompt.replies.append(reply_ids)
         return prompt.id, segments
 
     def paths(self, role: str) -> list[tuple[int, ...]]:
         """Token ids of the known paths of `role`, longest first."""
-        return [unpack_ids(path.packed) for path in self._paths.get(role, ())]
-
-
-def _store(path: _Path, added: tuple[int, ...], segments: list[Segment]) -> None:
-    path.address()
-    start, parent = (len(path.base.packed), path.base.id) if path.base else (0, None)
-    segments.append(Segment(path.id, parent, PackedIds.of(added, path.packed[start:])))
+        known = self._paths.get(role, ())
+        found = {packed for path in known for packed in (path.packed, *path.with_replies())}
+        return [unpack_ids(packed) for packed in sorted(found, key=len, reverse=True)]
 
 
 def _longest(known: list[_Path], packed: bytes) -> _Path | None:
-    for path in known:
+    longest, most = None, 0
+    for path in known:  # replies join it while it is read
         if packed.startswith(path.packed):
-            return path
-    return None
-
-
-def _holds(known: list[_Path], packed: bytes) -> bool:
-    for path in known:  # noqa: SIM110 - a generator costs more than the comparison
-        if path.packed == packed:
-            return True
-    return False
-
-
-def _insert(known: list[_Path], path: _Path) -> None:
-    bisect.insort_left(known, path, key=_shortness)
-
-
-def _shortness(path: _Path) -> int:
-    return -len(path.packed)
+            length = len(path.packed)
+            if length > most:
+                longest, most = path, length
+            if path.replies and length < len(packed):
+                known.extend([_Path(reply, path) for reply in path.with_replies()])
+                path.replies.clear()
+    return longest

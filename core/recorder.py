@@ -56,6 +56,11 @@ class Sink(Protocol):
 class LiveCall:
     """A call in flight; scorers see it as `call`. Ends once, by `finish` or `fail`."""
 
+    __slots__ = (
+        "attempts", "cancel", "copies", "ended", "episode", "id", "mark", "messages", "model", "obstacle", "on_wire",
+        "params", "parents", "role", "started", "step", "streamed", "tools", "turn",
+    )  # fmt: skip
+
     def __init__(self, episode: LiveEpisode, mark: Mark, step: int, turn: int, body: Mapping[str, Any]) -> None:
         self.id = new_id()
         self.episode = episode

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from cotune.ids import unpack_ids
+
 CallStatus = Literal["ok", "error", "timeout", "cancelled", "malformed"]
 EpisodeStatus = Literal["ok", "error", "cancelled"]
 
@@ -47,14 +49,18 @@ class Message(msgspec.Struct, frozen=True, gc=False, tag="message"):
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False, tag="segment"):
-    """Token ids added to a parent path. A prompt is the path from the root to one segment.
+    """Token ids added to a parent path, packed (`ids.pack_ids`). A prompt is the path from the root to one segment.
 
     `id` is the content address of the whole path, so equal ids mean identical token ids from the root.
     """
 
     id: str
     parent: str | None
-    token_ids: tuple[int, ...]
+    packed: bytes
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return unpack_ids(self.packed)
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):

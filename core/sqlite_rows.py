@@ -9,6 +9,7 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from cotune.errors import RecordError
 from cotune.ids import pack_ids, unpack_ids
@@ -49,8 +50,8 @@ PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {VERSION};
 """
 
-TABLES = ("messages", "segments", "calls", "episodes", "rewards")
 WIDTHS = {"messages": 2, "segments": 3, "calls": 13, "episodes": 7, "rewards": 4}
+"""Columns of each table that records are written to."""
 
 
 class Sketch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -66,14 +67,14 @@ class Sketch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Entry:
-    """Rows of the records that are committed together. `ids` are the content addresses among them."""
+    """Rows, with their tables, of the records that are committed together. `ids` are the content addresses among them."""
 
     __slots__ = ("bytes", "count", "failure", "groups", "ids", "rows", "step")
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.bytes = 400
-        self.rows: dict[str, list[Row]] = {}
+        self.rows: list[tuple[str, Row]] = []
         self.ids: list[str] = []
         self.groups: list[tuple[str, list[str]]] | None = None
         """Consumed groups with their members; None in an entry of records."""
@@ -93,44 +94,39 @@ def encode(records: Sequence[Record], known: Container[str]) -> Entry:
     Raises TypeError, ValueError or struct.error for what cannot be encoded.
     """
     entry = Entry(len(records))
-    rows, size = entry.rows, entry.bytes
     for record in records:
-        row: Row
         if isinstance(record, Call):
-            table, row = "calls", _call_row(record)
-            size += 1000 + len(row[9]) + len(row[10]) + len(row[11])
+            row = _call_row(record)
+            entry.rows.append(("calls", row))
+            entry.bytes += 1000 + len(row[9]) + len(row[10]) + len(row[11])
         elif isinstance(record, Reward):
-            table, row = "rewards", (record.target, record.name, float(record.value), record.at)
-            size += 300
+            entry.rows.append(("rewards", (record.target, record.name, float(record.value), record.at)))
+            entry.bytes += 300
         elif isinstance(record, Episode):
-            table, row = "episodes", _episode_row(record)
-            size += 1000 + len(row[5])
-        elif record.id in known:
-            continue
-        else:
+            row = _episode_row(record)
+            entry.rows.append(("episodes", row))
+            entry.bytes += 1000 + len(row[5])
+        elif record.id not in known:
             entry.ids.append(record.id)
             if isinstance(record, Message):
-                table, row = "messages", (record.id, _json.encode(record.body).decode())
-                size += 200 + len(row[1])
+                body = _json.encode(record.body).decode()
+                entry.rows.append(("messages", (record.id, body)))
+                entry.bytes += 200 + len(body)
             else:
-                table, row = "segments", (record.id, record.parent, pack_ids(record.token_ids))
-                size += 300 + len(row[2])
-        if table in rows:
-            rows[table].append(row)
-        else:
-            rows[table] = [row]
-    entry.bytes = size
+                entry.rows.append(("segments", (record.id, record.parent, bytearray(record.packed))))
+                entry.bytes += 300 + len(record.packed)
     return entry
 
 
 def _call_row(call: Call) -> Row:
+    # Of bytearray, as sqlite3 looks for adapters of bytes, which costs more than the rest of binding.
     candidates = call.candidates
     sketches = [
         Sketch(c.index, c.text, c.message, c.finish_reason, len(c.token_ids), len(c.logprobs), c.malformed)
         for c in candidates
     ]
-    token_ids = b"".join([pack_ids(c.token_ids) for c in candidates])
-    logprobs = b"".join([_floats(len(c.logprobs)).pack(*c.logprobs) for c in candidates])
+    token_ids = bytearray().join([pack_ids(c.token_ids) for c in candidates])
+    logprobs = bytearray().join([_floats(len(c.logprobs)).pack(*c.logprobs) for c in candidates])
     completion = len(token_ids) // 4 if token_ids else call.usage.completion_tokens
     return (
         call.id,
@@ -142,7 +138,7 @@ def _call_row(call: Call) -> Row:
         call.prompt,
         call.prompt_tokens or call.usage.prompt_tokens,
         completion,
-        _json.encode(msgspec.structs.replace(call, candidates=())).decode(),
+        _json.encode(replace(call, candidates=())).decode(),
         _json.encode(sketches).decode(),
         token_ids,
         logprobs,
@@ -155,7 +151,7 @@ def _floats(count: int) -> struct.Struct:
 
 
 def _episode_row(episode: Episode) -> Row:
-    body = _json.encode(msgspec.structs.replace(episode, metrics={})).decode()
+    body = _json.encode(replace(episode, metrics={})).decode()
     metrics = json.dumps(dict(episode.metrics)) if episode.metrics else "{}"
     return (episode.id, episode.task.id, episode.phase, episode.training_step, episode.status, body, metrics)
 
@@ -178,13 +174,13 @@ def call_from(body: str, candidates: str, token_ids: bytes, logprobs: bytes) -> 
         at_id, at_value = at_id + sketch.tokens, at_value + sketch.logprobs
         found.append(candidate)
     call = _calls.decode(body)
-    return msgspec.structs.replace(call, candidates=tuple(found)) if found else call
+    return replace(call, candidates=tuple(found)) if found else call
 
 
 def episode_from(body: str, metrics: str) -> Episode:
     """Put an episode back together from its columns. Metrics may be NaN or infinite, which `body` cannot hold."""
     episode = _episodes.decode(body)
-    return msgspec.structs.replace(episode, metrics=json.loads(metrics)) if metrics != "{}" else episode
+    return replace(episode, metrics=json.loads(metrics)) if metrics != "{}" else episode
 
 
 def join_path(segment_id: str, rows: Sequence[tuple[str | None, bytes]]) -> tuple[int, ...]:

@@ -12,15 +12,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cotune.records import Record
-from cotune.sqlite_rows import TABLES, WIDTHS, Entry, Row, encode
+from cotune.sqlite_rows import WIDTHS, Entry, Row, encode
 
 log = logging.getLogger("cotune.store")
 
-BATCH_RECORDS = 4000
+BATCH_RECORDS = 7500
 """Records that are committed at once without waiting for more."""
 LINGER = 0.1
 """Seconds that a record waits for others to share its transaction."""
-QUEUE_BYTES = 12 << 20
+QUEUE_BYTES = 20 << 20
 """Bound of the queue in memory."""
 PATIENCE = 5.0
 """Seconds that `put` waits, once, for room in a full queue. It drops at once while the disk fails, and after a wait in
@@ -247,13 +247,13 @@ class Writer:
 
     def _write_rows(self, entries: list[Entry]) -> int:
         """Insert rows; return how many rewards were refused."""
-        refused = 0
-        for table in TABLES:
-            rows = [row for entry in entries for row in entry.rows.get(table, ())]
-            if table == "rewards" and rows and self._any_closed:
-                admitted = self._admit(rows)
-                refused = len(rows) - len(admitted)
-                rows = admitted
+        tables: dict[str, list[Row]] = {table: [] for table in WIDTHS}
+        for entry in entries:
+            for table, row in entry.rows:
+                tables[table].append(row)
+        admitted = self._admit(tables["rewards"]) if self._any_closed else tables["rewards"]
+        refused = len(tables["rewards"]) - len(admitted)
+        for table, rows in (tables | {"rewards": admitted}).items():
             self._insert(table, rows)
         return refused
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cotune.ids import segment_id
+from cotune.ids import pack_ids, segment_id
 from cotune.records import Call, Candidate, Episode, Message, PolicyRef, Record, Reward, Segment, Task, candidate_id
 
 
@@ -114,7 +114,7 @@ class Book:
         record = Call(
             id=id, episode=episode, role=role, turn=turn, candidates=tuple(candidates), chosen=chosen, **fields
         )
-        self.store.write([Segment(path, None, prompt), Message("m", {}), record])
+        self.store.write([Segment(path, None, pack_ids(prompt)), Message("m", {}), record])
         for index, value in enumerate(rewards):
             components = value if isinstance(value, Mapping) else {} if value is None else {"local": value}
             self.store.write([Reward(candidate_id(id, index), name, v) for name, v in components.items()])

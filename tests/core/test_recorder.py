@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cotune.context import Mark, current_mark, identify, role, scopes
 from cotune.errors import RecordError
-from cotune.ids import message_id, segment_id
+from cotune.ids import message_id, pack_ids, segment_id
 from cotune.prompts import PromptTree
 from cotune.recorder import Answer, LiveEpisode
 from cotune.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Segment, Task, Usage
@@ -68,7 +68,7 @@ def test_a_call_with_everything():
         (message_id(user), user),
         (message_id({"tools": tools}), tools),
     ]
-    assert episode.sink.of(Segment) == [Segment(segment_id((5, 6)), None, (5, 6))]
+    assert episode.sink.of(Segment) == [Segment(segment_id((5, 6)), None, pack_ids((5, 6)))]
     assert [(r.target, r.name, r.value) for r in episode.sink.of(Reward)] == [
         (f"{call.id}.0", "local", 0.0),
         (f"{call.id}.1", "local", 1.0),

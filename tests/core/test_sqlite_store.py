@@ -136,10 +136,10 @@ FULL_DISK = """
     store.flush()
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
     for i in range(3):
-        store.write([Segment(f"s{i}", None, tuple(range(100_000)))])
+        store.write([Segment(f"s{i}", None, bytes(400_000))])
         store.flush()
     print("lost", store.lost)
-    store.write([Segment("waited", None, tuple(range(100_000)))])
+    store.write([Segment("waited", None, bytes(400_000))])
     while not store._writer._failing:
         pass
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -178,7 +178,9 @@ def test_a_full_queue_drops_and_counts(store, monkeypatch, caplog):
 
 
 def test_a_lost_message_is_written_again_when_it_comes_again(store):
-    store.write([Message("m", 1), Segment("s", None, (2**40,))])
+    large = Candidate(index=0, text="", message={}, token_ids=(2**40,))
+    broken = Call(id="C1", episode="E1", role="r", step=0, turn=0, candidates=(large,))
+    store.write([Message("m", 1), broken])
     store.write([Message("m", 1)])
     store.flush()
     assert store.message("m") == 1

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cotune.errors import RecordError
-from cotune.ids import new_id, segment_id
+from cotune.ids import new_id, pack_ids, segment_id
 from cotune.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Segment, Task, Usage, candidate_id
 from cotune.sqlite_store import SqliteStore
 
@@ -180,7 +180,8 @@ def test_messages_and_tools_lists(store):
 
 
 def test_token_path_is_walked_to_the_root(store):
-    store.write([Segment("a", None, (1, 2)), Segment("b", "a", (3,)), Segment("c", "b", ()), Segment("d", "a", (9,))])
+    paths = (("a", None, (1, 2)), ("b", "a", (3,)), ("c", "b", ()), ("d", "a", (9,)))
+    store.write([Segment(name, parent, pack_ids(ids)) for name, parent, ids in paths])
     store.flush()
     assert store.token_ids("a") == (1, 2)
     assert store.token_ids("c") == (1, 2, 3)
@@ -219,7 +220,7 @@ def test_unknown_ids_are_errors(store):
 
 
 def test_a_path_without_its_root_is_an_error(store):
-    store.write([Segment("b", "gone", (3,))])
+    store.write([Segment("b", "gone", pack_ids((3,)))])
     store.flush()
     with pytest.raises(RecordError, match="not complete"):
         store.token_ids("b")
@@ -272,7 +273,8 @@ def test_records_are_immutable(store):
 
 
 def test_what_cannot_be_encoded_is_lost_and_counted(store):
-    store.write([call(), Segment("s", None, (2**40,))])
+    large = Candidate(index=0, text="", message={}, token_ids=(2**40,))
+    store.write([call(), call(id="C3", candidates=(large,))])
     store.write([call("E2", "C2")])
     store.flush()
     assert store.lost == 2
@@ -333,7 +335,7 @@ def batches(draw, thread):
         )
         owner = f"{thread}{draw(ids)}"
         kind = draw(st.sampled_from(["call", "call", "end", "reward"]))
-        batch = [Segment(segment_id(shared), None, shared), Message(f"m{shared}", list(shared))]
+        batch = [Segment(segment_id(shared), None, pack_ids(shared)), Message(f"m{shared}", list(shared))]
         if kind == "call":
             batch.append(call(owner, f"{thread}{number}", number, prompt=segment_id(shared), candidates=candidates))
         elif kind == "end":

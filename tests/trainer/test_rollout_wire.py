@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from cotune.ids import PackedIds, pack_ids
+from cotune.ids import pack_ids
 from cotune.records import Call, Candidate, Episode, Message, Record, Reward, Segment, Task
 from cotune.sqlite_store import SqliteStore
 from cotune.trainer.rollout_wire import pack, unpack
@@ -18,11 +18,10 @@ class Own:
 
 
 def records(value: Any) -> list[Record]:
-    ids = PackedIds.of((1, 2), pack_ids((1, 2)))
     candidate = Candidate(index=0, text="x", message={"content": value}, token_ids=(5,), logprobs=(-0.1,))
     return [
         Message("m", {"content": value}),
-        Segment("s", None, ids),
+        Segment("s", None, pack_ids((1, 2))),
         Call(id="c", episode="e", role="r", step=0, turn=0, prompt="s", params={"a": value}, candidates=(candidate,)),
         Reward("c.0", "local", 0.5, 1.0),
         Episode(id="e", task=Task(id="t", input={"v": value}), workflow="w"),
