@@ -66,56 +66,40 @@ class Sketch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     malformed: bool = False
 
 
-class Entry:
-    """Rows, with their tables, of the records that are committed together. `ids` are the content addresses among them."""
-
-    __slots__ = ("bytes", "count", "failure", "groups", "ids", "rows", "step")
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.bytes = 400
-        self.rows: list[tuple[str, Row]] = []
-        self.ids: list[str] = []
-        self.groups: list[tuple[str, list[str]]] | None = None
-        """Consumed groups with their members; None in an entry of records."""
-        self.step = 0
-        self.failure: str | None = None
-
-
 _json = msgspec.json.Encoder(enc_hook=repr)
 _sketches = msgspec.json.Decoder(list[Sketch])
 _calls = msgspec.json.Decoder(Call)
 _episodes = msgspec.json.Decoder(Episode)
 
 
-def encode(records: Sequence[Record], known: Container[str]) -> Entry:
-    """Encode records, leaving out messages and segments whose ids are in `known` (already stored).
+def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple[str, Row]], int]:
+    """Rows with their tables, and about how many bytes they take; messages and segments in `known` are left out.
 
     Raises TypeError, ValueError or struct.error for what cannot be encoded.
     """
-    entry = Entry(len(records))
+    rows: list[tuple[str, Row]] = []
+    size = 0
     for record in records:
+        row: Row
         if isinstance(record, Call):
-            row = _call_row(record)
-            entry.rows.append(("calls", row))
-            entry.bytes += 1000 + len(row[9]) + len(row[10]) + len(row[11])
+            table, row = "calls", _call_row(record)
+            size += 1200 + len(row[9]) + len(row[10]) + len(row[11])
         elif isinstance(record, Reward):
-            entry.rows.append(("rewards", (record.target, record.name, float(record.value), record.at)))
-            entry.bytes += 300
+            table, row = "rewards", (record.target, record.name, float(record.value), record.at)
+            size += 300
         elif isinstance(record, Episode):
-            row = _episode_row(record)
-            entry.rows.append(("episodes", row))
-            entry.bytes += 1000 + len(row[5])
-        elif record.id not in known:
-            entry.ids.append(record.id)
-            if isinstance(record, Message):
-                body = _json.encode(record.body).decode()
-                entry.rows.append(("messages", (record.id, body)))
-                entry.bytes += 200 + len(body)
-            else:
-                entry.rows.append(("segments", (record.id, record.parent, bytearray(record.packed))))
-                entry.bytes += 300 + len(record.packed)
-    return entry
+            table, row = "episodes", _episode_row(record)
+            size += 1000 + len(row[5])
+        elif record.id in known:
+            continue
+        elif isinstance(record, Message):
+            table, row = "messages", (record.id, _json.encode(record.body).decode())
+            size += 200 + len(row[1])
+        else:
+            table, row = "segments", (record.id, record.parent, bytearray(record.packed))
+            size += 300 + len(row[2])
+        rows.append((table, row))
+    return rows, size
 
 
 def _call_row(call: Call) -> Row:

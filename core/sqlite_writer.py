@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import sqlite3
 import struct
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from cotune.records import Record
-from cotune.sqlite_rows import WIDTHS, Entry, Row, encode
+from cotune.sqlite_rows import WIDTHS, encode
 
 log = logging.getLogger("cotune.store")
 
@@ -27,6 +27,8 @@ PATIENCE = 5.0
 vain until there is room again."""
 RECENT_IDS = 16384
 """Content addresses known to be stored, in each of two generations."""
+BROKEN = (sqlite3.Error, ValueError, OverflowError)
+"""What writing a row raises that no disk can hold; sqlite3.OperationalError apart, which the disk is the cause of."""
 RETRY = (0.05, 2.0)
 """First and longest pause in seconds before a failed transaction is tried again."""
 
@@ -56,6 +58,30 @@ class RecentIds:
             self._old, self._young = self._young, set()
 
 
+class Batch:
+    """What is committed together: of each table the values of its rows, one after another.
+
+    So a record leaves few objects behind: each costs again when the writer's thread, on another core, reads it.
+    """
+
+    __slots__ = ("bytes", "count", "puts", "tables")
+
+    def __init__(self) -> None:
+        self.tables: dict[str, list[Any]] = {table: [] for table in WIDTHS}
+        self.count = self.bytes = self.puts = 0
+
+
+class Ledger:
+    """Groups that a training step consumed, with their members; after `flush`, why they could not be written."""
+
+    count, bytes, puts = 0, 400, 1
+
+    def __init__(self, groups: list[tuple[str, list[str]]], step: int) -> None:
+        self.groups = groups
+        self.step = step
+        self.failure: str | None = None
+
+
 class Writer:
     """Takes records from any thread and commits them in order. `put` neither raises nor waits for the disk."""
 
@@ -64,7 +90,7 @@ class Writer:
         self._db = connection
         self._name = name
         self._known = RecentIds(RECENT_IDS)
-        self._queue: deque[Entry] = deque()
+        self._queue: deque[Batch | Ledger] = deque()
         self._changed = threading.Condition()
         self._records = self._bytes = 0
         self._queued = self._done = self._urgent = 0
@@ -89,21 +115,33 @@ class Writer:
     def put(self, records: Sequence[Record]) -> None:
         """Encode and queue records; what cannot be taken is counted in `lost`."""
         try:
-            entry = encode(records, self._known)
+            rows, size = encode(records, self._known)
         except (TypeError, ValueError, OverflowError, RecursionError, struct.error) as error:
             self._lose(len(records), "a record cannot be encoded", error)
             return
-        self._enqueue(entry)
-        if entry.failure:
-            self._lose(entry.count, entry.failure)
+        with self._changed:
+            refusal = self._refusal()
+            if refusal is None:
+                if not self._queue or isinstance(self._queue[-1], Ledger):
+                    self._queue.append(Batch())
+                batch = self._queue[-1]
+                for table, row in rows:
+                    batch.tables[table].extend(row)
+                self._grow(batch, len(records), size)
+        if refusal:
+            self._lose(len(records), refusal)
 
     def consume(self, groups: Iterable[tuple[str, list[str]]], training_step: int) -> str | None:
         """Write the ledger after everything queued; return why that failed, or None."""
-        entry = Entry(0)
-        entry.groups, entry.step = list(groups), training_step
-        self._enqueue(entry)
+        ledger = Ledger([*groups], training_step)
+        with self._changed:
+            ledger.failure = self._refusal(full=False)
+            if ledger.failure is None:
+                self._queue.append(ledger)
+                self._queued += 1
+                self._bytes += ledger.bytes
         self.flush()
-        return entry.failure
+        return ledger.failure
 
     def flush(self) -> None:
         """Wait until everything queued so far is committed or counted as lost."""
@@ -128,36 +166,40 @@ class Writer:
         self._changed = threading.Condition()
         self._forked = self._closing = True
 
-    def _enqueue(self, entry: Entry) -> None:
-        with self._changed:
-            if self._bytes > QUEUE_BYTES and not (self._failing or self._stalled):
-                eased = self._changed.wait_for(lambda: self._bytes <= QUEUE_BYTES or self._failing, PATIENCE)
-                self._stalled = not eased
-            if self._closing:
-                entry.failure = "the store was opened by the parent process" if self._forked else "the store is closed"
-            elif self._bytes > QUEUE_BYTES and entry.groups is None:
-                entry.failure = "the queue is full, the disk is too slow or cannot be written"
-            else:
-                self._stalled = False
-                self._queue.append(entry)
-                self._queued += 1
-                self._records += entry.count
-                self._bytes += entry.bytes
-                if self._idle or self._records >= BATCH_RECORDS:
-                    self._changed.notify_all()
+    def _refusal(self, full: bool = True) -> str | None:
+        """Why nothing can be queued, after one wait for room; None where it can. A ledger may overfill the queue."""
+        if self._bytes > QUEUE_BYTES and not (self._failing or self._stalled):
+            eased = self._changed.wait_for(lambda: self._bytes <= QUEUE_BYTES or self._failing, PATIENCE)
+            self._stalled = not eased
+        if self._closing:
+            return "the store was opened by the parent process" if self._forked else "the store is closed"
+        if self._bytes > QUEUE_BYTES and full:
+            return "the queue is full, the disk is too slow or cannot be written"
+        self._stalled = False
+        return None
+
+    def _grow(self, batch: Batch, count: int, size: int) -> None:
+        batch.count += count
+        batch.bytes += size
+        batch.puts += 1
+        self._records += count
+        self._bytes += size
+        self._queued += 1
+        if self._idle or self._records >= BATCH_RECORDS:
+            self._changed.notify_all()
 
     def _run(self) -> None:
-        while batch := self._take():
-            self._settle(batch)
+        while (taken := self._take()) is not None:
+            self._settle(taken)
             with self._changed:
-                self._done += len(batch)
-                self._bytes -= sum(entry.bytes for entry in batch)
+                self._done += taken.puts
+                self._bytes -= taken.bytes
                 self._changed.notify_all()
         if self._counted != self._saved:
-            self._settle([])
+            self._settle(Batch())
 
-    def _take(self) -> list[Entry]:
-        """Wait for entries, then a moment for more of them; an empty list means the end."""
+    def _take(self) -> Batch | Ledger | None:
+        """Wait for something to write, then a moment for more of it; None at the end."""
         with self._changed:
             self._idle = True
             self._changed.wait_for(lambda: self._queue or self._closing)
@@ -165,32 +207,27 @@ class Writer:
             self._changed.wait_for(
                 lambda: self._records >= BATCH_RECORDS or self._closing or self._urgent > self._done, LINGER
             )
-            batch: list[Entry] = []
-            taken = 0
-            while self._queue and taken < BATCH_RECORDS:
-                batch.append(self._queue.popleft())
-                taken += batch[-1].count
-            self._records -= taken
-            return batch
+            if not self._queue:
+                return None
+            taken = self._queue.popleft()
+            self._records -= taken.count
+            return taken
 
-    def _settle(self, batch: list[Entry]) -> None:
-        """Commit a batch. Trouble with the disk is waited out, unless someone waits for the result."""
+    def _settle(self, taken: Batch | Ledger) -> None:
+        """Commit. Trouble with the disk is waited out, unless someone waits for the result."""
         pause, last = RETRY[0], False
         while True:
             try:
-                self._commit(batch)
+                self._commit(taken)
             except sqlite3.OperationalError as error:
                 self._report("the file cannot be written", error)
                 if last:
-                    self._give_up(batch, error)
+                    self._give_up(taken, error)
                     return
                 last = self._pause(pause)
                 pause = min(2 * pause, RETRY[1])
-            except (sqlite3.Error, ValueError, OverflowError) as error:
-                if len(batch) == 1:
-                    self._give_up(batch, error)
-                for entry in batch if len(batch) > 1 else ():
-                    self._settle([entry])
+            except BROKEN as error:
+                self._give_up(taken, error)
                 return
             else:
                 self._failing = False
@@ -203,10 +240,10 @@ class Writer:
             self._changed.notify_all()
             return self._changed.wait_for(lambda: self._closing or self._urgent > self._done, seconds)
 
-    def _give_up(self, batch: list[Entry], error: Exception) -> None:
-        for entry in batch:
-            entry.failure = str(error)
-        self._lose(sum(entry.count for entry in batch), "records cannot be stored", error)
+    def _give_up(self, taken: Batch | Ledger, error: Exception) -> None:
+        if isinstance(taken, Ledger):
+            taken.failure = str(error)
+        self._lose(taken.count, "records cannot be stored", error)
 
     def _lose(self, count: int, cause: str, error: Exception | None = None) -> None:
         with self._changed:
@@ -219,17 +256,16 @@ class Writer:
             self._reported.add(cause)
             log.error("%s: %s%s", self._name, cause, f" ({error})" if error else "")
 
-    def _commit(self, batch: list[Entry]) -> None:
-        """One transaction. Addresses count as known, and rewards as refused, only after it."""
-        counted, refused = dict(self._counted), 0
+    def _commit(self, taken: Batch | Ledger) -> None:
+        """One transaction. Addresses count as known, rewards as refused and rows as lost, only after it."""
+        counted, lost, refused = dict(self._counted), 0, 0
         self._db.execute("BEGIN IMMEDIATE")
         try:
-            for is_ledger, entries in itertools.groupby(batch, lambda entry: entry.groups is not None):
-                if is_ledger:
-                    for entry in entries:
-                        self._write_ledger(entry)
-                else:
-                    refused += self._write_rows(list(entries))
+            if isinstance(taken, Ledger):
+                self._write_ledger(taken)
+            else:
+                lost, refused = self._write_rows(taken.tables)
+            counted["lost"] += lost
             counted["refused"] += refused
             self._write_counters(counted)
             self._db.execute("COMMIT")
@@ -240,33 +276,56 @@ class Writer:
             raise
         self._saved = counted
         with self._changed:
+            self._counted["lost"] += lost
             self._counted["refused"] += refused
-        self._known.add(itertools.chain.from_iterable(entry.ids for entry in batch))
+        if isinstance(taken, Batch) and not lost:
+            self._known.add(taken.tables["messages"][:: WIDTHS["messages"]])
+            self._known.add(taken.tables["segments"][:: WIDTHS["segments"]])
         if refused:
             self._report("a reward came after its group was consumed and is refused")
 
-    def _write_rows(self, entries: list[Entry]) -> int:
-        """Insert rows; return how many rewards were refused."""
-        tables: dict[str, list[Row]] = {table: [] for table in WIDTHS}
-        for entry in entries:
-            for table, row in entry.rows:
-                tables[table].append(row)
-        admitted = self._admit(tables["rewards"]) if self._any_closed else tables["rewards"]
-        refused = len(tables["rewards"]) - len(admitted)
-        for table, rows in (tables | {"rewards": admitted}).items():
-            self._insert(table, rows)
-        return refused
+    def _write_rows(self, tables: Mapping[str, list[Any]]) -> tuple[int, int]:
+        """Insert rows; return how many could not be stored, and how many rewards were refused."""
+        lost = refused = 0
+        for table, values in tables.items():
+            if table == "rewards" and values and self._any_closed:
+                admitted = self._admit(values)
+                refused = (len(values) - len(admitted)) // WIDTHS[table]
+                values = admitted
+            lost += self._insert(table, values)
+        return lost, refused
 
-    def _insert(self, table: str, rows: list[Row]) -> None:
+    def _insert(self, table: str, values: list[Any]) -> int:
         """Few statements, of few sizes: filled up with the last row, which changes nothing when it comes again."""
-        for start in range(0, len(rows), MOST_ROWS):
-            part = rows[start : start + MOST_ROWS]
-            size = 1 << (len(part) - 1).bit_length()
-            part += part[-1:] * (size - len(part))
-            self._db.execute(_statement(table, size), [*itertools.chain.from_iterable(part)])
+        width, lost = WIDTHS[table], 0
+        for start in range(0, len(values), MOST_ROWS * width):
+            part = values[start : start + MOST_ROWS * width]
+            rows = len(part) // width
+            size = 1 << (rows - 1).bit_length()
+            try:
+                self._db.execute(_statement(table, size), part + part[-width:] * (size - rows))
+            except sqlite3.OperationalError:
+                raise
+            except BROKEN:
+                lost += self._insert_each(table, part)
+        return lost
 
-    def _admit(self, rows: list[Row]) -> list[Row]:
+    def _insert_each(self, table: str, values: list[Any]) -> int:
+        """Row by row, as one of them is broken; return how many could not be stored."""
+        width, lost = WIDTHS[table], 0
+        for start in range(0, len(values), width):
+            try:
+                self._db.execute(_statement(table, 1), values[start : start + width])
+            except sqlite3.OperationalError:
+                raise
+            except BROKEN as error:
+                lost += 1
+                self._report("records cannot be stored", error)
+        return lost
+
+    def _admit(self, values: list[Any]) -> list[Any]:
         """Rewards whose target, and the call it is a candidate of, are still open."""
+        rows = [values[at : at + WIDTHS["rewards"]] for at in range(0, len(values), WIDTHS["rewards"])]
         names = {name for target, *_ in rows for name in (target, target.rpartition(".")[0])}
         closed = {
             name
@@ -275,14 +334,15 @@ class Writer:
                 f"SELECT target FROM closed WHERE target IN ({','.join('?' * len(some))})", some
             )
         }
-        return [row for row in rows if row[0] not in closed and row[0].rpartition(".")[0] not in closed]
+        return [
+            value for row in rows if row[0] not in closed and row[0].rpartition(".")[0] not in closed for value in row
+        ]
 
-    def _write_ledger(self, entry: Entry) -> None:
-        groups = entry.groups or []
+    def _write_ledger(self, ledger: Ledger) -> None:
         self._db.executemany(
-            "INSERT OR IGNORE INTO consumed VALUES (?, ?)", [(group, entry.step) for group, _ in groups]
+            "INSERT OR IGNORE INTO consumed VALUES (?, ?)", [(group, ledger.step) for group, _ in ledger.groups]
         )
-        targets = {name for group, members in groups for name in (group, *members)}
+        targets = {name for group, members in ledger.groups for name in (group, *members)}
         self._db.executemany("INSERT OR IGNORE INTO closed VALUES (?)", [(name,) for name in targets])
         for some in in_parts({name.rpartition(".")[0] or name for name in targets}):
             marks = ",".join("?" * len(some))

@@ -16,7 +16,7 @@ import pytest
 from cotune.context import Mark
 from cotune.errors import RecordError, RunError
 from cotune.recorder import Answer, LiveEpisode
-from cotune.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Segment, Task
+from cotune.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Task
 from cotune.sqlite_store import SqliteStore
 from cotune.sqlite_writer import RecentIds
 
