@@ -16,11 +16,11 @@ from cotune.sqlite_rows import WIDTHS, encode
 
 log = logging.getLogger("cotune.store")
 
-BATCH_RECORDS = 7500
-"""Records that are committed at once without waiting for more."""
+BATCH_RECORDS = 4000
+"""Records that are committed at once without waiting for more; the next ones begin another transaction."""
 LINGER = 0.1
 """Seconds that a record waits for others to share its transaction."""
-QUEUE_BYTES = 20 << 20
+QUEUE_BYTES = 14 << 20
 """Bound of the queue in memory."""
 PATIENCE = 5.0
 """Seconds that `put` waits, once, for room in a full queue. It drops at once while the disk fails, and after a wait in
@@ -122,9 +122,10 @@ class Writer:
         with self._changed:
             refusal = self._refusal()
             if refusal is None:
-                if not self._queue or isinstance(self._queue[-1], Ledger):
-                    self._queue.append(Batch())
-                batch = self._queue[-1]
+                batch = self._queue[-1] if self._queue else None
+                if not isinstance(batch, Batch) or batch.count >= BATCH_RECORDS:
+                    batch = Batch()
+                    self._queue.append(batch)
                 for table, row in rows:
                     batch.tables[table].extend(row)
                 self._grow(batch, len(records), size)

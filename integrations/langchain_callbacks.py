@@ -52,7 +52,10 @@ def _start(original: Any, note: Note) -> Any:
         made = original(self, *args, **kwargs)
         episode = current_episode.get()
         if episode is not None:
-            _each(episode, made, note, args, kwargs)
+            if isinstance(made, list):
+                _each(episode, made, note, args, kwargs)
+            else:
+                note(episode, made, args, kwargs)
         return made
 
     return start
@@ -63,16 +66,17 @@ def _async_start(original: Any, note: Note) -> Any:
         made = await original(self, *args, **kwargs)
         episode = current_episode.get()
         if episode is not None:
-            _each(episode, made, note, args, kwargs)
+            if isinstance(made, list):
+                _each(episode, made, note, args, kwargs)
+            else:
+                note(episode, made, args, kwargs)
         return made
 
     return start
 
 
-def _each(episode: LiveEpisode, made: Any, note: Note, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """A chat model starts a run for each of its prompts, everything else one run."""
-    if not isinstance(made, list):
-        return note(episode, made, args, kwargs)
+def _each(episode: LiveEpisode, made: list[Any], note: Note, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """A chat model starts a run for each of its prompts."""
     prompts = args[1] if len(args) > 1 else kwargs.get("messages") or ()
     for run, prompt in zip(made, prompts, strict=False):
         note(episode, run, (None, [prompt]), kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Mapping
+from operator import attrgetter
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -21,20 +22,23 @@ from cotune.integrations.langgraph_runs import Run, role_of
 from cotune.recorder import LiveEpisode
 
 NAME = "langgraph"
+_key = attrgetter("int")
+"""Key of a run by its UUID: the hash of a UUID itself is a Python function, asked for at every look."""
 _MESSAGE_ID = len("lc_run--") + 36
 """Length of the part of a message id that names the run; a number follows it in some versions of the message."""
 
 
 class _Notes:
-    """Runs in progress of one episode, the marks of its model calls in flight, and message ids that name no run."""
+    """Runs in progress of one episode and the marks of its model calls in flight, by `_key`, and message ids that name
+    no run."""
 
     __slots__ = ("episode", "ids", "marks", "runs")
 
     def __init__(self, episode: LiveEpisode) -> None:
         self.episode = episode
         self.ids: dict[str, str] = {}
-        self.runs: dict[UUID, Run] = {}
-        self.marks: dict[UUID, Mark] = {}
+        self.runs: dict[int, Run] = {}
+        self.marks: dict[int, Mark] = {}
 
 
 def install() -> None:
@@ -56,8 +60,9 @@ def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
     if not hasattr(app, "ainvoke") or not hasattr(app, "get_state"):
         return None
 
-    async def run(given: Any) -> Any:
-        return await app.ainvoke(given, {"configurable": {"thread_id": str(uuid4())}})
+    def run(given: Any) -> Awaitable[Any]:
+        awaited: Awaitable[Any] = app.ainvoke(given, {"configurable": {"thread_id": str(uuid4())}})
+        return awaited
 
     return run
 
@@ -75,7 +80,7 @@ def _counted(note: Callable[..., None]) -> Note:
     @functools.wraps(note)
     def call(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         try:
-            note(_notes(episode), run, args, kwargs)
+            note(episode.notes.get(NAME) or _notes(episode), run, args, kwargs)
         except Exception as error:  # noqa: BLE001
             episode.warn("langgraph", "The LangGraph integration failed.", error)
 
@@ -88,21 +93,23 @@ def _chain_starts(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mappin
         starting.set(None)
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
     name = graph or kwargs.get("name")
-    notes.runs[run.run_id] = Run.chain(_parent(notes, run.parent_run_id), name, run.metadata, inputs, around.get())
+    notes.runs[_key(run.run_id)] = Run.chain(
+        _parent(notes, run.parent_run_id), name, run.metadata, inputs, around.get()
+    )
 
 
 def _tool_starts(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     serialized = args[0] if args else kwargs.get("serialized")
     name = kwargs.get("name") or (serialized or {}).get("name")
-    notes.runs[run.run_id] = Run.tool(_parent(notes, run.parent_run_id), name, run.metadata, around.get())
+    notes.runs[_key(run.run_id)] = Run.tool(_parent(notes, run.parent_run_id), name, run.metadata, around.get())
 
 
 def _retriever_starts(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    notes.runs[run.run_id] = Run.chain(_parent(notes, run.parent_run_id), "", run.metadata, None, around.get())
+    notes.runs[_key(run.run_id)] = Run.chain(_parent(notes, run.parent_run_id), "", run.metadata, None, around.get())
 
 
 def _run_ends(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    notes.runs.pop(run.run_id, None)
+    notes.runs.pop(_key(run.run_id), None)
 
 
 def _model_starts(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -115,7 +122,7 @@ def _model_starts(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mappin
     by = _entered_within(made) or Mark(role_of(made), NAME, state=made.state)
     output = f"lc_run--{run.run_id}"
     mark = Mark(by.role, by.integration, state=by.state, read=(*by.read, *read), output=output)
-    notes.marks[run.run_id] = mark
+    notes.marks[_key(run.run_id)] = mark
     current_mark.set(mark)
 
 
@@ -142,7 +149,7 @@ def _model_fails(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping
 
 def _done(notes: _Notes, run: Any) -> Mark | None:
     # Where a model runs in a context of its own, resetting the ContextVar would be lost.
-    mark = notes.marks.pop(run.run_id, None)
+    mark = notes.marks.pop(_key(run.run_id), None)
     if mark is not None:
         mark.done = True
     return mark
@@ -151,11 +158,14 @@ def _done(notes: _Notes, run: Any) -> Mark | None:
 def _parent(notes: _Notes, run_id: UUID | None) -> Run | None:
     """The run that a new one belongs to: the one told, or where the application replaced its callbacks, the one whose
     code runs here."""
-    return notes.runs.get(run_id) or notes.runs.get(_here(var_child_runnable_config.get()))
+    told = notes.runs.get(_key(run_id)) if run_id else None
+    return told or _here(notes, var_child_runnable_config.get())
 
 
-def _here(config: Any) -> Any:
-    return getattr((config or {}).get("callbacks"), "parent_run_id", None)
+def _here(notes: _Notes, config: Any) -> Run | None:
+    """The run whose code runs here."""
+    run_id = getattr((config or {}).get("callbacks"), "parent_run_id", None)
+    return notes.runs.get(_key(run_id)) if run_id else None
 
 
 def _scope() -> Mark | None:
@@ -164,7 +174,7 @@ def _scope() -> Mark | None:
     config = var_child_runnable_config.get()
     if episode is None or not config:
         return None
-    run = Run.model(_notes(episode).runs.get(_here(config)), config.get("metadata") or {}, around.get())
+    run = Run.model(_here(_notes(episode), config), config.get("metadata") or {}, around.get())
     role = role_of(run)
     return Mark(role, NAME, state=run.state, unit=_node_of(run)) if role != "app" else None
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 _PREBUILT = frozenset({"agent", "model", "tools", "generate_structured_response"})
 _HOOKS = frozenset({"pre_model_hook", "post_model_hook"})
 _MIDDLEWARE = (".before_agent", ".before_model", ".after_model", ".after_agent")
+_SPACE = "langgraph_checkpoint_ns"
 _UNNAMED = "LangGraph"
 """What LangGraph calls a graph without a name."""
 
@@ -33,7 +34,7 @@ class Run:
         cls, parent: Run | None, name: str | None, metadata: Mapping[str, Any], inputs: Any, around: Any = None
     ) -> Run:
         """A node when it is the first run in its namespace, else a graph or any other runnable."""
-        space, agent = _space(metadata), metadata.get("lc_agent_name")
+        space, agent = metadata.get(_SPACE) or "", metadata.get("lc_agent_name")
         if not space:
             return cls(parent, "chain", name or "", "", agent, around=around)
         node = metadata.get("langgraph_node")
@@ -45,13 +46,13 @@ class Run:
 
     @classmethod
     def tool(cls, parent: Run | None, name: str | None, metadata: Mapping[str, Any], around: Any = None) -> Run:
-        space, agent = _space(metadata), metadata.get("lc_agent_name")
+        space, agent = metadata.get(_SPACE) or "", metadata.get("lc_agent_name")
         return cls(parent or _from_namespace(space, agent), "tool", name or "tool", space, agent, around=around)
 
     @classmethod
     def model(cls, parent: Run | None, metadata: Mapping[str, Any], around: Any = None) -> Run:
         """A model call; where the node is the model itself, or the runs around it are unknown, metadata name them."""
-        space, agent = _space(metadata), metadata.get("lc_agent_name")
+        space, agent = metadata.get(_SPACE) or "", metadata.get("lc_agent_name")
         parent = parent or _from_namespace(space, agent)
         if space and parent is not None and parent.space != space:
             parent = cls(parent, "node", str(metadata.get("langgraph_node") or ""), space, agent)
@@ -110,10 +111,6 @@ def _agent(graph: Run | None, inside_agent: bool) -> str | None:
 
 def _trimmed(node: str) -> str:
     return node.rpartition(".")[0] if node.endswith(_MIDDLEWARE) else node
-
-
-def _space(metadata: Mapping[str, Any]) -> str:
-    return metadata.get("langgraph_checkpoint_ns") or ""
 
 
 def _from_namespace(space: str, agent: str | None, whole: bool = True) -> Run | None:

@@ -50,7 +50,10 @@ def form_of(request: Any) -> Form | None:
     if request.method != "POST":
         return None
     path = request.url.path
-    return next((form for form in FORMS if path.endswith(form.path)), None)
+    for form in FORMS:
+        if path.endswith(form.path):
+            return form
+    return None
 
 
 def _usage_wanted(asked: Mapping[str, Any]) -> bool:
