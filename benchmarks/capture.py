@@ -1,7 +1,6 @@
 """Cost of recording. Prints a table; the last line is JSON: added_ms_per_call, calls_per_s, rss_growth_mb.
 
-added_ms_per_call: CPU time that recording adds to a call that a LangGraph node makes with ChatOpenAI, answered
-instantly in process. Pairs of processes, one of which never heard of cotune, take turns; median of the differences.
+added_ms_per_call: what capture_cpu.py finds.
 calls_per_s: calls recorded into a file, flush included, with prompts of 500 tokens that share nothing and are made
 beforehand; median of the rounds. rss_growth_mb: the most that the process grew while it recorded 200,000 such calls.
 """
@@ -9,7 +8,6 @@ beforehand; median of the rounds. rss_growth_mb: the most that the process grew 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import json
 import os
@@ -30,7 +28,6 @@ from cotune.sqlite_store import SqliteStore
 
 PROMPT, REPLY = 500, 32
 CALLS_PER_EPISODE = 10
-PAIRS = 5
 Tokens = tuple[int, ...]
 
 
@@ -120,125 +117,19 @@ def memory(folder: Path, calls: int) -> dict[str, float]:
         return {"growth": max(seen) - before, "end": seen[-1] - before, "file": size, "rate": rate, "lost": store.lost}
 
 
-def application(recorded: bool, folder: str) -> Callable[[int], Any]:
-    """A graph whose one node asks ChatOpenAI ten times in an episode; returns a coroutine function of n episodes."""
-    import httpx
-    from langchain_openai import ChatOpenAI
-    from langgraph.graph import END, START, StateGraph
-    from typing_extensions import TypedDict
-
-    body = {
-        "id": "c",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "m",
-        "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "north"}}],
-        "usage": {"prompt_tokens": PROMPT, "completion_tokens": 1, "total_tokens": PROMPT + 1},
-    }
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=body))
-    client = httpx.AsyncClient(transport=transport)
-    model = ChatOpenAI(model="m", api_key="none", base_url="http://local/v1", http_async_client=client)  # type: ignore
-
-    class State(TypedDict):
-        turn: int
-
-    async def navigator(state: State) -> State:
-        system = {"role": "system", "content": "You are the navigator. " + "Look around first. " * 90}
-        await model.ainvoke([system, {"role": "user", "content": f"Turn {state['turn']}: where to?"}])
-        return {"turn": state["turn"] + 1}
-
-    graph = StateGraph(State)
-    graph.add_node("navigator", navigator)
-    graph.add_edge(START, "navigator")
-    graph.add_conditional_edges("navigator", lambda s: "navigator" if s["turn"] < CALLS_PER_EPISODE else END)
-    compiled = graph.compile()
-
-    async def bare(episodes: int) -> None:
-        for _ in range(episodes):
-            await compiled.ainvoke({"turn": 0})
-
-    if not recorded:
-        return bare
-    import cotune
-    from cotune.episodes import run_episode
-    from cotune.workflow import workflow_of
-
-    store = SqliteStore.open(folder)
-    flow = workflow_of(cotune.workflow(compiled, inputs=lambda task: {"turn": 0}, reward=lambda state, task: 1.0))
-
-    async def recording(episodes: int) -> None:
-        for number in range(episodes):
-            outcome = await run_episode(flow, Task(id=f"t{number}", input=number), sink=store)
-            if outcome.error or outcome.episode.calls != CALLS_PER_EPISODE or store.lost:
-                raise SystemExit(f"not recorded: {outcome.error}")
-        store.flush()
-
-    return recording
-
-
-def worker(recorded: bool) -> None:
-    """Run as many episodes as each line of stdin says; answer with the CPU seconds that the process took."""
-    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
-        run = application(recorded, folder)
-        for line in sys.stdin:
-            started = time.process_time()
-            runner.run(run(int(line)))
-            print(time.process_time() - started, flush=True)
-
-
-def added(calls: int, rounds: int) -> tuple[float, float, float, float]:
-    """Milliseconds of CPU per call: without recording, with it, the median difference, that of the fastest rounds.
-
-    The rounds are divided among pairs of processes, as each process is a little faster or slower throughout.
-    """
-    rows = [row for _ in range(PAIRS) for row in _pair(max(1, calls // CALLS_PER_EPISODE), -(-rounds // PAIRS))]
-    without, with_it = (statistics.median(column) for column in zip(*rows, strict=True))
-    fastest = [min(column) for column in zip(*rows, strict=True)]
-    return without, with_it, statistics.median(b - a for a, b in rows), fastest[1] - fastest[0]
-
-
-def _pair(episodes: int, rounds: int) -> list[tuple[float, ...]]:
-    """Milliseconds per call in two processes that take turns, one without recording and one with it."""
-    command = [sys.executable, __file__, "--worker"]
-    processes = [
-        subprocess.Popen([*command, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for kind in ("bare", "recorded")
-    ]
-
-    def ask(process: subprocess.Popen[str], episodes: int) -> float:
-        assert process.stdin and process.stdout
-        process.stdin.write(f"{episodes}\n")
-        process.stdin.flush()
-        return float(process.stdout.readline()) * 1000 / (episodes * CALLS_PER_EPISODE)
-
-    for process in processes:
-        ask(process, 20)
-    rows = []
-    for number in range(rounds):
-        order = processes if number % 2 else processes[::-1]
-        took = {process.pid: ask(process, episodes) for process in order}
-        rows.append(tuple(took[process.pid] for process in processes))
-    for process in processes:
-        process.communicate()
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=200_000, help="calls of the memory part; the others scale with it")
     parser.add_argument("--rounds", type=int, default=9, help="rounds of which the median counts")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where the files are written (and removed)")
-    parser.add_argument("--worker", choices=("bare", "recorded"), help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker:
-        return worker(args.worker == "recorded")
     if args.memory:
         return print(json.dumps(memory(args.folder, args.calls)))
-    many, few = max(1000, args.calls // 10), max(30, args.calls // 2000)
-    without, with_it, difference, least = added(few, 5 * args.rounds)
-    print(f"{'CPU per call, LangGraph + ChatOpenAI':44} {without:9.3f} ms")
-    print(f"{'the same, recorded':44} {with_it:9.3f} ms   (+{difference:.3f} ms; fastest rounds +{least:.3f} ms)")
+    many = max(1000, args.calls // 10)
+    command = [sys.executable, str(Path(__file__).with_name("capture_cpu.py")), "--blocks", str(35 * args.rounds)]
+    table, _, cpu = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout[:-1].rpartition("\n")
+    print(table)
     rates = throughput(args.folder, many, args.rounds, fresh)
     spread = f"(slowest round {min(rates):,.0f}, fastest {max(rates):,.0f})"
     print(f"{'recorded, 500-token prompts that share nothing':44} {statistics.median(rates):9,.0f} calls/s   {spread}")
@@ -253,7 +144,7 @@ def main() -> None:
     print(f"{f'memory over {args.calls:,} calls':44} {grown['growth']:+9.1f} MB   ({grown['end']:+.1f} MB at the end)")
     print(f"{'file after them':44} {grown['file']:9.0f} MB   ({grown['rate']:,.0f} calls/s, {grown['lost']} lost)")
     figures = {
-        "added_ms_per_call": round(difference, 4),
+        "added_ms_per_call": json.loads(cpu)["added_ms_per_call"],
         "calls_per_s": round(statistics.median(rates)),
         "rss_growth_mb": round(grown["growth"], 1),
     }

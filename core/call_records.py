@@ -25,15 +25,11 @@ class CallRecords:
     def __init__(self, redaction: Redaction | None, lock: AbstractContextManager[object]) -> None:
         self._redaction = redaction
         self._lock = lock
-        self._outputs = Outputs()
+        self.outputs = Outputs()
+        """What the calls that have ended said; for whoever holds the lock."""
         self._prompts = PromptTree()
         self._names: dict[bytes, str] = {}
         self._withheld: set[str] = set()
-
-    def parents(self, call: LiveCall) -> tuple[str, ...]:
-        """The calls whose outputs a call has read, of those that have ended."""
-        with self._lock:
-            return self._outputs.read_by(call.mark.read, call.messages)
 
     def paths(self, role: str) -> list[tuple[int, ...]]:
         """Token paths of a role so far: prompts, and prompts with the reply that went on."""
@@ -43,16 +39,16 @@ class CallRecords:
     def ended(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> list[Record]:
         """The records of a call: new messages, new segments of its prompt, itself, and its candidates' rewards."""
         told = _as_is(call, answer, error) if self._redaction is None else self._redaction.told(call, answer, error)
-        said = [canonical(message) for message in told.messages]
-        offered = canonical({"tools": told.tools}) if told.tools else None
+        said = list(map(canonical, told.messages))
+        offered = [canonical({"tools": told.tools})] if told.tools else []
         records: list[Record] = []
         with self._lock:
-            names = tuple([self._name(raw, body, records) for raw, body in zip(said, told.messages, strict=True)])
-            tools = self._name(offered, told.tools, records) if offered else None
+            names = self._named(said, told.messages, records)
+            tools = self._named(offered, [told.tools], records)[0] if offered else None
             prompt, segments = self._prompt(call.role, answer, told.withheld)
             records.extend(segments)
             if answer and answer.candidates:
-                self._outputs.add(call.id, answer.candidates[answer.chosen].message, call.mark.output)
+                self.outputs.add(call.id, answer.candidates[answer.chosen].message, call.mark.output)
         records.append(_call(call, told, status, names, tools, prompt))
         now = time.time()
         for i, components in enumerate(told.answer.rewards if told.answer else ()):
@@ -67,13 +63,16 @@ class CallRecords:
             return [_call(call, _as_is(call, None, f"not recorded: {broken!r}"), "malformed")]
         return [_call(call, Told(error=f"not recorded: {type(broken).__name__}"), "malformed")]
 
-    def _name(self, raw: bytes, body: Any, records: list[Record]) -> str:
-        """The content address of a message, which is among the records when it is the episode's first like it."""
-        name = self._names.get(raw)
-        if name is None:
-            name = self._names[raw] = address(raw)
-            records.append(Message(name, body))
-        return name
+    def _named(self, said: list[bytes], bodies: list[Any], records: list[Record]) -> tuple[str, ...]:
+        """The content addresses of messages; those that are the episode's first like it are among the records."""
+        names = []
+        for raw, body in zip(said, bodies, strict=True):
+            name = self._names.get(raw)
+            if name is None:
+                name = self._names[raw] = address(raw)
+                records.append(Message(name, body))
+            names.append(name)
+        return tuple(names)
 
     def _prompt(self, role: str, answer: Answer | None, withheld: bool) -> tuple[str | None, list[Segment]]:
         """The segment of an answer's prompt, and the segments that are new: of those whose ids may be stored."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 if TYPE_CHECKING:
     from cotune.recorder import LiveCall, LiveEpisode
 
 
-@dataclass(slots=True)
-class Mark:
+class Mark(msgspec.Struct):
     """Who is about to make an LLM call. `state` is what scorers see as `call.state`.
 
     A framework may end a mark in a copied context, where a reset would be lost; so `done` is a flag on the
@@ -32,7 +32,6 @@ class Mark:
     done: bool = False
     calls: int = 0
     """Calls that were made under this mark."""
-    details: dict[str, Any] = field(default_factory=dict)
 
 
 current_episode: ContextVar[LiveEpisode | None] = ContextVar("cotune_episode", default=None)
@@ -71,10 +70,20 @@ def identify() -> Mark:
     """Explicit override first, then the newest live mark, then the enclosing scope, then the role `app`."""
     mark = current_mark.get()
     if mark is None or mark.done:
-        mark = next((found for scope in scopes if (found := scope()) is not None), None)
-    mark = mark or Mark("app", "openai")
+        mark = _scope_around() or Mark("app", "openai")
     name = _override.get()
     if name is None:
         return mark
     mark.calls += 1
     return Mark(name, "override", state=mark.state, read=mark.read, output=mark.output)
+
+
+def _scope_around() -> Mark | None:
+    """A fault of an integration costs the call its role, never the application the call."""
+    try:
+        return next((found for scope in scopes if (found := scope()) is not None), None)
+    except Exception as error:  # noqa: BLE001
+        episode = current_episode.get()
+        if episode is not None:
+            episode.warn("unidentified_call", "The role of a call could not be found, it is recorded as app.", error)
+        return None

@@ -16,37 +16,44 @@ import msgspec
 
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _PAIRS = [a + b for a in _ALPHABET for b in _ALPHABET]
-_SHIFTS = range(110, -1, -10)
 _MOST = len(_PAIRS) - 1
 _lock = threading.Lock()
 _millisecond = _head = 0
 _low = _MOST
-_prefix = ""
+_second = _middle = ""
 _random = random.Random()
 
 
 def new_id() -> str:
     """Return a 26-character ULID, strictly increasing within this process.
 
-    Ids of one millisecond count up from a random number, as the ULID specification has it.
+    The ids of about a second count up from one random number, which the ULID specification has of each millisecond.
     """
-    global _low
+    global _millisecond, _low
     now = time.time_ns() // 1_000_000
     with _lock:
-        if now > _millisecond:
-            _take(now << 80 | _random.getrandbits(80))
-        elif _low < _MOST:
+        if now >> 10 > _millisecond >> 10:
+            _take(now, _random.getrandbits(70))
+            _low = _random.getrandbits(9)
+        elif now > _millisecond:
+            _millisecond = now
+        if _low < _MOST:
             _low += 1
         else:
-            _take((_head + 1) << 10)
-        return _prefix + _PAIRS[_low]
+            _take(_millisecond, _head + 1)
+            _low = 0
+        return f"{_second}{_PAIRS[_millisecond & _MOST]}{_middle}{_PAIRS[_low]}"
 
 
-def _take(value: int) -> None:
-    """Go on from this id: its last two characters by themselves, so that counting touches no large integer."""
-    global _millisecond, _head, _low, _prefix
-    _millisecond, _head, _low = value >> 80, value >> 10, value & _MOST
-    _prefix = "".join([_PAIRS[_head >> shift & _MOST] for shift in _SHIFTS])
+def _take(millisecond: int, head: int) -> None:
+    """Go on from here: `head` are all random bits but those that are counted first; what overflows is time."""
+    global _millisecond, _head, _second, _middle
+    _millisecond, _head = millisecond + (head >> 70), head & (1 << 70) - 1
+    _second, _middle = _encoded(_millisecond >> 10, 40), _encoded(_head, 70)
+
+
+def _encoded(value: int, bits: int) -> str:
+    return "".join([_PAIRS[value >> shift & _MOST] for shift in range(bits - 10, -1, -10)])
 
 
 def _after_fork() -> None:
@@ -58,9 +65,8 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def canonical(message: Mapping[str, Any]) -> bytes:
-    """JSON of a chat message that is the same however its keys are ordered."""
-    return msgspec.json.encode(message, order="sorted")
+canonical = msgspec.json.Encoder(order="sorted").encode
+"""JSON of a chat message that is the same however its keys are ordered."""
 
 
 def message_id(message: Mapping[str, Any]) -> str:
@@ -75,7 +81,7 @@ def segment_id(token_ids: Sequence[int]) -> str:
 
 def address(content: bytes) -> str:
     """Content address: 32 hex digits of BLAKE2b."""
-    return path_digest(content).hexdigest()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def path_digest(path: bytes) -> hashlib.blake2b:

@@ -24,7 +24,10 @@ class Outputs:
         """Calls whose outputs a prompt contains: by the framework's names, else by what its messages say."""
         if not self._calls:
             return ()
-        found = dict.fromkeys([self._calls[name] for name in names if name in self._calls])
+        found: dict[str, None] = {}
+        for name in names:
+            if name in self._calls:
+                found[self._calls[name]] = None
         if not found:
             for message in messages:
                 if message.get("role") == "assistant" and (call := self._calls.get(_said(message))):

@@ -89,11 +89,11 @@ class LiveCall:
         self.episode._link(self)
 
     def _take(self, body: Mapping[str, Any]) -> None:
-        self.messages: list[dict[str, Any]] = list(body.get("messages") or [])
-        self.tools: list[dict[str, Any]] | None = body.get("tools") or None
-        self.model = str(body.get("model", ""))
-        self.streamed = bool(body.get("stream"))
-        self.params = {k: v for k, v in body.items() if k not in ("messages", "tools", "model", "stream")}
+        self.params = dict(body)
+        self.messages: list[dict[str, Any]] = list(self.params.pop("messages", None) or [])
+        self.tools: list[dict[str, Any]] | None = self.params.pop("tools", None) or None
+        self.model = str(self.params.pop("model", ""))
+        self.streamed = bool(self.params.pop("stream", False))
 
     @property
     def task(self) -> Task:
@@ -198,7 +198,8 @@ class LiveEpisode:
 
     def _link(self, call: LiveCall) -> None:
         try:
-            call.parents = self._records.parents(call)
+            with self._lock:
+                call.parents = self._records.outputs.read_by(call.mark.read, call.messages)
         except Exception as broken:  # noqa: BLE001
             self.warn("unlinked_call", f"What a call of role {call.role!r} has read could not be found.", broken)
 
@@ -280,7 +281,12 @@ class LiveEpisode:
             if status != "ok":
                 self.failures[status] = self.failures.get(status, 0) + 1
         try:
-            self._write(self._ended(call, answer, status, error))
+            try:
+                records = self._records.ended(call, answer, status, error)
+            except Exception as broken:  # noqa: BLE001
+                self.warn("unrecorded", f"The content of a call of role {call.role!r} could not be recorded.", broken)
+                records = self._records.not_recorded(call, broken)
+            self._write(records)
             for copy in call.copies:
                 copy.ends_like(call, answer, status, error)
         finally:
@@ -288,13 +294,6 @@ class LiveEpisode:
                 self._ending -= 1
                 if self.ended:
                     self._idle.notify_all()
-
-    def _ended(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> list[Record]:
-        try:
-            return self._records.ended(call, answer, status, error)
-        except Exception as broken:  # noqa: BLE001
-            self.warn("unrecorded", f"The content of a call of role {call.role!r} could not be recorded.", broken)
-            return self._records.not_recorded(call, broken)
 
     def _write(self, records: list[Record]) -> None:
         """A sink that fails costs records, never the application its answer."""

@@ -104,13 +104,14 @@ def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple
 
 def _call_row(call: Call) -> Row:
     # Of bytearray, as sqlite3 looks for adapters of bytes, which costs more than the rest of binding.
-    candidates = call.candidates
-    sketches = [
-        Sketch(c.index, c.text, c.message, c.finish_reason, len(c.token_ids), len(c.logprobs), c.malformed)
-        for c in candidates
-    ]
-    token_ids = bytearray().join([pack_ids(c.token_ids) for c in candidates])
-    logprobs = bytearray().join([_floats(len(c.logprobs)).pack(*c.logprobs) for c in candidates])
+    sketches, token_ids, logprobs = [], bytearray(), bytearray()
+    for c in call.candidates:
+        tokens, known = len(c.token_ids), len(c.logprobs)
+        sketches.append(Sketch(c.index, c.text, c.message, c.finish_reason, tokens, known, c.malformed))
+        if tokens:
+            token_ids += pack_ids(c.token_ids)
+        if known:
+            logprobs += _floats(known).pack(*c.logprobs)
     completion = len(token_ids) // 4 if token_ids else call.usage.completion_tokens
     return (
         call.id,

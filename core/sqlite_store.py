@@ -71,7 +71,9 @@ class SqliteStore:
 
     def write(self, records: Sequence[Record]) -> None:
         """Queue records to be committed together, in order. Neither raises nor waits for the disk: see `lost`."""
-        self._writing().put(records)
+        if self._writer is None:
+            raise self._read_only()
+        self._writer.put(records)
 
     def flush(self) -> None:
         """Return when everything written before is committed, and so survives the end of the process, or is lost."""
@@ -150,7 +152,9 @@ class SqliteStore:
         step that consumed a group stays. Raises RecordError when the ledger cannot be written.
         """
         members = groups if isinstance(groups, Mapping) else dict.fromkeys(groups, ())
-        failure = self._writing().consume([(group, [*names]) for group, names in members.items()], training_step)
+        if self._writer is None:
+            raise self._read_only()
+        failure = self._writer.consume([(group, [*names]) for group, names in members.items()], training_step)
         if failure:
             raise RecordError(
                 f"The ledger of consumed groups in {self.path} cannot be written ({failure}).",
@@ -180,10 +184,8 @@ class SqliteStore:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _writing(self) -> Writer:
-        if self._writer is None:
-            raise RunError(f"{self.path} is open for reading only.", "Open it without read_only to write.")
-        return self._writer
+    def _read_only(self) -> RunError:
+        return RunError(f"{self.path} is open for reading only.", "Open it without read_only to write.")
 
     @contextmanager
     def _reader(self) -> Iterator[sqlite3.Connection]:

@@ -18,7 +18,7 @@ log = logging.getLogger("cotune.store")
 
 BATCH_RECORDS = 4000
 """Records that are committed at once without waiting for more; the next ones begin another transaction."""
-LINGER = 0.1
+LINGER = 0.25
 """Seconds that a record waits for others to share its transaction."""
 QUEUE_BYTES = 14 << 20
 """Bound of the queue in memory."""
@@ -91,7 +91,8 @@ class Writer:
         self._name = name
         self._known = RecentIds(RECENT_IDS)
         self._queue: deque[Batch | Ledger] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._records = self._bytes = 0
         self._queued = self._done = self._urgent = 0
         self._idle = self._closing = self._failing = self._stalled = self._forked = False
@@ -119,8 +120,8 @@ class Writer:
         except (TypeError, ValueError, OverflowError, RecursionError, struct.error) as error:
             self._lose(len(records), "a record cannot be encoded", error)
             return
-        with self._changed:
-            refusal = self._refusal()
+        with self._lock:
+            refusal = self._refusal() if self._closing or self._stalled or self._bytes > QUEUE_BYTES else None
             if refusal is None:
                 batch = self._queue[-1] if self._queue else None
                 if not isinstance(batch, Batch) or batch.count >= BATCH_RECORDS:
@@ -128,7 +129,14 @@ class Writer:
                     self._queue.append(batch)
                 for table, row in rows:
                     batch.tables[table].extend(row)
-                self._grow(batch, len(records), size)
+                batch.count += len(records)
+                batch.bytes += size
+                batch.puts += 1
+                self._records += len(records)
+                self._bytes += size
+                self._queued += 1
+                if self._idle or self._records >= BATCH_RECORDS:
+                    self._changed.notify_all()
         if refusal:
             self._lose(len(records), refusal)
 
@@ -164,7 +172,8 @@ class Writer:
 
     def abandon(self) -> None:
         """In a forked child: take nothing any more, and leave the parent's connection alone."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._forked = self._closing = True
 
     def _refusal(self, full: bool = True) -> str | None:
@@ -178,16 +187,6 @@ class Writer:
             return "the queue is full, the disk is too slow or cannot be written"
         self._stalled = False
         return None
-
-    def _grow(self, batch: Batch, count: int, size: int) -> None:
-        batch.count += count
-        batch.bytes += size
-        batch.puts += 1
-        self._records += count
-        self._bytes += size
-        self._queued += 1
-        if self._idle or self._records >= BATCH_RECORDS:
-            self._changed.notify_all()
 
     def _run(self) -> None:
         while (taken := self._take()) is not None:

@@ -43,7 +43,10 @@ def carry_context() -> None:
     def submit_in_context(
         self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
-        if current_episode.get() is None or _has_context(fn):
+        if current_episode.get() is None:
+            return submit(self, fn, *args, **kwargs)
+        inner = fn.func if type(fn) is functools.partial else fn
+        if type(getattr(inner, "__self__", None)) is contextvars.Context:  # as asyncio and LangChain submit
             return submit(self, fn, *args, **kwargs)
         return submit(self, contextvars.copy_context().run, fn, *args, **kwargs)
 
@@ -71,13 +74,6 @@ def _queued_in_context(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_pool_worker(thread: threading.Thread) -> bool:
     return getattr(getattr(thread, "_target", None), "__module__", None) in _POOLS
-
-
-def _has_context(fn: Callable[..., Any]) -> bool:
-    """Whether `fn` brings a context along already, as what asyncio and LangChain submit does."""
-    if type(fn) is functools.partial:
-        fn = fn.func
-    return type(getattr(fn, "__self__", None)) is contextvars.Context
 
 
 def _bind(thread: threading.Thread, context: contextvars.Context) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from itertools import starmap
 from typing import Any
 
 from cotune.errors import SamplerError
@@ -69,12 +70,12 @@ def answer_of(completion: Any) -> Answer:
 
     Raises ValueError when the body is not a chat completion with at least one choice.
     """
-    choices = completion.get("choices") if isinstance(completion, Mapping) else None
+    choices = completion.get("choices") if isinstance(completion, dict) else None
     if not choices:
         raise ValueError("no choices")
     usage = completion.get("usage") or {}
     return Answer(
-        candidates=tuple(_candidate(i, choice) for i, choice in enumerate(choices)),
+        candidates=tuple(starmap(_candidate, enumerate(choices))),
         prompt_ids=tuple(completion.get("prompt_token_ids") or ()),
         usage=Usage(usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0),
     )
@@ -82,11 +83,12 @@ def answer_of(completion: Any) -> Answer:
 
 def _candidate(index: int, choice: Mapping[str, Any]) -> Candidate:
     message = choice.get("message")
-    if not isinstance(message, Mapping):
+    if not isinstance(message, dict):
         raise ValueError(f"choice {index} has no message")
     content = message.get("content")
     token_ids = tuple(choice.get("token_ids") or ())
-    logprobs = tuple(item["logprob"] for item in (choice.get("logprobs") or {}).get("content") or ())
+    told = choice.get("logprobs") or {}
+    logprobs = tuple([item["logprob"] for item in told.get("content") or ()]) if told else ()
     return Candidate(
         index=index,
         text=content if isinstance(content, str) else "",

@@ -52,10 +52,13 @@ def _start(original: Any, note: Note) -> Any:
         made = original(self, *args, **kwargs)
         episode = current_episode.get()
         if episode is not None:
-            if isinstance(made, list):
-                _each(episode, made, note, args, kwargs)
-            else:
-                note(episode, made, args, kwargs)
+            try:
+                if isinstance(made, list):
+                    _each(episode, made, note, args, kwargs)
+                else:
+                    note(episode, made, args, kwargs)
+            except Exception as error:  # noqa: BLE001
+                _count(episode, error)
         return made
 
     return start
@@ -66,10 +69,13 @@ def _async_start(original: Any, note: Note) -> Any:
         made = await original(self, *args, **kwargs)
         episode = current_episode.get()
         if episode is not None:
-            if isinstance(made, list):
-                _each(episode, made, note, args, kwargs)
-            else:
-                note(episode, made, args, kwargs)
+            try:
+                if isinstance(made, list):
+                    _each(episode, made, note, args, kwargs)
+                else:
+                    note(episode, made, args, kwargs)
+            except Exception as error:  # noqa: BLE001
+                _count(episode, error)
         return made
 
     return start
@@ -86,7 +92,15 @@ def _end(original: Any, note: Note) -> Any:
     def end(self: Any, *args: Any, **kwargs: Any) -> Any:  # awaitable where the original is
         episode = current_episode.get()
         if episode is not None:
-            note(episode, self, args, kwargs)
+            try:
+                note(episode, self, args, kwargs)
+            except Exception as error:  # noqa: BLE001
+                _count(episode, error)
         return original(self, *args, **kwargs)
 
     return end
+
+
+def _count(episode: LiveEpisode, error: Exception) -> None:
+    """A fault of the recorder's own must not become the application's."""
+    episode.warn("langgraph", "The LangGraph integration failed.", error)

@@ -6,36 +6,33 @@ prebuilt agents bring along (`model`, `agent`, `tools`) give way to the name of 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Awaitable, Callable, Mapping
-from operator import attrgetter
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 from langchain_core.runnables.config import var_child_runnable_config
 
 from cotune.context import Mark, current_episode, current_mark, scopes
-from cotune.integrations.langchain_callbacks import Note, on_end, on_start
+from cotune.integrations.langchain_callbacks import on_end, on_start
 from cotune.integrations.langchain_middleware import around
 from cotune.integrations.langgraph_graphs import starting
 from cotune.integrations.langgraph_runs import Run, role_of
 from cotune.recorder import LiveEpisode
 
 NAME = "langgraph"
-_key = attrgetter("int")
-"""Key of a run by its UUID: the hash of a UUID itself is a Python function, asked for at every look."""
 _MESSAGE_ID = len("lc_run--") + 36
 """Length of the part of a message id that names the run; a number follows it in some versions of the message."""
 
 
 class _Notes:
-    """Runs in progress of one episode and the marks of its model calls in flight, by `_key`, and message ids that name
-    no run."""
+    """Runs in progress of one episode and the marks of its model calls in flight, and message ids that name no run.
 
-    __slots__ = ("episode", "ids", "marks", "runs")
+    Runs go by the integer of their UUID: the hash of a UUID itself is a Python function, asked for at every look.
+    """
 
-    def __init__(self, episode: LiveEpisode) -> None:
-        self.episode = episode
+    __slots__ = ("ids", "marks", "runs")
+
+    def __init__(self) -> None:
         self.ids: dict[str, str] = {}
         self.runs: dict[int, Run] = {}
         self.marks: dict[int, Mark] = {}
@@ -43,15 +40,15 @@ class _Notes:
 
 def install() -> None:
     """Follow the runs inside episodes, and name the scope of calls that have no mark. Raises UnsupportedVersion."""
-    on_start("on_chain_start", _counted(_chain_starts))
-    on_start("on_tool_start", _counted(_tool_starts))
-    on_start("on_retriever_start", _counted(_retriever_starts))
-    on_start("on_chat_model_start", _counted(_model_starts))
+    on_start("on_chain_start", _chain_starts)
+    on_start("on_tool_start", _tool_starts)
+    on_start("on_retriever_start", _retriever_starts)
+    on_start("on_chat_model_start", _model_starts)
     for kind in ("chain", "tool", "retriever"):
-        on_end(f"on_{kind}_end", _counted(_run_ends))
-        on_end(f"on_{kind}_error", _counted(_run_ends))
-    on_end("on_llm_end", _counted(_model_ends))
-    on_end("on_llm_error", _counted(_model_fails))
+        on_end(f"on_{kind}_end", _run_ends)
+        on_end(f"on_{kind}_error", _run_ends)
+    on_end("on_llm_end", _model_ends)
+    on_end("on_llm_error", _model_fails)
     scopes.append(_scope)
 
 
@@ -61,111 +58,104 @@ def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
         return None
 
     def run(given: Any) -> Awaitable[Any]:
-        awaited: Awaitable[Any] = app.ainvoke(given, {"configurable": {"thread_id": str(uuid4())}})
+        thread = {"thread_id": str(uuid4())}
+        # LangGraph adds the id to the metadata itself, but into a ChainMap that is slow at every merge.
+        awaited: Awaitable[Any] = app.ainvoke(given, {"configurable": thread, "metadata": dict(thread)})
         return awaited
 
     return run
 
 
 def _notes(episode: LiveEpisode) -> _Notes:
-    notes = episode.notes.get(NAME)
-    if notes is None:
-        notes = episode.notes.setdefault(NAME, _Notes(episode))
+    notes: _Notes = episode.notes.get(NAME) or episode.notes.setdefault(NAME, _Notes())
     return notes
 
 
-def _counted(note: Callable[..., None]) -> Note:
-    """A fault of the recorder's own must not become the application's."""
-
-    @functools.wraps(note)
-    def call(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        try:
-            note(episode.notes.get(NAME) or _notes(episode), run, args, kwargs)
-        except Exception as error:  # noqa: BLE001
-            episode.warn("langgraph", "The LangGraph integration failed.", error)
-
-    return call
-
-
-def _chain_starts(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _chain_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    notes = episode.notes.get(NAME) or _notes(episode)
     graph = starting.get()
     if graph is not None:
         starting.set(None)
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
     name = graph or kwargs.get("name")
-    notes.runs[_key(run.run_id)] = Run.chain(
-        _parent(notes, run.parent_run_id), name, run.metadata, inputs, around.get()
-    )
+    notes.runs[run.run_id.int] = Run.chain(_parent(notes, run), name, run.metadata, inputs, around.get())
 
 
-def _tool_starts(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _tool_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    notes = episode.notes.get(NAME) or _notes(episode)
     serialized = args[0] if args else kwargs.get("serialized")
     name = kwargs.get("name") or (serialized or {}).get("name")
-    notes.runs[_key(run.run_id)] = Run.tool(_parent(notes, run.parent_run_id), name, run.metadata, around.get())
+    notes.runs[run.run_id.int] = Run.tool(_parent(notes, run), name, run.metadata, around.get())
 
 
-def _retriever_starts(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    notes.runs[_key(run.run_id)] = Run.chain(_parent(notes, run.parent_run_id), "", run.metadata, None, around.get())
+def _retriever_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    notes = episode.notes.get(NAME) or _notes(episode)
+    notes.runs[run.run_id.int] = Run.chain(_parent(notes, run), "", run.metadata, None, around.get())
 
 
-def _run_ends(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    notes.runs.pop(_key(run.run_id), None)
+def _run_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    notes = episode.notes.get(NAME)
+    if notes is not None:
+        notes.runs.pop(run.run_id.int, None)
 
 
-def _model_starts(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    made = Run.model(_parent(notes, run.parent_run_id), run.metadata, around.get())
-    read = tuple(
-        m.id[:_MESSAGE_ID] if m.id.startswith("lc_run--") else notes.ids[m.id]
-        for m in args[1][0]
-        if m.id and (m.id.startswith("lc_run--") or m.id in notes.ids)
-    )
-    by = _entered_within(made) or Mark(role_of(made), NAME, state=made.state)
+def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    notes = episode.notes.get(NAME) or _notes(episode)
+    made = Run.model(_parent(notes, run), run.metadata, around.get())
+    read = []
+    for message in args[1][0]:
+        name = message.id
+        if name and name.startswith("lc_run--"):
+            read.append(name[:_MESSAGE_ID])
+        elif name and name in notes.ids:
+            read.append(notes.ids[name])
+    by = _entered_within(made) if len(scopes) > 1 else None
     output = f"lc_run--{run.run_id}"
-    mark = Mark(by.role, by.integration, state=by.state, read=(*by.read, *read), output=output)
-    notes.marks[_key(run.run_id)] = mark
+    if by is None:
+        mark = Mark(role_of(made), NAME, state=made.state, read=tuple(read), output=output)
+    else:
+        mark = Mark(by.role, by.integration, state=by.state, read=(*by.read, *read), output=output)
+    notes.marks[run.run_id.int] = mark
     current_mark.set(mark)
 
 
-def _model_ends(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    mark = _done(notes, run)
+def _model_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    notes = episode.notes.get(NAME) or _notes(episode)
+    # Where a model runs in a context of its own, resetting the ContextVar would be lost.
+    mark = notes.marks.pop(run.run_id.int, None)
     if mark is None:
         return
+    mark.done = True
     response = args[0] if args else kwargs["response"]
     for generation in response.generations[0]:
         name = getattr(getattr(generation, "message", None), "id", None)
         if name and not name.startswith("lc_run--"):
             notes.ids[name] = str(mark.output)
     if not mark.calls:
-        notes.episode.warn(
+        episode.warn(
             "unseen_call",
             f"A chat model answered role {mark.role!r} without a call that can be recorded: from LangChain's cache "
             "or by a client of its own. Switch the cache off while recording.",
         )
 
 
-def _model_fails(notes: _Notes, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    _done(notes, run)
-
-
-def _done(notes: _Notes, run: Any) -> Mark | None:
-    # Where a model runs in a context of its own, resetting the ContextVar would be lost.
-    mark = notes.marks.pop(_key(run.run_id), None)
+def _model_fails(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    mark = _notes(episode).marks.pop(run.run_id.int, None)
     if mark is not None:
         mark.done = True
-    return mark
 
 
-def _parent(notes: _Notes, run_id: UUID | None) -> Run | None:
+def _parent(notes: _Notes, run: Any) -> Run | None:
     """The run that a new one belongs to: the one told, or where the application replaced its callbacks, the one whose
     code runs here."""
-    told = notes.runs.get(_key(run_id)) if run_id else None
+    told = notes.runs.get(run.parent_run_id.int) if run.parent_run_id else None
     return told or _here(notes, var_child_runnable_config.get())
 
 
 def _here(notes: _Notes, config: Any) -> Run | None:
     """The run whose code runs here."""
     run_id = getattr((config or {}).get("callbacks"), "parent_run_id", None)
-    return notes.runs.get(_key(run_id)) if run_id else None
+    return notes.runs.get(run_id.int) if run_id else None
 
 
 def _scope() -> Mark | None:
@@ -181,8 +171,6 @@ def _scope() -> Mark | None:
 
 def _entered_within(run: Run) -> Mark | None:
     """A scope of another framework (a crew's agent) that a model call was reached through, inside the call's node."""
-    if len(scopes) == 1:
-        return None
     here = _scope()
     if (here.unit if here else None) != _node_of(run):
         return None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
+
+import msgspec
 
 _PREBUILT = frozenset({"agent", "model", "tools", "generate_structured_response"})
 _HOOKS = frozenset({"pre_model_hook", "post_model_hook"})
@@ -14,11 +15,10 @@ _UNNAMED = "LangGraph"
 """What LangGraph calls a graph without a name."""
 
 
-@dataclass(slots=True)
-class Run:
+class Run(msgspec.Struct):
     """A run in progress. `space` is the namespace of the node execution it belongs to; `agent` the agent name that the
-    metadata claims, which is inherited and so may belong to an outer graph; `around` the call of a middleware that it
-    was started in, by identity, which is inherited too."""
+    metadata claims, which is inherited and so may belong to an outer graph; `state` the input of the innermost node
+    around it; `around` the call of a middleware that it was started in, by identity, which is inherited too."""
 
     parent: Run | None
     kind: Literal["chain", "node", "tool", "model"]
@@ -26,7 +26,7 @@ class Run:
     space: str
     agent: str | None
     source: str | None = None
-    own_state: Any = None
+    state: Any = None
     around: Any = None
 
     @classmethod
@@ -35,19 +35,20 @@ class Run:
     ) -> Run:
         """A node when it is the first run in its namespace, else a graph or any other runnable."""
         space, agent = metadata.get(_SPACE) or "", metadata.get("lc_agent_name")
-        if not space:
-            return cls(parent, "chain", name or "", "", agent, around=around)
         node = metadata.get("langgraph_node")
-        if parent is None:
+        if space and parent is None:
             parent = _from_namespace(space, agent, whole=name != node)
-        if parent is None or parent.space != space:
+        if space and (parent is None or parent.space != space):
             return cls(parent, "node", str(node or name), space, agent, None, inputs, around)
-        return cls(parent, "chain", name or "", space, agent, around=around)
+        state = parent.state if parent is not None else None
+        return cls(parent, "chain", name or "", space, agent, None, state, around)
 
     @classmethod
     def tool(cls, parent: Run | None, name: str | None, metadata: Mapping[str, Any], around: Any = None) -> Run:
         space, agent = metadata.get(_SPACE) or "", metadata.get("lc_agent_name")
-        return cls(parent or _from_namespace(space, agent), "tool", name or "tool", space, agent, around=around)
+        parent = parent or _from_namespace(space, agent)
+        state = parent.state if parent is not None else None
+        return cls(parent, "tool", name or "tool", space, agent, None, state, around)
 
     @classmethod
     def model(cls, parent: Run | None, metadata: Mapping[str, Any], around: Any = None) -> Run:
@@ -56,17 +57,8 @@ class Run:
         parent = parent or _from_namespace(space, agent)
         if space and parent is not None and parent.space != space:
             parent = cls(parent, "node", str(metadata.get("langgraph_node") or ""), space, agent)
-        return cls(parent, "model", "", space, None, metadata.get("lc_source"), around=around)
-
-    @property
-    def state(self) -> Any:
-        """Input of the innermost node around this run; None outside any graph."""
-        run: Run | None = self
-        while run is not None:
-            if run.kind == "node":
-                return run.own_state
-            run = run.parent
-        return None
+        state = parent.state if parent is not None else None
+        return cls(parent, "model", "", space, None, metadata.get("lc_source"), state, around)
 
 
 def role_of(run: Run) -> str:
@@ -83,7 +75,7 @@ def role_of(run: Run) -> str:
             prebuilt = prebuilt or (inner.name if hidden else "")
             if not hidden:
                 source = None if not names and inner.name.endswith(_MIDDLEWARE) else source
-                names.append(_trimmed(inner.name))
+                names.append(inner.name.rpartition(".")[0] if inner.name.endswith(_MIDDLEWARE) else inner.name)
             agent = _agent(inner.parent, hidden or inner.name in _HOOKS)
             if agent:
                 names.append(agent)
@@ -107,10 +99,6 @@ def _agent(graph: Run | None, inside_agent: bool) -> str | None:
     if graph.agent and (graph.agent == graph.name or graph.agent != outer):
         return graph.agent
     return graph.name if inside_agent and graph.name not in ("", _UNNAMED) else None
-
-
-def _trimmed(node: str) -> str:
-    return node.rpartition(".")[0] if node.endswith(_MIDDLEWARE) else node
 
 
 def _from_namespace(space: str, agent: str | None, whole: bool = True) -> Run | None:

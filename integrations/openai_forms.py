@@ -61,8 +61,10 @@ def _usage_wanted(asked: Mapping[str, Any]) -> bool:
 
 
 def _chat_obstacle(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
-    kinds = [str(tool.get("type")) for tool in chat.get("tools") or () if tool.get("type", "function") != "function"]
-    found = [f"tools of type {', '.join(dict.fromkeys(kinds))}"] if kinds else []
+    found = []
+    if tools := chat.get("tools"):
+        kinds = [str(tool.get("type")) for tool in tools if tool.get("type", "function") != "function"]
+        found = [f"tools of type {', '.join(dict.fromkeys(kinds))}"] if kinds else []
     if "audio" in (asked.get("modalities") or ()):
         found.append("spoken output")
     if asked.get("web_search_options"):

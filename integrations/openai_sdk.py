@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from cotune.answering import answer, answer_blocking, failed, reason_of
-from cotune.context import Mark, current_episode, identify, opened_call
+from cotune.context import current_episode, identify, opened_call
 from cotune.errors import RecordError, SamplerError
 from cotune.integrations.openai_answers import finish, part_of
 from cotune.integrations.openai_forms import Form, asked_in, form_of
@@ -24,15 +24,12 @@ from cotune.recorder import Answer, LiveCall, LiveEpisode
 from cotune.records import CallStatus
 
 
-class _Exchange:
+class _Exchange(msgspec.Struct):
     """One request of the application with all the retries that the SDK makes of it."""
 
-    __slots__ = ("asked", "call", "failure")
-
-    def __init__(self) -> None:
-        self.call: LiveCall | None = None
-        self.asked: dict[str, Any] = {}
-        self.failure: str | None = None
+    call: LiveCall | None = None
+    asked: dict[str, Any] = {}
+    failure: str | None = None
 
     def fail(self, error: BaseException) -> None:
         if self.call is not None and not self.call.ended:
@@ -98,8 +95,11 @@ def _sync_send(original: Any) -> Any:
     @functools.wraps(original)
     def send(self: Any, request: Any, **kwargs: Any) -> Any:
         episode = current_episode.get()
-        form = None if episode is None else _form(episode, request)
-        if episode is None or form is None:
+        if episode is None:
+            return original(self, request, **kwargs)
+        form = form_of(request)
+        if form is None:
+            _passing(episode, request)
             return original(self, request, **kwargs)
         exchange = _exchange.get() or _Exchange()
         call = _open(episode, form, request, exchange)
@@ -130,8 +130,11 @@ def _async_send(original: Any) -> Any:
     @functools.wraps(original)
     async def send(self: Any, request: Any, **kwargs: Any) -> Any:
         episode = current_episode.get()
-        form = None if episode is None else _form(episode, request)
-        if episode is None or form is None:
+        if episode is None:
+            return await original(self, request, **kwargs)
+        form = form_of(request)
+        if form is None:
+            _passing(episode, request)
             return await original(self, request, **kwargs)
         exchange = _exchange.get() or _Exchange()
         call = _open(episode, form, request, exchange)
@@ -158,13 +161,11 @@ def _async_send(original: Any) -> Any:
     return send
 
 
-def _form(episode: LiveEpisode, request: Any) -> Form | None:
-    """The interface of a request that is a call; counts one behind which a model answers out of sight."""
-    form = form_of(request)
-    if form is None and request.method == "POST" and request.url.path.endswith(_UNSEEN):
+def _passing(episode: LiveEpisode, request: Any) -> None:
+    """Count a request that is no call where a model answers behind it, out of sight."""
+    if request.method == "POST" and request.url.path.endswith(_UNSEEN):
         kind = request.url.path.rpartition("/")[2]
         episode.warn("unseen_call", f"A request to /{kind} has models answer out of sight: that is not recorded.")
-    return form
 
 
 def _open(episode: LiveEpisode, form: Form, request: Any, exchange: _Exchange) -> LiveCall | Any | None:
@@ -184,7 +185,7 @@ def _open(episode: LiveEpisode, form: Form, request: Any, exchange: _Exchange) -
             opened.read(body)
             call = opened
         else:
-            call = episode.start(_identity(episode), body)
+            call = episode.start(identify(), body)
     except RecordError as error:
         if episode.responder is not None:
             return _error_response(request, 409, str(error))
@@ -199,14 +200,6 @@ def _open(episode: LiveEpisode, form: Form, request: Any, exchange: _Exchange) -
     call.obstacle = obstacle
     exchange.call, exchange.asked = call, asked
     return call
-
-
-def _identity(episode: LiveEpisode) -> Mark:
-    try:
-        return identify()
-    except Exception as error:  # noqa: BLE001
-        episode.warn("unidentified_call", "The role of a call could not be found, it is recorded as app.", error)
-        return Mark("app", "openai")
 
 
 def _answered(request: Any, call: LiveCall, form: Form, asked: dict[str, Any], found: Answer) -> Any:
@@ -252,11 +245,10 @@ def _observed(response: Any, call: LiveCall, form: Form, exchange: _Exchange) ->
         if _exchange.get() is None:
             call.fail("error", cause)
         return response
-    settle = functools.partial(_settle, call, form, exchange.asked, response.headers)
     if response.is_stream_consumed:
-        settle(response.content, None, True)
+        _settle(call, form, exchange.asked, response.headers, response.content, None, True)
     else:
-        call.cancel = tee(response, settle)
+        call.cancel = tee(response, functools.partial(_settle, call, form, exchange.asked, response.headers))
     return response
 
 

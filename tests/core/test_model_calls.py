@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from cotune import context
 from cotune.context import opened_call
 from cotune.errors import RecordError, SamplerError
 from cotune.model_calls import ask, ask_async, end_call, observed, open_call, step
@@ -38,6 +39,22 @@ def test_a_request_that_cannot_be_read_passes_unrecorded_and_counted(record: Rec
     outcome = record(lambda task: open_call(unreadable) is None)
     assert outcome.live.warnings == {"unread_call": 1}
     assert record.calls == []
+
+
+def test_a_scope_that_fails_costs_the_role_and_is_counted(record: Recorded, monkeypatch) -> None:
+    def broken():
+        raise RuntimeError("a framework changed")
+
+    monkeypatch.setattr(context, "scopes", [broken])
+
+    def run(task):
+        call = open_call(lambda: BODY)
+        end_call(call, "north", lambda value: answer(value))
+        return 1
+
+    outcome = record(run)
+    assert outcome.live.warnings == {"unidentified_call": 1}
+    assert [(call.role, call.status) for call in record.calls] == [("app", "ok")]
 
 
 def test_a_call_after_the_end_passes_unrecorded_and_counted(record: Recorded) -> None:

@@ -47,7 +47,7 @@ def test_the_managers_of_callbacks_still_tell_node_namespace_and_message_ids(rec
     told = {}
 
     def reply(call):
-        told.update(call.mark.details, output=call.mark.output, episode=call.episode)
+        told.update(output=call.mark.output, episode=call.episode)
         notes = _notes(call.episode)
         told["kinds"] = [(run.kind, run.name, bool(run.space)) for run in notes.runs.values()]
         told["handlers"] = CallbackManager.configure().handlers
