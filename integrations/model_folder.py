@@ -27,9 +27,14 @@ def locate_model(model: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(model), allow_patterns=_NEEDED))
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            "model", str(model), "a model folder, or a Hugging Face id that can be fetched", f"{type(error).__name__}."
-        ) from None
+        remedy = "Correct the id, or fetch the model where there is a network (`hf download`) and name its folder."
+        allowed = f"a model folder, or a Hugging Face id that can be fetched ({_cause(error)})"
+        raise ConfigError("model", str(model), allowed, remedy) from None
+
+
+def _cause(error: Exception) -> str:
+    first = str(error).partition("\n")[0].strip().rstrip(".")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def read_parameters(folder: Path) -> Weights:

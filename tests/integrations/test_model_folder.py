@@ -1,0 +1,35 @@
+"""Which folder a model name stands for, and what is said where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from cotune.errors import ConfigError
+from cotune.integrations.model_folder import locate_model
+
+
+def test_a_folder_stands_for_itself(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert locate_model(tmp_path) == tmp_path.resolve()
+
+
+@pytest.mark.parametrize("model", ["/nowhere", "./models/nothing", "~/nothing", "a/b/c"])
+def test_a_path_without_a_model_is_not_asked_for_anywhere(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    with pytest.raises(ConfigError, match=r"a model folder with a config\.json\. Correct the path\."):
+        locate_model(model)
+
+
+def test_an_id_that_cannot_be_fetched_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: object, **options: object) -> str:
+        raise FileNotFoundError("Got: ConnectError: no such host\nPlease check your internet connection.")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(ConfigError) as raised:
+        locate_model("Some/Model")
+    assert "model = 'Some/Model'" in str(raised.value)
+    assert "(FileNotFoundError: Got: ConnectError: no such host)" in str(raised.value)
+    assert "`hf download`" in str(raised.value)
