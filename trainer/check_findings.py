@@ -46,7 +46,7 @@ def role_findings(roles: Sequence[RoleCheck], calls: Sequence[Call], plan: Plan)
         yield Finding(
             level="warns",
             about="app",
-            text=f"{len(outside)} calls are made outside any agent or node and share the role `app`.",
+            text=f"Calls made outside any agent or node share the role `app`: {len(outside)}.",
             remedy='Name them: with cotune.role("name"): ...',
         )
 

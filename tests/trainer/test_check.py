@@ -277,7 +277,7 @@ def test_calls_outside_a_role_are_told(provider: Provider) -> None:
         await client(os.environ["OPENAI_BASE_URL"]).chat.completions.create(model="m", messages=messages)
         return 1.0
 
-    assert "made outside any agent or node" in said(dry(application(bare)), "warns", "app")[0]
+    assert "made outside any agent or node share the role `app`: 1." in said(dry(application(bare)), "warns", "app")[0]
 
 
 def test_what_calls_ask_for_is_told(provider: Provider) -> None:
