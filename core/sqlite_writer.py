@@ -121,7 +121,7 @@ class Writer:
             self._lose(len(records), "a record cannot be encoded", error)
             return
         with self._lock:
-            refusal = self._refusal() if self._closing or self._stalled or self._bytes > QUEUE_BYTES else None
+            refusal = self._refusal()
             if refusal is None:
                 batch = self._queue[-1] if self._queue else None
                 if not isinstance(batch, Batch) or batch.count >= BATCH_RECORDS:

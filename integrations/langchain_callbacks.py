@@ -52,13 +52,7 @@ def _start(original: Any, note: Note) -> Any:
         made = original(self, *args, **kwargs)
         episode = current_episode.get()
         if episode is not None:
-            try:
-                if isinstance(made, list):
-                    _each(episode, made, note, args, kwargs)
-                else:
-                    note(episode, made, args, kwargs)
-            except Exception as error:  # noqa: BLE001
-                _count(episode, error)
+            _started(episode, made, note, args, kwargs)
         return made
 
     return start
@@ -69,23 +63,23 @@ def _async_start(original: Any, note: Note) -> Any:
         made = await original(self, *args, **kwargs)
         episode = current_episode.get()
         if episode is not None:
-            try:
-                if isinstance(made, list):
-                    _each(episode, made, note, args, kwargs)
-                else:
-                    note(episode, made, args, kwargs)
-            except Exception as error:  # noqa: BLE001
-                _count(episode, error)
+            _started(episode, made, note, args, kwargs)
         return made
 
     return start
 
 
-def _each(episode: LiveEpisode, made: list[Any], note: Note, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """A chat model starts a run for each of its prompts."""
-    prompts = args[1] if len(args) > 1 else kwargs.get("messages") or ()
-    for run, prompt in zip(made, prompts, strict=False):
-        note(episode, run, (None, [prompt]), kwargs)
+def _started(episode: LiveEpisode, made: Any, note: Note, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """`made` is the run; a chat model starts one for each of its prompts."""
+    try:
+        if not isinstance(made, list):
+            note(episode, made, args, kwargs)
+            return
+        prompts = args[1] if len(args) > 1 else kwargs.get("messages") or ()
+        for run, prompt in zip(made, prompts, strict=False):
+            note(episode, run, (None, [prompt]), kwargs)
+    except Exception as error:  # noqa: BLE001
+        _count(episode, error)
 
 
 def _end(original: Any, note: Note) -> Any:

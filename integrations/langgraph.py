@@ -67,7 +67,7 @@ def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
 
 
 def _notes(episode: LiveEpisode) -> _Notes:
-    notes: _Notes = episode.notes.get(NAME) or episode.notes.setdefault(NAME, _Notes())
+    notes: _Notes = episode.notes.setdefault(NAME, _Notes())
     return notes
 
 
@@ -120,17 +120,14 @@ def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
 
 
 def _model_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    notes = episode.notes.get(NAME) or _notes(episode)
-    # Where a model runs in a context of its own, resetting the ContextVar would be lost.
-    mark = notes.marks.pop(run.run_id.int, None)
+    mark = _done(episode, run)
     if mark is None:
         return
-    mark.done = True
     response = args[0] if args else kwargs["response"]
     for generation in response.generations[0]:
         name = getattr(getattr(generation, "message", None), "id", None)
         if name and not name.startswith("lc_run--"):
-            notes.ids[name] = str(mark.output)
+            episode.notes[NAME].ids[name] = str(mark.output)
     if not mark.calls:
         episode.warn(
             "unseen_call",
@@ -140,9 +137,16 @@ def _model_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: M
 
 
 def _model_fails(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    mark = _notes(episode).marks.pop(run.run_id.int, None)
+    _done(episode, run)
+
+
+def _done(episode: LiveEpisode, run: Any) -> Mark | None:
+    # Where a model runs in a context of its own, resetting the ContextVar would be lost.
+    notes = episode.notes.get(NAME) or _notes(episode)
+    mark: Mark | None = notes.marks.pop(run.run_id.int, None)
     if mark is not None:
         mark.done = True
+    return mark
 
 
 def _parent(notes: _Notes, run: Any) -> Run | None:

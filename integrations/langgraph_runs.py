@@ -40,15 +40,13 @@ class Run(msgspec.Struct):
             parent = _from_namespace(space, agent, whole=name != node)
         if space and (parent is None or parent.space != space):
             return cls(parent, "node", str(node or name), space, agent, None, inputs, around)
-        state = parent.state if parent is not None else None
-        return cls(parent, "chain", name or "", space, agent, None, state, around)
+        return cls(parent, "chain", name or "", space, agent, None, getattr(parent, "state", None), around)
 
     @classmethod
     def tool(cls, parent: Run | None, name: str | None, metadata: Mapping[str, Any], around: Any = None) -> Run:
         space, agent = metadata.get(_SPACE) or "", metadata.get("lc_agent_name")
         parent = parent or _from_namespace(space, agent)
-        state = parent.state if parent is not None else None
-        return cls(parent, "tool", name or "tool", space, agent, None, state, around)
+        return cls(parent, "tool", name or "tool", space, agent, None, getattr(parent, "state", None), around)
 
     @classmethod
     def model(cls, parent: Run | None, metadata: Mapping[str, Any], around: Any = None) -> Run:
@@ -57,8 +55,7 @@ class Run(msgspec.Struct):
         parent = parent or _from_namespace(space, agent)
         if space and parent is not None and parent.space != space:
             parent = cls(parent, "node", str(metadata.get("langgraph_node") or ""), space, agent)
-        state = parent.state if parent is not None else None
-        return cls(parent, "model", "", space, None, metadata.get("lc_source"), state, around)
+        return cls(parent, "model", "", space, None, metadata.get("lc_source"), getattr(parent, "state", None), around)
 
 
 def role_of(run: Run) -> str:
