@@ -56,6 +56,12 @@ def attribute(samples: Sequence[Sample], attribution: Attribution) -> Floats:
     return reward if attribution.scope == "own" else _over_roles(samples, reward, mean=attribution.scope == "mean")
 
 
+def attribute_siblings(rewards: Sequence[Mapping[str, float]], attribution: Attribution) -> Floats:
+    """[n] own-turn reward of the candidates of one call: what `attribute` gives them, for the selection to compare."""
+    own = _mix(rewards, np.zeros(len(rewards), np.int64), attribution, {})
+    return np.where(own.some, own.value, np.nan)
+
+
 class _Mixed(NamedTuple):
     value: Floats
     """Weighted sum of the needed components: 0 where none is needed, NaN where one is missing."""

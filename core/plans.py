@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -19,7 +20,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """`tree`: `k` candidates per call, all scored, one goes on. `independent`: `k` episodes per task, one
     candidate per call.
 
-    `select` picks the candidate that goes on: the best reward, a random one, or the first sampled.
+    `select` picks the candidate that goes on: the best by the reward that is trained on, a random one, or the first
+    sampled.
     """
 
     kind: PlanKind = "tree"
@@ -40,18 +42,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.k if self.kind == "independent" else 1
 
 
-def mix(components: Mapping[str, float], alpha: float) -> float:
-    """Reward that the selection compares: alpha * team + every other component (AT-GRPO, arXiv 2510.11062)."""
-    return sum(alpha * value if name == "team" else value for name, value in components.items())
-
-
 def choose(rewards: Sequence[float], select: Select, seed: int) -> int:
-    """Index of the candidate that goes on. Ties of argmax go to the earliest."""
+    """Index of the candidate that goes on. Ties of argmax go to the earliest; NaN is below any reward."""
     if select == "first" or not rewards:
         return 0
     if select == "sample":
         return random.Random(seed).randrange(len(rewards))
-    return max(range(len(rewards)), key=rewards.__getitem__)
+    return max(range(len(rewards)), key=lambda i: -math.inf if math.isnan(rewards[i]) else rewards[i])
 
 
 def seed_of(*parts: object) -> int:

@@ -55,6 +55,11 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _within("gamma", self.gamma, 0.0, 1.0)
 
+    @property
+    def takes_outcome(self) -> bool:
+        """Whether the episode's outcome is part of the reward."""
+        return self.horizon != "own_turn" or self.outcome
+
     def weight(self, component: str) -> float:
         """Weight of a reward component in the mixed reward."""
         return self.weights.get(component, self.other) * (self.alpha if component == "team" else 1.0)
@@ -162,6 +167,17 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                 f"independent, as {self.name} compares whole rollouts (key {', '.join(self.key)})",
                 "Use at_grpo, gspo, dapo or cispo under a tree plan.",
             )
+        for term in self.terms if self.plan == "tree" else ():
+            if term.attribution.takes_outcome:
+                how = term.attribution
+                field, value = ("outcome", True) if how.horizon == "own_turn" else ("horizon", how.horizon)
+                raise ConfigError(
+                    field,
+                    value,
+                    "own_turn without outcome under a tree plan: all candidates of a call share one future and one "
+                    "outcome, which can tell none of them from another",
+                    "Return the team reward from a scorer as `team`, or use --plan independent.",
+                )
 
     @property
     def key(self) -> tuple[str, ...]:

@@ -8,8 +8,10 @@ from typing import Any
 
 import msgspec
 
+from cotune.attribution import attribute_siblings
 from cotune.errors import SamplerError, WorkflowError
-from cotune.plans import Plan, choose, mix, seed_of
+from cotune.plans import Plan, choose, seed_of
+from cotune.recipes import Attribution
 from cotune.recorder import Answer, LiveCall
 from cotune.records import Candidate, PolicyRef, Usage
 from cotune.sampler import ChatFormat, Completion, Sampler, SamplingParams
@@ -38,7 +40,10 @@ class PolicyResponder:
     Roles in `provider_roles` are left to the application's provider; None leaves every role without a policy to it,
     counted in `passed_through`. With a collection, any other role without a policy is an error of its call.
     `policies` maps roles to the version that answers. Under a tree plan a role with a scorer gets `plan.k`
-    candidates; any other role gets one. `override` replaces what the application asks for (temperature, ...).
+    candidates, and `attribution` says which is best; any other role gets one. `override` replaces what the application
+    asks for (temperature, ...). With a `seed` every call draws from a stream of its own, derived from its place and
+    from a seed that the application asks for; without one the application's holds. The place begins with the
+    episode's phase, or with `stream` where phases are to draw the same numbers.
     """
 
     def __init__(
@@ -49,22 +54,24 @@ class PolicyResponder:
         *,
         plan: Plan | None = None,
         scorers: Mapping[str, Scorer] | None = None,
-        alpha: float = 1.0,
+        attribution: Attribution | None = None,
         defaults: SamplingParams | None = None,
         override: Mapping[str, Any] | None = None,
         provider_roles: Collection[str] | None = None,
         seed: int | None = None,
+        stream: str = "",
     ) -> None:
         self.sampler = sampler
         self.chat = chat
         self.policies = policies
         self.plan = plan
         self.scorers = scorers or {}
-        self.alpha = alpha
+        self.attribution = attribution or Attribution()
         self.defaults = defaults or SamplingParams()
         self.override = override
         self.provider_roles = provider_roles
         self.seed = seed
+        self.stream = stream
         self.passed_through: Counter[str] = Counter()
         self.scorer_errors: Counter[str] = Counter()
 
@@ -83,11 +90,11 @@ class PolicyResponder:
         completions = await self.sampler.sample(prompt, self._count(call), params, policy)
         candidates = tuple(self._candidate(i, c, params) for i, c in enumerate(completions))
         rewards, error = await self._rewards(call, candidates)
-        mixed = [mix(r, self.alpha) for r in rewards]
+        compared = attribute_siblings(rewards, self.attribution).tolist()
         select = self.plan.select if self.plan else "first"
         return Answer(
             candidates=candidates,
-            chosen=choose(mixed, select, params.seed or 0),
+            chosen=choose(compared, select, params.seed or 0),
             prompt_ids=tuple(prompt),
             policy=policy,
             usage=Usage(len(prompt), sum(len(c.token_ids) for c in candidates)),
@@ -115,11 +122,13 @@ class PolicyResponder:
 
     def _params(self, call: LiveCall) -> SamplingParams:
         params = request_params(call.params, self.defaults, self.override)
-        if params.seed is not None or self.seed is None:
+        if self.seed is None:
             return params
         episode = call.episode
-        parts = (self.seed, episode.phase, episode.training_step, call.task.id, episode.rollout, call.role, call.turn)
-        return msgspec.structs.replace(params, seed=seed_of(*parts))
+        stream = self.stream or episode.phase
+        place = (stream, episode.training_step, call.task.id, episode.rollout, call.role, call.turn)
+        asked = () if params.seed is None else (params.seed,)
+        return msgspec.structs.replace(params, seed=seed_of(self.seed, *place, *asked))
 
     def _count(self, call: LiveCall) -> int:
         asked = int(call.params.get("n") or 1)

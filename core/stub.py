@@ -12,6 +12,7 @@ import msgspec
 from cotune.errors import WorkflowError
 from cotune.example_json import example
 from cotune.plans import Plan
+from cotune.recipes import Attribution
 from cotune.recorder import Answer, LiveCall
 from cotune.records import PolicyRef
 from cotune.respond import PolicyResponder
@@ -35,7 +36,7 @@ class StubResponder:
         *,
         plan: Plan | None = None,
         scorers: Mapping[str, Scorer] | None = None,
-        alpha: float = 1.0,
+        attribution: Attribution | None = None,
         provider_roles: Collection[str] = (),
         answers: Sequence[str] = (),
         call_tools: bool = True,
@@ -43,7 +44,7 @@ class StubResponder:
     ) -> None:
         self.plan = plan
         self.scorers = scorers or {}
-        self.alpha = alpha
+        self.attribution = attribution
         self.provider_roles = provider_roles
         self.answers = answers
         self.call_tools = call_tools
@@ -65,7 +66,7 @@ class StubResponder:
             {call.role: PolicyRef("stub")},
             plan=None if provided else self.plan,
             scorers={} if provided else self.scorers,
-            alpha=self.alpha,
+            attribution=self.attribution,
         )
         answer = await inner.respond(call)
         assert answer is not None

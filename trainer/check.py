@@ -28,7 +28,14 @@ from cotune.sqlite_store import SqliteStore
 from cotune.store import Store
 from cotune.stub import StubResponder
 from cotune.tasks import as_tasks, load_tasks
-from cotune.trainer.check_findings import blocking, call_findings, client_findings, episode_findings, role_findings
+from cotune.trainer.check_findings import (
+    blocking,
+    call_findings,
+    client_findings,
+    episode_findings,
+    learning_findings,
+    role_findings,
+)
 from cotune.trainer.check_network import watched_connections
 from cotune.trainer.check_report import CallCheck, CheckReport, Finding, Framework, GroupCheck, RoleCheck
 from cotune.trainer.config import TrainConfig
@@ -64,7 +71,7 @@ def check(
     stub = StubResponder(
         plan=plan,
         scorers=flow.scorers,
-        alpha=config.alpha,
+        attribution=recipe.attribution,
         provider_roles=[role for policy in config.policy if policy.kind == "provider" for role in policy.roles],
         answers=answers,
         call_tools=call_tools,
@@ -78,6 +85,7 @@ def check(
             store.flush()
             seen = [call for outcome in outcomes for call in store.calls(outcome.episode.id)]
             found = [blocking(fault) for fault in faults(flow, outcomes, seen, config.roles)]
+            local, team = _ranges(seen, store), _means([outcome.rewards for outcome in outcomes])
             policies, more = _policies(config, seen, flow, plan)
             roles = _roles(seen, policies, flow, plan)
             groups, left_out = _groups(store, outcomes, roles, plan, recipe)
@@ -87,6 +95,7 @@ def check(
                 text = "the plan would form no group: nothing would be trained."
                 found.append(Finding(level="blocks", about="groups", text=text, remedy="See what was left out."))
             found += [*role_findings(roles, seen, plan), *call_findings(seen, plan, config)]
+            found += learning_findings(roles, {name: list(named) for name, named in local.items()}, team, recipe)
             found += [*episode_findings(outcomes, connections), *client_findings()]
             return CheckReport(
                 workflow=workflow if isinstance(workflow, str) else flow.name,
@@ -97,8 +106,8 @@ def check(
                 roles=tuple(roles),
                 calls=tuple(_calls(seen, outcomes, tokens, store)),
                 groups=tuple(groups),
-                team=_means([outcome.rewards for outcome in outcomes]),
-                local=_ranges(seen, store),
+                team=team,
+                local=local,
                 left_out=left_out,
                 findings=tuple(found),
             )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from cotune.episodes import Outcome
 from cotune.errors import CotuneError
+from cotune.learns import learns_from, outcome_unused
 from cotune.plans import Plan
+from cotune.recipes import Recipe
 from cotune.records import Call
 from cotune.trainer.check_report import Finding, RoleCheck
 from cotune.trainer.config import TrainConfig
@@ -51,6 +53,18 @@ def role_findings(roles: Sequence[RoleCheck], calls: Sequence[Call], plan: Plan)
         )
 
 
+def learning_findings(
+    roles: Sequence[RoleCheck], local: Mapping[str, Sequence[str]], outcome: Collection[str], recipe: Recipe
+) -> Iterator[Finding]:
+    """What each trained role learns from, and a reward of the workflow's that trains nobody."""
+    own = {role.role: local.get(role.role, ()) for role in roles if role.trained}
+    for role, text in learns_from(own, outcome, recipe).items():
+        yield Finding(level="note", about="rewards", text=f"{role} {text}.")
+    text, remedy = outcome_unused(own, outcome, recipe)
+    if text:
+        yield Finding(level="warns", about="rewards", text=text, remedy=remedy)
+
+
 def call_findings(calls: Sequence[Call], plan: Plan, config: TrainConfig) -> Iterator[Finding]:
     """What calls ask for that training does otherwise, and calls that failed."""
     for role in dict.fromkeys(call.role for call in calls):
@@ -64,6 +78,10 @@ def call_findings(calls: Sequence[Call], plan: Plan, config: TrainConfig) -> Ite
         if asked and asked != [config.sampling.temperature]:
             said = ", ".join(f"{t:g}" for t in asked)
             text = f"asks for temperature {said}; training samples at {config.sampling.temperature:g}."
+            yield Finding(level="note", about=role, text=text)
+        seeds = sorted({str(s) for call in own if (s := call.params.get("seed")) is not None})
+        if seeds:
+            text = f"asks for seed {', '.join(seeds)}; training and evaluation mix it into a seed of each call's own."
             yield Finding(level="note", about=role, text=text)
         if plan.kind == "tree" and any(call.streamed and len(call.candidates) > 1 for call in own):
             text = f"streams; with {plan.k} candidates per call the answer comes at once, when one is chosen."

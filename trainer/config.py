@@ -98,7 +98,8 @@ class TrainConfig(_Table):
     overrides: dict[str, Any] = {}
     """[overrides] Single settings of the recipe, such as clip_high or entropy."""
     alpha: float = 1.0
-    """Weight of the team reward: r = alpha * team + local."""
+    """Weight of the component `team` beside all others: r = alpha * team + local. Under a tree plan only one that a
+    scorer returns is trained on."""
     steps: int = 100
     tasks_per_step: int = 32
     concurrency: int = 64
@@ -117,6 +118,7 @@ class TrainConfig(_Table):
     keep_token_ids: bool = False
     """Whether token ids of redacted messages are stored: needed to train on them, and readable as text."""
     seed: int = 0
+    """Every call's own seed is derived from it and from the call's place; one that the application sets is mixed in."""
     checkpoint_every: int = 1
     """Steps between checkpoints; Ctrl-C saves one too."""
     keep_checkpoints: int = 2

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from cotune.plans import mix
 from cotune.recorder import Sink
 from cotune.records import Call, Episode, Record, Reward, candidate_id
 
@@ -121,7 +120,7 @@ def ending(episode: Episode, rewards: Mapping[str, float]) -> Ending:
     told = episode.metrics.get("success")
     return Ending(
         status=episode.status,
-        reward=mix(rewards, 1.0) if rewards else None,
+        reward=sum(rewards.values()) if rewards else None,
         success=None if told is None else told >= 0.5,
         error=episode.error,
     )

@@ -135,7 +135,7 @@ async def roll_out(run: Run, step: int, progress: Progress) -> list[Episode]:
     answering = Answering(
         policies=run.served(),
         plan=run.plan,
-        alpha=config.alpha,
+        attribution=run.recipe.attribution,
         defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.sampling.timeout),
         override={"temperature": config.sampling.temperature, "top_p": 1.0, "top_k": 0},
         provider_roles=tuple(run.provider_roles),

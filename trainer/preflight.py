@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from cotune.episodes import Outcome, run_episode
 from cotune.errors import ConfigError, CotuneError, WorkflowError
+from cotune.learns import learns_from, outcome_unused
 from cotune.plans import Plan
-from cotune.records import Call, PolicyRef, Task
+from cotune.policies import Policies
+from cotune.recipes import Recipe
+from cotune.records import Call, PolicyRef, Task, candidate_id
 from cotune.respond import PolicyResponder
 from cotune.sampler import ChatFormat, Sampler, SamplingParams
 from cotune.store import Store
@@ -18,6 +22,26 @@ from cotune.trainer.config import TrainConfig
 from cotune.workflow import Workflow
 
 EPISODES = 3
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a look around found: `rewards` are the names of the components that the scorer of each role returned, with
+    an entry for every role; `outcome` those of the episodes; `notes` what the user should know."""
+
+    rewards: Mapping[str, Collection[str]]
+    outcome: Sequence[str]
+    notes: Sequence[str]
+
+    @property
+    def roles(self) -> list[str]:
+        return list(self.rewards)
+
+    def lessons(self, policies: Policies, recipe: Recipe) -> list[str]:
+        """What each trained role learns from, and what nobody does."""
+        trained = {role: names for role, names in self.rewards.items() if policies.of(role).trained}
+        said = [f"{role} {text}" for role, text in learns_from(trained, self.outcome, recipe).items()]
+        return [*said, " ".join(filter(None, outcome_unused(trained, self.outcome, recipe)))]
 
 
 class _Base(dict[str, PolicyRef]):
@@ -36,11 +60,12 @@ async def look_around(
     workflow: Workflow,
     tasks: Sequence[Task],
     plan: Plan,
+    recipe: Recipe,
     store: Store,
     sampler: Sampler,
     chat: ChatFormat,
-) -> tuple[list[str], list[str]]:
-    """Run the first tasks once; return the roles seen and what the user should know.
+) -> Seen:
+    """Run the first tasks once; return what was seen.
 
     Raises WorkflowError for an application that makes no call, a workflow that fails on every task, a scorer that
     fails on every call; ConfigError for a scorer of a role that never calls.
@@ -52,7 +77,7 @@ async def look_around(
         _Base(provider),
         plan=msgspec.structs.replace(plan, k=2),
         scorers=workflow.scorers,
-        alpha=config.alpha,
+        attribution=recipe.attribution,
         defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.sampling.timeout),
         override={"temperature": config.sampling.temperature},
         provider_roles=provider,
@@ -68,7 +93,20 @@ async def look_around(
     calls = [call for outcome in outcomes for call in store.calls(outcome.episode.id)]
     for fault in faults(workflow, outcomes, calls, config.roles):
         raise fault
-    return sorted({call.role for call in calls}), _notes(outcomes, calls)
+    return Seen(
+        rewards=rewards_by_role(store, calls),
+        outcome=sorted({name for outcome in outcomes for name in outcome.rewards}),
+        notes=_notes(outcomes, calls),
+    )
+
+
+def rewards_by_role(store: Store, calls: Sequence[Call]) -> dict[str, set[str]]:
+    """Names of the components that the scorer of each role that calls has returned."""
+    found: dict[str, set[str]] = {role: set() for role in sorted({call.role for call in calls})}
+    for call in calls:
+        for named in store.rewards(candidate_id(call.id, c.index) for c in call.candidates).values():
+            found[call.role].update(named)
+    return found
 
 
 def faults(

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from cotune.plans import Plan
+from cotune.recipes import Attribution
 from cotune.records import Call, Episode, Message, PolicyRef, Record, Task
 from cotune.respond import PolicyResponder
 from cotune.sampler import ChatFormat, Sampler, SamplingParams
@@ -20,7 +21,7 @@ class Answering(msgspec.Struct, frozen=True, kw_only=True):
 
     policies: dict[str, PolicyRef]
     plan: Plan | None = None
-    alpha: float = 1.0
+    attribution: Attribution = Attribution()
     defaults: SamplingParams = SamplingParams()
     override: dict[str, Any] | None = None
     provider_roles: tuple[str, ...] | None = None
@@ -34,7 +35,7 @@ class Answering(msgspec.Struct, frozen=True, kw_only=True):
             self.policies,
             plan=self.plan,
             scorers=workflow.scorers,
-            alpha=self.alpha,
+            attribution=self.attribution,
             defaults=self.defaults,
             override=self.override,
             provider_roles=self.provider_roles,

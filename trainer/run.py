@@ -124,8 +124,11 @@ async def opened(
         sampler, chat = await _model(config, stack, cluster)
         notes: list[str] = []
         if saved is None:
-            seen, notes = await look_around(config, workflow, tasks, plan, store, sampler, chat)
-            policies = config.resolve_policies(seen, scored=list(workflow.scorers) if plan.kind == "tree" else None)
+            seen = await look_around(config, workflow, tasks, plan, recipe, store, sampler, chat)
+            policies = config.resolve_policies(
+                seen.roles, scored=list(workflow.scorers) if plan.kind == "tree" else None
+            )
+            notes = [*seen.notes, *filter(None, seen.lessons(policies, recipe))]
         else:
             policies = saved[0].policies
         if cluster is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotune.errors import ConfigError
-from cotune.plans import Plan, choose, mix, seed_of
+from cotune.plans import Plan, choose, seed_of
 
 
 @pytest.mark.parametrize("kind", ["tree", "independent"])
@@ -28,11 +29,6 @@ def test_episodes_per_task():
     assert Plan(kind="independent", k=8).episodes_per_task == 8
 
 
-def test_mix_weighs_the_team_component_only():
-    assert mix({"team": 2.0, "local": -0.5, "style": 0.25}, 0.5) == 0.75
-    assert mix({}, 3.0) == 0.0
-
-
 @pytest.mark.parametrize(
     ("rewards", "select", "chosen"),
     [
@@ -40,6 +36,8 @@ def test_mix_weighs_the_team_component_only():
         ([0.5, 0.9, 0.9], "argmax", 1),
         ([-1.0, -0.5], "argmax", 1),
         ([0.1, 0.9], "first", 0),
+        ([math.nan, -5.0], "argmax", 1),
+        ([math.nan, math.nan], "argmax", 0),
         ([], "argmax", 0),
         ([], "sample", 0),
     ],

@@ -135,7 +135,7 @@ def test_zero_variance_is_kept_with_advantage_zero_where_the_recipe_keeps_it():
 def test_returns_see_turns_whose_group_is_dropped():
     # turn 1 has zero variance and is dropped; its chosen reward still counts for turn 0: 1 + 5 and 0 + 5
     samples = [*group("c", 1.0, 0.0), *group("d", 5.0, 5.0, turn=1)]
-    forward = recipe("at_grpo", horizon="reward_to_go", scale="none")
+    forward = recipe("at_grpo", plan="independent", horizon="reward_to_go", scale="none")
     prepared = prepare(samples, forward)
     assert prepared.advantages.tolist() == [0.5, -0.5]
     assert prepared.roles["a"].reward == (6.0 + 5.0 + 5.0 + 5.0) / 4

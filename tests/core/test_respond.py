@@ -10,6 +10,7 @@ import pytest
 from cotune.context import Mark
 from cotune.errors import SamplerError
 from cotune.plans import Plan
+from cotune.recipes import Attribution
 from cotune.recorder import LiveEpisode
 from cotune.records import PolicyRef, Task
 from cotune.respond import PolicyResponder, request_params
@@ -104,6 +105,26 @@ def test_a_tree_branches_at_a_role_with_a_scorer():
     assert answer.error is None
 
 
+@pytest.mark.parametrize(
+    ("attribution", "chosen"),
+    [
+        (Attribution(), 0),  # 3 and 2
+        (Attribution(weights={"right": 1.0}, other=0.0), 1),  # 0 and 2
+        (Attribution(weights={"right": 1.0}, other=0.5), 1),  # 1.5 and 2
+        (Attribution(weights={"loud": -1.0}), 1),  # -3 and 2
+    ],
+)
+def test_the_selection_weighs_components_as_training_does(attribution, chosen):
+    def scorer(candidate, call, task):
+        return {"right": 0.0, "loud": 3.0} if candidate.text == "a" else {"right": 2.0, "loud": 0.0}
+
+    responder = PolicyResponder(
+        ScriptedSampler((1,), (2,)), Chat(), {"writer": WRITER}, plan=Plan(k=2), scorers={"writer": scorer},
+        attribution=attribution,
+    )  # fmt: skip
+    assert respond(responder, call())[0].chosen == chosen
+
+
 def test_team_rewards_are_weighed_in_the_selection():
     sampler = ScriptedSampler((1,), (2,))
 
@@ -112,7 +133,12 @@ def test_team_rewards_are_weighed_in_the_selection():
 
     for alpha, chosen in ((1.0, 0), (0.5, 1)):
         responder = PolicyResponder(
-            sampler, Chat(), {"writer": WRITER}, plan=Plan(k=2), scorers={"writer": scorer}, alpha=alpha
+            sampler,
+            Chat(),
+            {"writer": WRITER},
+            plan=Plan(k=2),
+            scorers={"writer": scorer},
+            attribution=Attribution(alpha=alpha),
         )
         assert respond(responder, call())[0].chosen == chosen
 
@@ -160,7 +186,10 @@ def test_seeds_depend_on_the_place_of_the_call_only():
     assert len(set(seeds(5, *places))) == 3
     assert seeds(6, call()) != seeds(5, call())
     assert seeds(None, call()) == [None]
-    assert seeds(5, call(seed=11)) == [11]
+    assert seeds(None, call(seed=11)) == [11]
+    asked = seeds(5, call(seed=11), call(seed=11, turn=1), call(seed=12), call())
+    assert len({11, *asked}) == 5
+    assert seeds(5, call(seed=11)) == asked[:1]
 
 
 def test_parameters_go_over_defaults_and_under_overrides():

@@ -101,8 +101,13 @@ def test_one_line_per_step_without_a_terminal(learned):
     _, trainer = learned
     said = trainer.said.splitlines()
     assert said[0] == "plan tree (k=8), recipe at_grpo: scorers for first, second"
-    assert [line.split()[:2] for line in said[2:10]] == [["step", f"{n}/8"] for n in range(1, 9)]
-    assert len(said) == 10
+    assert [" ".join(line.split()[:3]) for line in said[2:5]] == [
+        "first learns from",
+        "second learns from",
+        "the workflow's own",
+    ]
+    assert [line.split()[:2] for line in said[5:13]] == [["step", f"{n}/8"] for n in range(1, 9)]
+    assert len(said) == 13
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,113 @@
+"""What a run samples, selects by and learns from, seen in its records and in what it says before its first step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotune.errors import ConfigError
+from cotune.records import Call, candidate_id
+from cotune.sqlite_store import SqliteStore
+from tests.trainer.conftest import Trainer
+from tests.trainer.tiny_app import TASKS, application, ask, letters
+
+
+async def seeded(task: Any) -> float:
+    """Sets a seed on every call, as an application that wants its tests to repeat does."""
+    heard = await ask("first", f"say {task['letter']}", seed=42)
+    await ask("first", f"say {task['letter']}", seed=42)
+    return (await ask("second", f"after {heard}", seed=42)).count(task["letter"]) / 4
+
+
+def both_ways(candidate: Any, call: Any, task: Any) -> dict[str, float]:
+    """What is trained on, and ten times the opposite of it."""
+    share = letters(candidate, call, task)
+    return {"team": share, "against": -10.0 * share}
+
+
+def calls_of(folder: Path, phase: str = "train") -> Iterator[tuple[Call, list[dict[str, float]]]]:
+    """The calls of a run with the rewards of their candidates."""
+    with SqliteStore.open(folder, read_only=True) as store:
+        for episode in store.episodes(phase=phase):
+            for call in store.calls(episode.id):
+                ids = [candidate_id(call.id, c.index) for c in call.candidates]
+                rewards = store.rewards(ids)
+                yield call, [dict(rewards.get(one) or {}) for one in ids]
+
+
+@pytest.fixture(scope="module")
+def seeded_tree(module_trainer: Trainer) -> tuple[str, list[tuple[Call, list[dict[str, float]]]]]:
+    """What a run said, and its calls."""
+    app = application(seeded, first=both_ways)
+    overrides = {"weights": {"team": 1.0}, "alpha": 2.0}
+    module_trainer(app, steps=2, to="seeded_tree", overrides=overrides, policies="full")
+    return module_trainer.said, list(calls_of(module_trainer.folder / "seeded_tree"))
+
+
+def test_the_candidate_that_goes_on_is_the_best_by_the_trained_reward(seeded_tree: Any) -> None:
+    _, calls = seeded_tree
+    scored = [(call, [r["team"] for r in rewards]) for call, rewards in calls if call.role == "first"]
+    assert [rewards[call.chosen] for call, rewards in scored] == [max(rewards) for _, rewards in scored]
+    assert any(max(rewards) > min(rewards) for _, rewards in scored)
+
+
+def test_an_applications_seed_gives_every_call_of_a_tree_a_stream_of_its_own(seeded_tree: Any) -> None:
+    _, calls = seeded_tree
+    assert len(calls) == 2 * 3 * 3 and {call.params["seed"] for call, _ in calls} == {42}
+    assert len({call.sampling["seed"] for call, _ in calls}) == len(calls)
+    said = {tuple(c.token_ids for c in call.candidates) for call, _ in calls if call.role == "first"}
+    assert len(said) == 2 * 3 * 2
+
+
+def test_what_each_role_learns_from_is_said_before_the_first_step(seeded_tree: Any) -> None:
+    said, _ = seeded_tree
+    lines = said.splitlines()
+    before = lines[: next(i for i, line in enumerate(lines) if line.startswith("step 1/"))]
+    assert "first learns from 2 x team (its scorer); weight 0: against" in before
+    assert (
+        "the workflow's own reward (team) is shown and trains no role: under the plan tree the candidates of one call "
+        "are compared by their role's scorer, and share one outcome. Return it from a scorer as `team` to train on "
+        "it, or use --plan independent."
+    ) in before
+
+
+def test_an_applications_seed_leaves_the_episodes_of_a_task_different(trainer: Trainer) -> None:
+    trainer(application(seeded), steps=1, tasks=TASKS[:1], tasks_per_step=1, recipe="dapo")
+    calls = [call for call, _ in calls_of(trainer.folder / "run")]
+    assert len(calls) == 4 * 3
+    first = [call.candidates[0].token_ids for call in calls if call.role == "first" and call.turn == 0]
+    assert len(set(first)) == 4
+    assert "first learns from team (the episode's outcome)" in trainer.said.splitlines()
+
+
+@pytest.mark.parametrize("setting", [{"horizon": "terminal"}, {"horizon": "reward_to_go"}, {"outcome": True}])
+def test_outcome_horizons_are_refused_under_a_tree(trainer: Trainer, setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="own_turn without outcome under a tree plan") as caught:
+        trainer(application(first=letters), overrides=setting)
+    assert caught.value.remedy == "Return the team reward from a scorer as `team`, or use --plan independent."
+    assert not (trainer.folder / "run").exists()
+
+
+def test_check_says_what_is_learned_from_and_what_becomes_of_seeds(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(TASKS[0]) + "\n")
+    words = ["check", "tests.trainer.test_rewards:SEEDED", "--tasks", str(tmp_path / "tasks.jsonl"), "--json"]
+    words += ["--set", "overrides.weights={team=0.5}"]
+    environment = {**os.environ, "OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "cotune.cli", *words], capture_output=True, text=True, env=environment, check=True
+    )
+    found = {(f["level"], f["about"], f["text"]) for f in json.loads(done.stdout)["findings"]}
+    assert ("note", "rewards", "first learns from 0.5 x team (its scorer); weight 0: against.") in found
+    seeds = "asks for seed 42; training and evaluation mix it into a seed of each call's own."
+    assert ("note", "first", seeds) in found and ("note", "second", seeds) in found
+    assert any(level == "warns" and about == "rewards" and "trains no role" in text for level, about, text in found)
+
+
+SEEDED = application(seeded, first=both_ways)
