@@ -34,6 +34,7 @@ REASONS: Mapping[str, str] = {
     "zero_variance": "all rewards of the group are equal",
     "mean_out_of_range": "the group's mean reward is outside mean_range",
     "zero_advantage": "its advantage is zero",
+    "no_signal": "all advantages of its policy are zero, so the step leaves that policy as it is",
 }
 """Reason -> why candidates with it are not trained on. A failed call without candidates counts as one."""
 

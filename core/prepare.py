@@ -53,12 +53,14 @@ def prepare(
     state: AdvantageState | None = None,
     *,
     consumed: Container[str] = (),
+    decays: bool = False,
 ) -> Prepared:
     """Attribute rewards, build groups, filter, compute advantages, filter again; count whatever is left out.
 
-    `consumed` holds the ids of groups that were trained on before. Raises GroupError when candidates of different
-    prompts meet in a group that must share one, and when more than half of the candidates of independent rollouts
-    stand alone under a recipe that compares candidates of one prompt.
+    `consumed` holds the ids of groups that were trained on before. A policy whose advantages are all zero has no
+    signal: its samples are left out, unless the loss or weight decay (`decays`) moves it all the same. Raises
+    GroupError when candidates of different prompts meet in a group that must share one, and when more than half of
+    the candidates of independent rollouts stand alone under a recipe that compares candidates of one prompt.
     """
     state = state or AdvantageState()
     left_out: Counter[str] = Counter()
@@ -90,6 +92,13 @@ def prepare(
         left_out["zero_advantage"] = int((~moves).sum())
         groups = _only(groups, moves)
         kept = [sample for sample, move in zip(kept, moves, strict=True) if move]
+        values = values[moves]
+    if not (decays or recipe.loss.moves_alone):
+        signal = {sample.policy.name for sample, value in zip(kept, values.tolist(), strict=True) if value}
+        moves = np.array([sample.policy.name in signal for sample in kept], np.bool_)
+        left_out["no_signal"] = int((~moves).sum())
+        groups = _only(groups, moves)
+        kept = [sample for sample in kept if sample.policy.name in signal]
         values = values[moves]
     return Prepared(
         samples=tuple(kept),

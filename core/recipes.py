@@ -135,6 +135,11 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     aggregation: Aggregation = "token_mean"
     constant_length: int | None = None
 
+    @property
+    def moves_alone(self) -> bool:
+        """Whether a policy learns where all its advantages are zero: from the KL penalty or the entropy bonus."""
+        return self.kl > 0.0 or self.entropy > 0.0
+
     def __post_init__(self) -> None:
         _within("clip_low", self.clip_low, 0.0, 1.0)
         for name, value, least in (("clip_high", self.clip_high, 0.0), ("kl", self.kl, 0.0)):

@@ -95,14 +95,15 @@ def _count(
     tally: Tally, store: SqliteStore, chosen: Recipe, phase: str | None, step: int | None, consumed: Iterable[str]
 ) -> None:
     episodes = store.episodes(phase=phase, training_step=step)
-    on_failure = failure_reward(_config_of(store).get("on_failure", "exclude"))
+    config = _config_of(store)
+    on_failure = failure_reward(config.get("on_failure", "exclude"))
     collected = collect(store, episodes, plan=chosen.plan, on_failure=on_failure)
     tally.left_out.update(collected.left_out)
     tally.candidates += len(collected.samples) + sum(collected.left_out.values())
     samples = collected.samples
     reward = dict(zip((s.id for s in samples), attribute(samples, chosen.attribution).tolist(), strict=True))
     try:
-        prepared = prepare(samples, chosen)
+        prepared = prepare(samples, chosen, decays=(config.get("learner") or {}).get("weight_decay", 0.0) > 0)
         tally.left_out.update(prepared.left_out)
         tally.kept += len(prepared.samples)
         tally.problems.extend(prepared.warnings)

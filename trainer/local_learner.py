@@ -74,8 +74,8 @@ class LocalLearner:
         over steps; `clip_share`, `tis_clipped_share`, `entropy` (nats), `ratio_mean`, `ratio_max`; `kl` to the
         reference (k3, where the loss has that term); `sampler_gap_mean`, `sampler_gap_max` |log pi_train - log
         pi_sampler| and `sampler_kl` (k3) before the first optimizer step; `tokens`, `rows`, `steps`,
-        `skipped_steps` (gradient not finite), `seconds`, `weight_norm`, `lr`. Token means per role as
-        `<role>/<metric>` where the rows are of several roles.
+        `skipped_steps` (gradient not finite), `idle_steps` (no gradient), `seconds`, `weight_norm`, `lr`. Token means
+        per role as `<role>/<metric>` where the rows are of several roles.
         """
         started = time.perf_counter()
         with self._lock:
@@ -102,6 +102,7 @@ class LocalLearner:
                 "grad_norm": float(np.mean(finite)),
                 "steps": float(len(batches)),
                 "skipped_steps": float(len(norms) - len(finite)),
+                "idle_steps": float(norms.count(0.0)) if self._settings.weight_decay == 0.0 else 0.0,
                 "rows": float(len(rows)),
                 "weight_norm": _norm(model),
                 "lr": self._lr(model) * lr_scale,
@@ -206,10 +207,11 @@ class LocalLearner:
         return total
 
     def _step(self, policy: str, lr_scale: float, *, moves: bool) -> float:
-        """One optimizer step on the gradients at hand; returns their norm. A non-finite one is not applied."""
+        """One optimizer step on the gradients at hand; returns their norm. A non-finite one is not applied, nor one of
+        zero, which moves nothing by momentum either; but weight decay acts."""
         model, optimizer = self._policies[policy], self._optimizers[policy]
         norm = _clip([p for p in model.parameters().values() if p.grad is not None], self._settings.grad_clip)
-        if np.isfinite(norm):
+        if np.isfinite(norm) and (norm > 0.0 or self._settings.weight_decay > 0.0):
             for group in optimizer.param_groups:
                 group["lr"] = self._lr(model) * lr_scale
             watch = moves and lr_scale > 0 and bool(self._movement[policy].pending)

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from cotune.adapters.publish import Proof, prove_publish
-from cotune.collect import Collected, collect, failure_reward
-from cotune.errors import GroupError, LearnerLost, RunError
-from cotune.policies import PolicySpec
-from cotune.prepare import Prepared, prepare, train_rows
-from cotune.records import Episode, PolicyRef
-from cotune.sampler import SamplingParams, SleepingSampler
-from cotune.samples import TrainRow
+from cotune.collect import collect, failure_reward
+from cotune.errors import LearnerLost, RunError
+from cotune.prepare import prepare, train_rows
+from cotune.records import Episode
+from cotune.sampler import SamplingParams
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from cotune.trainer.metrics import Clock, StepMetrics, outcome_means, role_metrics
+from cotune.trainer.metrics import Clock
 from cotune.trainer.progress import Progress
 from cotune.trainer.rollout import rollout
 from cotune.trainer.rollout_wire import Answering
 from cotune.trainer.rollouts import Rollouts
 from cotune.trainer.run import Run, restore
 from cotune.trainer.schedule import lr_scale, tasks_of_step
-
-NOTHING_TO_LEARN = ("zero_variance", "zero_advantage", "mean_out_of_range")
-"""Reasons to leave out sound groups: a step in which nothing else is left makes no update, and goes on."""
+from cotune.trainer.step_report import counted, lags, step_metrics
+from cotune.trainer.updates import asleep, by_policy, moved, publish, update
+from cotune.trainer.usable import require_usable
 
 
 async def train_steps(run: Run, progress: Progress) -> None:
@@ -99,16 +95,20 @@ async def train_step(run: Run, episodes: Sequence[Episode], clock: Clock, progre
             max_lag=config.ahead,
             on_failure=failure_reward(config.on_failure),
         )
-        prepared = prepare(collected.samples, run.recipe, run.state, consumed=run.consumed)
+        prepared = prepare(
+            collected.samples, run.recipe, run.state, consumed=run.consumed, decays=config.learner.weight_decay > 0
+        )
         rows = by_policy(run, train_rows(prepared, collected, run.store))
     left_out = Counter(collected.left_out) + Counter(prepared.left_out)
+    if not rows:
+        require_usable(run, episodes, left_out)
     staleness = lags(rows, run.versions)
     scale = lr_scale(config.schedule, run.step, config.steps)
     async with asleep(run, clock):
         with clock("update"):
-            updates = await update(run, rows, scale, left_out)
+            updates = await update(run, rows, scale)
     with clock("publish"):
-        await publish(run, rows)
+        await publish(run, {name: rows[name] for name in moved(updates)})
     run.state = prepared.state
     counters = await counted(run)
     metrics = step_metrics(
@@ -170,98 +170,6 @@ async def roll_out(run: Run, step: int, progress: Progress) -> list[Episode]:
     return episodes
 
 
-async def counted(run: Run) -> dict[str, int]:
-    """What the sampler and the rollout workers have counted since the last step."""
-    now = dict((await run.sampler.info()).counters)
-    now |= {f"workers.{name}": count for name, count in (run.workers.counters if run.workers else {}).items()}
-    news = {name: count - run.counted.get(name, 0) for name, count in now.items()}
-    run.counted = now
-    return {name: count for name, count in news.items() if count}
-
-
-def by_policy(run: Run, rows: Mapping[str, Sequence[TrainRow]]) -> dict[str, list[TrainRow]]:
-    """Rows of each trained policy: those of all the roles that it plays."""
-    found: dict[str, list[TrainRow]] = {}
-    for role, its_rows in rows.items():
-        found.setdefault(run.policies.of(role).name, []).extend(its_rows)
-    return {name: its_rows for name, its_rows in found.items() if its_rows}
-
-
-async def update(
-    run: Run, rows: Mapping[str, Sequence[TrainRow]], scale: float, left_out: Mapping[str, int]
-) -> dict[str, Mapping[str, Any]]:
-    """Update every policy that has rows. Raises GroupError when there are none and not even a group to learn
-    nothing from."""
-    if not rows and not any(left_out.get(reason) for reason in NOTHING_TO_LEARN):
-        counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(left_out.items())) or "no calls at all"
-        raise GroupError(
-            f"Step {run.step} has no usable sample ({counts}).", f"Look at the episodes: cotune show {run.folder.path}."
-        )
-    work = (asyncio.to_thread(run.learner.update, name, rows[name], lr_scale=scale) for name in rows)
-    found = await asyncio.gather(*work, return_exceptions=True)
-    for error in found:
-        if isinstance(error, BaseException):
-            raise error
-    return dict(zip(rows, found, strict=True))
-
-
-@contextlib.asynccontextmanager
-async def asleep(run: Run, clock: Clock) -> AsyncIterator[None]:
-    """An engine that shares its GPU with the learner sleeps meanwhile; it is awake again also after a failure."""
-    if not run.config.cluster.colocate:
-        yield
-        return
-    sampler = cast(SleepingSampler, run.sampler)
-    with clock("sleep"):
-        await sampler.sleep()
-    try:
-        yield
-    finally:
-        with clock("wake"):
-            await sampler.wake()
-
-
-async def publish(run: Run, rows: Mapping[str, Sequence[TrainRow]]) -> None:
-    """Publish the next version of every updated policy, with proof; versions that no rollout uses any more are
-    retired."""
-    for name, its_rows in rows.items():
-        new = PolicyRef(name, run.versions.get(name, 0) + 1)
-        probe = list({row.prompt_ids: None for row in its_rows[:64]})[:4]
-        live = [*run.live.get(name, ()), new]
-        outdated, run.live[name] = live[: -1 - run.config.ahead], live[-1 - run.config.ahead :]
-        run.proofs[name] = await published(run, run.policies.specs[name], new, probe, run.proofs.get(name), outdated)
-        run.versions[name] = new.version
-
-
-def lags(rows: Mapping[str, Sequence[TrainRow]], versions: Mapping[str, int]) -> dict[str, int]:
-    """Rows by the number of versions that their sampler was behind the policy that trains on them."""
-    counts = Counter(versions.get(name, 0) - row.version for name, its_rows in rows.items() for row in its_rows)
-    return {str(lag): counts[lag] for lag in sorted(counts)}
-
-
-async def published(
-    run: Run,
-    spec: PolicySpec,
-    ref: PolicyRef,
-    probe: Sequence[Sequence[int]],
-    previous: Proof | None,
-    retire: Sequence[PolicyRef] = (),
-) -> Proof:
-    """Publish the learner's present weights of one policy under `ref` and prove that the sampler serves them."""
-    weights = await asyncio.to_thread(run.learner.weights, spec.name)
-    return await prove_publish(
-        run.sampler,
-        ref,
-        weights,
-        spec.lora if spec.kind == "lora" else None,
-        previous=previous,
-        probe=probe,
-        trainer_logprobs=lambda its_rows: run.learner.logprobs(spec.name, its_rows),
-        bound=run.config.probe_bound,
-        retire=retire,
-    )
-
-
 async def commit(run: Run, *, last: bool = False) -> None:
     """Write a checkpoint when one is due, then mark its groups as consumed."""
     if run.step == run.committed or (run.step % run.config.checkpoint_every and not last):
@@ -286,45 +194,3 @@ async def commit(run: Run, *, last: bool = False) -> None:
         run.store.consume([group for group, at in run.ledger.items() if at == step], step)
     run.ledger.clear()
     run.committed = run.step
-
-
-def step_metrics(
-    run: Run,
-    episodes: Sequence[Episode],
-    collected: Collected,
-    prepared: Prepared,
-    rows: Mapping[str, Sequence[TrainRow]],
-    updates: Mapping[str, Mapping[str, Any]],
-    left_out: Mapping[str, int],
-    staleness: Mapping[str, int],
-    counters: Mapping[str, int],
-    scale: float,
-    clock: Clock,
-) -> StepMetrics:
-    """Everything a step reports."""
-    tokens = sum(len(c.token_ids) for call in collected.calls.values() for c in call.candidates)
-    policies = {name: {k: float(v) for k, v in figures.items() if "/" not in k} for name, figures in updates.items()}
-    for name, proof in run.proofs.items():
-        if name in policies:
-            policies[name] |= {"version": run.versions[name], "norm": proof.norm, "norm_moved": proof.norm_moved}
-            policies[name] |= {"probe_gap_mean": proof.probe_gap_mean, "probe_gap_max": proof.probe_gap_max}
-    return StepMetrics(
-        step=run.step,
-        episodes=len(episodes),
-        failed=sum(episode.status != "ok" for episode in episodes),
-        calls=sum(episode.calls for episode in episodes),
-        candidates=sum(len(call.candidates) for call in collected.calls.values()),
-        groups=len(prepared.groups),
-        rows=sum(map(len, rows.values())),
-        outcome=outcome_means(episodes, run.store.rewards(episode.id for episode in episodes)),
-        roles=role_metrics(prepared, collected, rows, updates),
-        policies=policies,
-        left_out=dict(left_out),
-        staleness=dict(staleness),
-        counters=dict(counters),
-        lr_scale=scale,
-        seconds=dict(clock.seconds),
-        tokens_per_s=tokens / max(sum(clock.seconds.values()), 1e-9),
-        updated=bool(rows),
-        notes=tuple(prepared.warnings),
-    )

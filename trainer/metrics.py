@@ -69,6 +69,10 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     """Sampled tokens of trained roles per second of the whole step."""
     updated: bool
+    """Whether any policy has a new version."""
+    stayed: dict[str, str] = {}
+    """Trained policies without a new version, and why: `no sample` (its roles had no usable call), `no signal` (all its
+    advantages are zero), `no gradient` (its rows moved nothing)."""
     notes: tuple[str, ...] = ()
 
 

@@ -120,8 +120,11 @@ def summary(metrics: StepMetrics) -> str:
         parts.append(", ".join(f"{name} {count}" for name, count in mended.items()))
     if left_out:
         parts.append(f"left out: {left_out}")
+    stayed = ", ".join(f"{policy} ({why})" for policy, why in metrics.stayed.items())
     if not metrics.updated:
-        parts.append("no update: nothing to learn from in this step")
+        parts.append(f"no update: nothing to learn from in this step: {stayed}")
+    elif stayed:
+        parts.append(f"not updated: {stayed}")
     return "  |  ".join(part for part in parts if part)
 
 

@@ -123,13 +123,33 @@ def test_samples_of_zero_advantage_are_left_out_when_asked():
     assert drops.left_out == {"zero_advantage": 1}
 
 
-def test_zero_variance_is_kept_with_advantage_zero_where_the_recipe_keeps_it():
-    samples = [sample(f"{r}.0", team=1.0, rollout=r) for r in "ef"]
-    prepared = prepare(samples, recipe("grpo"))
-    assert prepared.advantages.tolist() == [0.0, 0.0]
+def test_zero_variance_is_kept_with_advantage_zero_where_the_recipe_keeps_it_and_its_policy_has_a_signal():
+    ties = [sample(f"{r}.0", team=1.0, rollout=r) for r in "ef"]
+    differ = [sample(f"{r}.0", team=float(r == "g"), rollout=r, task="p") for r in "gh"]
+    prepared = prepare([*ties, *differ], recipe("grpo"))
+    assert prepared.advantages.tolist() == pytest.approx([0.0, 0.0, 0.7071, -0.7071], abs=1e-4)
     assert prepared.left_out == {}
-    assert prepare(samples, recipe("dapo")).left_out == {"zero_variance": 2}
+    assert prepare(ties, recipe("dapo")).left_out == {"zero_variance": 2}
     assert recipe("dapo").filters == Filters(zero_variance=True)
+
+
+@pytest.mark.parametrize("name", ["dr_mas", "grpo", "dr_grpo", "rloo", "gspo"])
+@pytest.mark.parametrize(
+    ("changes", "decays", "kept"),
+    [({}, False, 2), ({"kl": 0.1}, False, 6), ({"entropy": 0.01}, False, 6), ({}, True, 6)],
+)
+def test_a_policy_without_a_signal_is_left_out_unless_something_else_moves_it(name, changes, decays, kept):
+    """Policy a ties in both tasks; policy b, of the same episodes, is compared over its own task and differs."""
+    tied = [sample(f"{r}{t}.0", team=1.0, rollout=r + t, task=t) for t in "pq" for r in "ef"]
+    differ = [
+        sample(f"{r}.0", team=float(r == "g"), rollout=r, task="r", role="b", policy=PolicyRef("b", 1)) for r in "gh"
+    ]
+    prepared = prepare([*tied, *differ], recipe(name, **changes), decays=decays)
+    assert len(prepared.samples) == len(prepared.advantages) == kept
+    assert prepared.left_out == ({"no_signal": 4} if kept == 2 else {})
+    assert {s.role for g in prepared.groups for s in g.samples} == ({"b"} if kept == 2 else {"a", "b"})
+    assert {role: stats.kept for role, stats in prepared.roles.items()} == {"a": kept - 2, "b": 2}
+    assert set(prepared.left_out) <= set(REASONS)
 
 
 def test_returns_see_turns_whose_group_is_dropped():

@@ -95,6 +95,16 @@ def test_mini_batches_and_epochs_are_optimizer_steps(opened, base):
     assert metrics["ratio_max"] > 1.0
 
 
+def test_rows_without_an_advantage_move_nothing_also_by_momentum(opened, base):
+    learner = opened(base, settings=change(FAST, mini_batch=4))
+    rows = on_policy(learner, "a", make_rows(groups=2, k=4))
+    assert learner.update("a", rows)["idle_steps"] == 0.0
+    before = snapshot(learner, "a")
+    metrics = learner.update("a", [msgspec.structs.replace(row, advantage=0.0) for row in rows])
+    assert (metrics["steps"], metrics["idle_steps"], metrics["grad_norm"]) == (2.0, 2.0, 0.0)
+    assert same(before, snapshot(learner, "a"))
+
+
 def test_learning_rate_scale_and_defaults(opened, base):
     rows = make_rows()
     learner = opened(base, settings=LearnerSettings(device="cpu"))

@@ -178,7 +178,10 @@ def failing_after(episodes: int, run=converse):
 def test_a_step_without_a_usable_sample_stops_the_run_and_says_why(trainer):
     with pytest.raises(GroupError) as caught:
         trainer(application(failing_after(3 + 3, converse), **BOTH))
-    assert caught.value.cause == "Step 1 has no usable sample (no calls at all)."
+    assert caught.value.cause.startswith(
+        "Step 2 has no usable sample (no calls at all). 3 of 3 episodes failed with: The workflow 'solve' raised"
+        " RuntimeError: out of order"
+    )
     assert f"cotune show {trainer.folder / 'run'}" in caught.value.remedy
     assert len(trainer.metrics()) == 1
 
@@ -192,7 +195,8 @@ def test_the_reasons_are_counted_where_no_sample_is_usable(trainer):
             raise ValueError("gone")
         return letters(candidate, call, task)
 
-    with pytest.raises(GroupError, match=r"Step 0 has no usable sample \(scorer_failed: 12, untrained_role: 3\)"):
+    why = r"Step 1 has no usable sample \(scorer_failed: 12, untrained_role: 3\)\. 3 calls failed with: .*gone"
+    with pytest.raises(GroupError, match=why):
         trainer(application(first=scorer))
 
 
