@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
+from cotune.adapters.conversations import Conversations, Place
 from cotune.adapters.local import Local, Served
 from cotune.adapters.openai_http import ChatRequest, Reply, completion, decode_request, events
-from cotune.errors import SamplerError, SampleTimeout
+from cotune.errors import RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.http_requests import (
     Access,
     ClientGone,
@@ -22,6 +25,8 @@ from cotune.records import Candidate, Usage
 from cotune.sampler import Completion, SamplingParams
 
 logger = logging.getLogger("cotune.serve")
+LONG = 256 << 10
+"""Bytes of a request from which on its prompt is rendered when no other such prompt is."""
 
 
 class ChatEndpoint:
@@ -34,6 +39,8 @@ class ChatEndpoint:
         self.in_flight = 0
         self.counts: Counter[str] = Counter()
         self.not_enforced: Counter[str] = Counter()
+        self.conversations = Conversations()
+        self._long = ThreadPoolExecutor(1, "cotune-long-prompts")
         self._token_texts: dict[int, str] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,9 +55,12 @@ class ChatEndpoint:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.access.check(scope)
-        request = decode_request(await read_body(scope, receive, self.max_body))
+        body = await read_body(scope, receive, self.max_body)
+        request = decode_request(body)
+        long = len(body) > LONG
+        del body
         try:
-            reply = await unless_gone(receive, lambda: self._reply(request))
+            reply = await unless_gone(receive, lambda: self._reply(request, long))
         except ClientGone:
             self.counts["disconnected"] += 1
             return
@@ -60,23 +70,17 @@ class ChatEndpoint:
         else:
             await send_json(send, 200, completion(reply, self._token_text))
 
-    async def _reply(self, request: ChatRequest) -> Reply:
+    async def _reply(self, request: ChatRequest, long: bool) -> Reply:
         served = self.find(request.model)
         self._note(request)
-        prompt = self._render(request)
-        room = self.local.max_model_len - len(prompt)
-        if room < 1:
-            raise RequestError(
-                400,
-                f"The prompt has {len(prompt)} tokens; the model takes {self.local.max_model_len} with the reply.",
-                param="messages",
-                code="context_length_exceeded",
-            )
-        params = request.sampling(room)
+        place, prompt = await self._prompt(request, served, long)
+        params = request.sampling(self.local.max_model_len - len(prompt))
         completions = await self._sample(prompt, request.n or 1, params, served)
+        candidates = [self._candidate(i, c, params) for i, c in enumerate(completions)]
+        self.conversations.keep(place, prompt, candidates[0].message, candidates[0].token_ids)
         return Reply(
             prompt_ids=prompt,
-            candidates=[self._candidate(i, c, params) for i, c in enumerate(completions)],
+            candidates=candidates,
             usage=Usage(len(prompt), sum(len(c.token_ids) for c in completions)),
             request=request,
         )
@@ -100,11 +104,24 @@ class ChatEndpoint:
                 logger.warning("A request sets %s, which is not enforced: its answers are sampled without.", name)
             self.not_enforced[name] += 1
 
-    def _render(self, request: ChatRequest) -> list[int]:
+    async def _prompt(self, request: ChatRequest, served: Served, long: bool) -> tuple[Place, list[int]]:
+        """Rendered in a thread, so that a long prompt delays nobody else; very long ones one after the other."""
+        loop = asyncio.get_running_loop()
         try:
-            return self.local.chat.render(request.messages, request.tools_shown())
+            return await loop.run_in_executor(self._long if long else None, self._render, request, served)
+        except RequestRefused as error:
+            code = "context_length_exceeded"
+            raise RequestError(400, error.cause, param="messages", code=code) from None
         except SamplerError as error:
             raise RequestError(400, str(error), param="messages", code="invalid_value") from None
+
+    def _render(self, request: ChatRequest, served: Served) -> tuple[Place, list[int]]:
+        place = self.conversations.find(served.name, request.messages)
+        most = self.local.max_model_len - 1
+        prompt = self.local.chat.render(request.messages, request.tools_shown(), earlier=place.paths, most=most)
+        if len(prompt) > most:  # earlier ids may be more than the template's
+            raise RequestRefused(f"The prompt has {len(prompt)} tokens; the model takes {most + 1} with the reply.")
+        return place, prompt
 
     async def _sample(self, prompt: list[int], n: int, params: SamplingParams, served: Served) -> list[Completion]:
         try:

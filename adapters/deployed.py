@@ -13,11 +13,12 @@ from contextvars import Token
 from pathlib import Path
 from typing import Any
 
+from cotune.adapters.conversations import Conversations
 from cotune.adapters.local import Local, Served, open_local
 from cotune.context import Mark, current_episode
 from cotune.episodes import activators
 from cotune.errors import CotuneError
-from cotune.recorder import LiveCall, LiveEpisode
+from cotune.recorder import Answer, LiveCall, LiveEpisode
 from cotune.records import Call, Record, Task
 from cotune.respond import PolicyResponder
 from cotune.sampler import SamplingParams
@@ -124,7 +125,7 @@ class Deployment:
     def _ready(self, local: Local) -> None:
         self._local = local
         self.served = local.served
-        self._responder = _Logged(
+        self._responder = _Deployed(
             local.sampler,
             local.chat,
             {role: served.policy for role, served in local.served.items()},
@@ -153,12 +154,23 @@ class _Unrecorded(LiveEpisode):
         return alone.start(mark, body)
 
 
-class _Logged(PolicyResponder):
-    """Says once of each role that its provider answers."""
+class _Deployed(PolicyResponder):
+    """Knows the conversations that it answered, and says once of each role that its provider answers."""
 
-    async def respond(self, call: LiveCall) -> Any:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conversations = Conversations()
+
+    def earlier(self, call: LiveCall) -> Sequence[Sequence[int]]:
+        return self.conversations.find(call.role, call.messages).paths
+
+    async def respond(self, call: LiveCall) -> Answer | None:
         answer = await super().respond(call)
-        if answer is None and self.passed_through[call.role] == 1:
+        if answer is not None:
+            reply = answer.candidates[answer.chosen]
+            place = self.conversations.find(call.role, call.messages)
+            self.conversations.keep(place, answer.prompt_ids, reply.message, reply.token_ids)
+        elif self.passed_through[call.role] == 1:
             known = ", ".join(self.policies)
             log.warning("The export has no role %r (it has: %s): its own provider answers.", call.role, known)
         return answer

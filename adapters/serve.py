@@ -40,7 +40,10 @@ def build_app(local: Local, *, token: str | None = None, max_body: int = MAX_BOD
     async def health(request: Request) -> Response:
         info = await local.sampler.info()
         counts = {"requests": chat.counts, "not_enforced": chat.not_enforced}
-        return json_response({"status": "ok", "sampler": info.name, "in_flight": chat.in_flight, **counts})
+        kept = chat.conversations.kept()
+        return json_response(
+            {"status": "ok", "sampler": info.name, "in_flight": chat.in_flight, "conversations": kept, **counts}
+        )
 
     return application(
         [

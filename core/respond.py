@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -86,7 +86,7 @@ class PolicyResponder:
             return None
         self._require_answerable(call)
         params = self._params(call)
-        prompt = self.chat.render(call.messages, call.tools, earlier=call.earlier())
+        prompt = self.chat.render(call.messages, call.tools, earlier=self.earlier(call))
         completions = await self.sampler.sample(prompt, self._count(call), params, policy)
         candidates = tuple(self._candidate(i, c, params) for i, c in enumerate(completions))
         rewards, error = await self._rewards(call, candidates)
@@ -102,6 +102,10 @@ class PolicyResponder:
             sampling=msgspec.structs.asdict(params),
             error=error,
         )
+
+    def earlier(self, call: LiveCall) -> Sequence[Sequence[int]]:
+        """Token paths that the prompt of a call may go on from: of its role's earlier calls in the episode."""
+        return call.earlier()
 
     def _pass_through(self, role: str) -> None:
         if self.provider_roles is not None and role not in self.provider_roles:

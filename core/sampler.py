@@ -120,8 +120,10 @@ class ChatFormat(Protocol):
         tools: Sequence[Mapping[str, Any]] | None,
         *,
         earlier: Sequence[Sequence[int]] = (),
+        most: int | None = None,
     ) -> list[int]:
-        """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered.
+        """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered, and
+        RequestRefused when it has more than `most` tokens.
 
         `earlier` are token paths of the same role; the longest one that the prompt extends is kept id for id.
         """

@@ -118,8 +118,7 @@ class _Made:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
-        *,
-        earlier: Sequence[Sequence[int]] = (),
+        **_: Any,
     ) -> list[int]:
         return list(_bytes([messages, tools]))
 
@@ -129,7 +128,7 @@ class _Made:
         drawn = [tuple(_bytes(self._message(i))) for i in range(n)]
         return [Completion(ids, (-1.0,) * len(ids), "stop") for ids in drawn]
 
-    def parse(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, dict[str, Any], str]:
+    def parse(self, token_ids: Sequence[int], stop: Sequence[str] = (), **_: Any) -> tuple[str, dict[str, Any], str]:
         message = msgspec.json.decode(bytes(token_ids))
         return message["content"] or "", message, "tool_calls" if message.get("tool_calls") else "stop"
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from cotune.errors import ConfigError, SamplerError
+from cotune.errors import ConfigError, RequestRefused, SamplerError
+from cotune.ids import pack_ids, unpack_ids
+from cotune.integrations.bounded import Bounded
 from cotune.integrations.earlier_ids import EarlierIds
 from cotune.integrations.hermes import REASONING, TOOL_CALL, has_unread_call, is_call, parse_hermes, tool_call
 
@@ -25,7 +28,9 @@ class ChatTemplate:
     Safe to use from several threads.
     """
 
-    def __init__(self, tokenizer: Any, end_token_ids: Sequence[int], *, cache_size: int = 2048) -> None:
+    def __init__(
+        self, tokenizer: Any, end_token_ids: Sequence[int], *, cache: int = 2048, cache_bytes: int = 32 << 20
+    ) -> None:
         self.tokenizer = tokenizer
         self.end_token_ids = tuple(end_token_ids)
         self.counts: Counter[str] = Counter()
@@ -33,11 +38,11 @@ class ChatTemplate:
         them in which the template spells a reply in another way), "diverged" (earlier ids were given, and the prompt
         does not go on from them), "cached". Replies that the tokenizer's response template refuses: "unparsed", their
         text is kept as it is."""
-        self._rendered: OrderedDict[bytes, tuple[str, list[int]]] = OrderedDict()
-        self._cache_size = cache_size
+        self._rendered: Bounded[tuple[str, bytes]] = Bounded(cache, cache_bytes)
         self._lock = threading.Lock()
         self._encoder = msgspec.json.Encoder()
         kept = {tokenizer.convert_tokens_to_ids(mark) for mark in (*REASONING, *TOOL_CALL)}
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         self._dropped = (set(tokenizer.all_special_ids) | set(self.end_token_ids)) - kept
 
     @classmethod
@@ -69,16 +74,20 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         *,
         earlier: Sequence[Sequence[int]] = (),
+        most: int | None = None,
     ) -> list[int]:
         """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered.
+
+        A prompt of more than `most` tokens is refused (RequestRefused) and not kept; one whose text is far too long for
+        them, before it is tokenized.
 
         `earlier` are token paths (prompt, or prompt and reply) of the same role. The longest one that the new prompt
         goes on from is kept id for id, and only the rest is tokenized. Where a message says what an earlier reply
         said, the prompt goes on from the reply as the model wrote it, however the template would spell it.
         """
-        text, ids = self._render(messages, tools)
+        text, ids = self._render(messages, tools, most)
         if not earlier:
-            return list(ids)
+            return ids
         known = EarlierIds(earlier, self._decode, lambda reply: self.parse(reply)[1], self.end_token_ids)
         kept, rest = known.longest(text)
         if len(kept) < len(known.paths[0]):
@@ -88,7 +97,7 @@ class ChatTemplate:
                 kept, rest = other, known.longest(spelled)[1]
         if not kept:
             self.counts["diverged"] += 1
-            return list(ids)
+            return ids
         self.counts["extended"] += 1
         return [*kept, *self._encode(rest)]
 
@@ -99,7 +108,8 @@ class ChatTemplate:
         known: EarlierIds,
         canonical: str,
     ) -> str | None:
-        with contextlib.suppress(SamplerError):  # a template that refuses a call without its mark
+        # A template that refuses a call without its mark, and messages of another form than OpenAI's.
+        with contextlib.suppress(SamplerError, TypeError, AttributeError):
             return known.spelled(messages, lambda chat: self._template(chat, tools), canonical)
         return None
 
@@ -144,25 +154,30 @@ class ChatTemplate:
         return message
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, most: int | None
     ) -> tuple[str, list[int]]:
         try:
-            key = self._encoder.encode((messages, tools))
+            key = hashlib.blake2b(self._encoder.encode((messages, tools)), digest_size=16).digest()
         except (TypeError, ValueError) as error:
             raise SamplerError(f"The messages are not JSON: {error}.", "Pass plain OpenAI messages.") from error
+        if (known := self._rendered.get(key)) is not None:
+            self._count("cached")
+            text, ids = known[0], list(unpack_ids(known[1]))
+        else:
+            text = self._template(messages, tools)
+            if most is not None and len(text) > most * self._longest_token:
+                raise _too_long(f"{len(text)} characters", most)
+            ids = self._encode(text)
+            self._count("rendered")
+        if most is not None and len(ids) > most:
+            raise _too_long(f"{len(ids)} tokens", most)
+        if known is None:
+            self._rendered.put(key, (text, pack_ids(ids)), 4 * (len(text) + len(ids)) + _OVERHEAD)
+        return text, ids
+
+    def _count(self, how: str) -> None:
         with self._lock:
-            if (known := self._rendered.get(key)) is not None:
-                self._rendered.move_to_end(key)
-                self.counts["cached"] += 1
-                return known
-        text = self._template(messages, tools)
-        entry = text, self._encode(text)
-        with self._lock:
-            self.counts["rendered"] += 1
-            self._rendered[key] = entry
-            if len(self._rendered) > self._cache_size:
-                self._rendered.popitem(last=False)
-        return entry
+            self.counts[how] += 1
 
     def _template(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
         from jinja2 import TemplateError
@@ -185,6 +200,8 @@ class ChatTemplate:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
+_OVERHEAD = 400
+"""Bytes of a kept prompt beside its text and ids, about."""
 _REMEDY = "Check the path or id given as --model."
 
 
@@ -197,6 +214,12 @@ def end_token_ids(model: str, tokenizer: Any) -> list[int]:
         sources.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
     ids = [i for s in sources if s is not None for i in (s if isinstance(s, list) else [s])]
     return list(dict.fromkeys(ids))
+
+
+def _too_long(size: str, most: int) -> RequestRefused:
+    return RequestRefused(
+        f"The prompt has {size}; the model takes {most + 1} tokens with the reply.", "Send a shorter conversation."
+    )
 
 
 def _until(text: str, stop: Sequence[str]) -> str:

@@ -135,12 +135,16 @@ def _split(text: str, count: int) -> list[str] | None:
 
 def _said(message: Mapping[str, Any]) -> str:
     """What an assistant message says, whatever optional fields a client adds or drops and however it spells JSON."""
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(str(part.get("text") or "") if isinstance(part, Mapping) else str(part) for part in content)
     calls = [tool.get("function") or {} for tool in message.get("tool_calls") or ()]
-    said = [content, (message.get("reasoning_content") or "").strip()]
+    said = [text_of(message.get("content")), (message.get("reasoning_content") or "").strip()]
     return json.dumps([*said, [[call.get("name"), _arguments(call.get("arguments"))] for call in calls]])
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, also where it comes in parts."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") if isinstance(part, Mapping) else str(part) for part in content)
+    return str(content or "")
 
 
 def _arguments(arguments: Any) -> Any:
