@@ -23,7 +23,15 @@ Unit = Literal["sample", "trajectory", "token"]
 Ratio = Literal["none", "token", "sequence"]
 ClipStyle = Literal["ppo", "cispo", "none"]
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+Mask = Literal["none", "token", "sequence", "geometric"]
 S = TypeVar("S", bound=msgspec.Struct)
+
+MASK_BOUNDS: Mapping[Mask, tuple[float, float]] = {
+    "token": (0.5, 5.0),
+    "sequence": (0.5, 2.0),
+    "geometric": (0.999, 1.001),
+}
+"""Where pi_old / pi_sampler is believed, by `mask`: IcePop's for tokens (arXiv 2510.18855), verl's for sequences."""
 
 PROMPT_KEY = ("task", "role", "turn", "branch")
 """Key under which all members share one prompt: the siblings of one call."""
@@ -112,13 +120,17 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The policy loss. rho = pi_train / pi_old, bounded to [1 - clip_low, 1 + clip_high].
+    """The policy loss. rho = pi_train / pi_old, bounded to [1 - clip_low, 1 + clip_high]; pi_old is the policy before
+    the update.
 
     `ratio`: `token` (one rho per token), `sequence` (geometric mean of the response's rhos, GSPO), or `none`
     (rho = 1: REINFORCE). `style`: `ppo` takes min(rho A, clip(rho) A); `cispo` takes stop_grad(clip(rho)) A log p;
     `none` takes rho A. `dual_clip` c > 1 bounds the loss of tokens with A < 0 at c |A|.
     `tis_cap`: each token weighs min(pi_old / pi_sampler, cap), the truncated importance sampling between the
-    trainer's and the sampler's log-probabilities; None leaves the weight out.
+    trainer's and the sampler's log-probabilities (its geometric mean over the response where `ratio` is `sequence`);
+    None leaves the weight out. `mask` rejects what lies outside [`mask_low`, `mask_high`] of that quotient: a `token`
+    by its own, a whole response by the product (`sequence`) or the mean (`geometric`) of its tokens'. Rejected tokens
+    carry no gradient and leave the denominators. Bounds that are not given are those of `MASK_BOUNDS`.
     `kl` is beta of the KL penalty in the loss, `entropy` the weight of the entropy bonus.
     `aggregation`: mean over all response tokens; mean over responses of their token means; or the sum over tokens
     divided by (responses x `constant_length`), where None stands for the run's response limit.
@@ -130,6 +142,9 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     style: ClipStyle = "ppo"
     dual_clip: float | None = None
     tis_cap: float | None = 2.0
+    mask: Mask = "none"
+    mask_low: float | None = None
+    mask_high: float | None = None
     kl: float = 0.0
     entropy: float = 0.0
     aggregation: Aggregation = "token_mean"
@@ -149,8 +164,20 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("dual_clip", self.dual_clip, "a number above 1, or nothing")
         if self.tis_cap is not None and not self.tis_cap > 0.0:
             raise ConfigError("tis_cap", self.tis_cap, "a number above 0, or nothing")
+        for name, bound in (("mask_low", self.mask_low), ("mask_high", self.mask_high)):
+            if bound is not None and self.mask == "none":
+                raise ConfigError(name, bound, "nothing, as mask is none", "Set mask to token, sequence or geometric.")
+        low, high = self.mask_bounds
+        if not 0.0 <= low < high:
+            raise ConfigError("mask_low", low, f"0 or more, and under mask_high ({high:g})")
         if self.constant_length is not None and self.constant_length < 1:
             raise ConfigError("constant_length", self.constant_length, "1 or more tokens, or nothing")
+
+    @property
+    def mask_bounds(self) -> tuple[float, float]:
+        """Between which pi_old / pi_sampler is trained on, both included."""
+        low, high = MASK_BOUNDS.get(self.mask, (0.0, float("inf")))
+        return low if self.mask_low is None else self.mask_low, high if self.mask_high is None else self.mask_high
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,7 +44,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What a learner needs of one candidate. `logprobs` are the sampler's, in nats, one per response token."""
+    """What a learner needs of one candidate. `logprobs` are the sampler's, in nats, one per response token.
+
+    `loss_mask`, one per response token, is false for tokens that do not count: they carry no gradient and are in no
+    denominator and no metric. Empty: all count.
+    """
 
     id: str
     role: str
@@ -54,3 +58,4 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     advantage: float
     temperature: float = 1.0
     version: int = 0
+    loss_mask: tuple[bool, ...] = ()

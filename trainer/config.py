@@ -17,7 +17,7 @@ from cotune.plans import Plan, PlanKind, Select
 from cotune.policies import ALL_LINEAR, LoraSpec, Policies, PolicyKind, PolicySpec, policies_for
 from cotune.recipes import RECIPES, Recipe, recipe
 from cotune.trainer.cluster_config import ClusterConfig
-from cotune.trainer.learner_settings import LearnerSettings
+from cotune.trainer.learner_settings import LearnerSettings, check_anchor
 
 Layout = Literal["shared", "lora", "full"]
 
@@ -153,7 +153,8 @@ class TrainConfig(_Table):
         return self.max_staleness if self.mode == "async" else 0
 
     def resolve_plan(self, scorers: Sequence[str]) -> tuple[Plan, Recipe, str]:
-        """Plan and recipe, with a sentence that says why. Raises ConfigError for a tree plan without a scorer."""
+        """Plan and recipe, with a sentence that says why. Raises ConfigError for a tree plan without a scorer, and for
+        settings that do not fit the recipe's loss."""
         kind: PlanKind = self.plan.kind or ("tree" if scorers else "independent")
         plan = Plan(kind=kind, k=self.plan.k, select=self.plan.select)
         if kind == "tree" and not scorers:
@@ -165,6 +166,7 @@ class TrainConfig(_Table):
             )
         name = self.recipe or ("at_grpo" if kind == "tree" else "dr_mas")
         chosen = recipe(name, **{"plan": kind, "alpha": self.alpha, **self.overrides})
+        check_anchor(self.learner, chosen.loss)
         if scorers:
             why = f"scorers for {', '.join(sorted(scorers))}"
         else:

@@ -103,7 +103,7 @@ class FsdpLearner:
         each a pool of its own, so that they train at once. `timeout` bounds every call, in seconds. Raises ConfigError
         for what does not fit into the cluster or cannot be trained, LearnerError when a worker fails.
         """
-        check_loss(loss)
+        check_loss(loss, settings)
         if workers < 1:
             raise ConfigError("cluster.learners", workers, "an integer of at least 1")
         specs = [spec for spec in policies.specs.values() if spec.trained]

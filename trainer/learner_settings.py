@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from cotune.errors import ConfigError
+from cotune.recipes import LossSpec
 
 LORA_LR = 5e-6
 FULL_LR = 1e-6
@@ -56,9 +57,11 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     shared_prompts: bool = True
     """Compute a prompt once for all its candidates (same gradients, less time)."""
 
-    anchor: Literal["sampler", "trainer"] = "sampler"
-    """What the policy ratio is taken against: the sampler's log-probabilities, or the trainer's own from before the
-    update (one more forward pass when an update has more than one optimizer step)."""
+    anchor: Literal["trainer", "sampler"] = "trainer"
+    """What the policy ratio is taken against. trainer: the policy before the update, at the cost of one more forward
+    pass where an update has more than one optimizer step or the loss has a mask. sampler: the sampler's
+    log-probabilities, without that pass; the clip then also acts on what sampler and trainer disagree about. Only for
+    losses with a ratio per token, style ppo or none, no dual_clip and no mask."""
 
     threads: int | None = None
     """CPU threads of torch; None leaves torch's own setting."""
@@ -74,3 +77,23 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError("learner.grad_clip", self.grad_clip, "0 (no clipping) or a number above 0")
         if self.threads is not None and self.threads < 1:
             raise ConfigError("learner.threads", self.threads, "an integer of at least 1")
+
+
+def check_anchor(settings: LearnerSettings, loss: LossSpec) -> None:
+    """Raises ConfigError for `anchor = "sampler"` under a loss in which it would be another method."""
+    if settings.anchor == "trainer":
+        return
+    obstacles = {
+        "ratio": loss.ratio == "sequence" and "a ratio per response: its clip is tighter than the engines agree",
+        "style": loss.style == "cispo" and "a clipped weight: tis_cap would cut it first",
+        "dual_clip": loss.dual_clip is not None and "a dual clip: tis_cap would cut the ratio first",
+        "mask": loss.mask != "none" and "a mask: it needs the policy before the update",
+    }
+    for field, why in obstacles.items():
+        if why:
+            raise ConfigError(
+                "learner.anchor",
+                settings.anchor,
+                f"trainer, as the loss ({field} = {getattr(loss, field)!r}) has {why}",
+                "Leave learner.anchor out.",
+            )

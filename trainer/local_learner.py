@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,8 +18,8 @@ from cotune.recipes import LossSpec
 from cotune.sampler import Weights
 from cotune.samples import TrainRow
 from cotune.trainer import learner_files as files
-from cotune.trainer.learner_settings import FULL_LR, LORA_LR, LearnerSettings
-from cotune.trainer.loss import Tokens, policy_loss, token_weights
+from cotune.trainer.learner_settings import FULL_LR, LORA_LR, LearnerSettings, check_anchor
+from cotune.trainer.loss import Tokens, policy_loss, token_weights, trusted
 from cotune.trainer.microbatch import mini_batches, passes
 from cotune.trainer.movement import Movement, check_optimizers
 from cotune.trainer.open_models import open_policy_models
@@ -32,9 +31,9 @@ from cotune.trainer.tally import Tally
 class LocalLearner:
     """Trains the policies of a run in this process. Methods may be called from any thread, one at a time runs.
 
-    Ratio and correction: with `anchor` "sampler" the policy ratio is pi_train / pi_sampler in all optimizer steps of
-    an update; with "trainer" it is pi_train / pi_train_before_update, and each token weighs
-    min(pi_train_before_update / pi_sampler, cap).
+    Ratio and correction: with `anchor` "trainer" the policy ratio is pi_train / pi_before_the_update, and each token
+    weighs min(pi_before_the_update / pi_sampler, cap); with "sampler" it is pi_train / pi_sampler in all optimizer
+    steps of an update.
 
     As one of several `ranks` it holds a part of every tensor and computes a part of the rows; all ranks call the same
     methods with the same rows, and all return the same.
@@ -61,7 +60,7 @@ class LocalLearner:
     @classmethod
     def open(cls, model: str, policies: Policies, settings: LearnerSettings, loss: LossSpec) -> LocalLearner:
         """Load `model` for every trained policy. Raises ConfigError for a model or loss that cannot be trained."""
-        check_loss(loss)
+        check_loss(loss, settings)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         return cls(open_policy_models(model, policies, settings, reference=loss.kl > 0), settings, loss)
@@ -70,23 +69,33 @@ class LocalLearner:
         """All epochs and mini-batches of one step. Raises GroupError for unusable rows, LearnerError when the
         update does not train what it should.
 
-        Metrics are means over response tokens, over all optimizer steps: `loss` and `grad_norm` (before clipping)
-        over steps; `clip_share`, `tis_clipped_share`, `entropy` (nats), `ratio_mean`, `ratio_max`; `kl` to the
-        reference (k3, where the loss has that term); `sampler_gap_mean`, `sampler_gap_max` |log pi_train - log
-        pi_sampler| and `sampler_kl` (k3) before the first optimizer step; `tokens`, `rows`, `steps`,
-        `skipped_steps` (gradient not finite), `idle_steps` (no gradient), `seconds`, `weight_norm`, `lr`. Token means
-        per role as `<role>/<metric>` where the rows are of several roles.
+        Where no token counts, the loss's mask having rejected them all, there is no optimizer step.
+
+        Metrics are means over response tokens that count, over all optimizer steps: `loss` and `grad_norm` (before
+        clipping) over steps; `clip_share`, `tis_clipped_share`, `entropy` (nats), `ratio_mean`, `ratio_max`; `kl` to
+        the reference (k3, where the loss has that term); `sampler_gap_mean`, `sampler_gap_max` |log pi_train - log
+        pi_sampler| and `sampler_kl` (k3) before the first optimizer step; `masked_share` of the tokens, rejected by the
+        loss's mask and in no other figure; `tokens`, `rows`, `steps`, `skipped_steps` (gradient not finite),
+        `idle_steps` (no gradient), `seconds`, `weight_norm`, `lr`. Token means per role as `<role>/<metric>` where the
+        rows are of several roles.
         """
         started = time.perf_counter()
         with self._lock:
             check_rows(rows)
             model = self._model(policy)
-            batches = [b for _ in range(self._settings.epochs) for b in self._mini_batches(policy, rows)]
-            old = self._anchor(model, rows) if len(batches) > 1 else None
+            epochs = [self._mini_batches(policy, rows) for _ in range(self._settings.epochs)]
+            old = self._anchor(model, rows, epochs)
+            counted = self._counted(rows, old)
+            used = [[i for i in batch if counted[i].any()] for epoch in epochs for batch in epoch]
+            batches = [batch for batch in used if batch]
             tally = Tally([row.role for row in rows])
+            rejected = _rejected(rows, counted)
+            if not batches:
+                none = dict.fromkeys(("steps", "skipped_steps", "idle_steps"), 0.0)
+                return {**rejected, **none, "rows": float(len(rows))}
             norms, losses = [], []
             for step, batch in enumerate(batches):
-                loss = self._backward(model, rows, batch, old, tally, first=step == 0)
+                loss = self._backward(model, rows, batch, old, counted, tally, first=step == 0)
                 norms.append(self._step(policy, lr_scale, moves=any(rows[i].advantage for i in batch)))
                 losses.append(loss)
             losses = self._ranks.sum(torch.tensor(losses, dtype=torch.float64)).tolist()
@@ -98,6 +107,7 @@ class LocalLearner:
             self._movement[policy].after_update(policy)
             return {
                 **tally.metrics(self._ranks),
+                **rejected,
                 "loss": float(np.mean(losses)),
                 "grad_norm": float(np.mean(finite)),
                 "steps": float(len(batches)),
@@ -113,7 +123,7 @@ class LocalLearner:
         """log pi_train of each row's response tokens at the row's temperature, in nats, without gradients."""
         with self._lock:
             check_rows(rows)
-            return [part.cpu().numpy() for part in self._logprobs(self._model(policy), rows)]
+            return [part.cpu().numpy() for part in self._logprobs(self._model(policy), rows, [range(len(rows))])]
 
     def weights(self, policy: str) -> Weights:
         """Trainable weights as fp32 arrays: PEFT state-dict names for a LoRA, model parameter names else."""
@@ -158,15 +168,35 @@ class LocalLearner:
         budget, ranks = self._settings.micro_batch_tokens, self._ranks
         return passes(rows, batch, budget, shared=model.shares_prompts, rank=ranks.rank, size=ranks.size)
 
-    def _anchor(self, model: PolicyModel, rows: Sequence[TrainRow]) -> list[Tensor] | None:
-        return self._logprobs(model, rows) if self._settings.anchor == "trainer" else None
+    def _anchor(
+        self, model: PolicyModel, rows: Sequence[TrainRow], epochs: Sequence[Sequence[Sequence[int]]]
+    ) -> list[Tensor] | None:
+        """log pi before the update, where it has to be known before the first optimizer step.
 
-    def _logprobs(self, model: PolicyModel, rows: Sequence[TrainRow]) -> list[Tensor]:
-        """Of all rows: each rank computes its own and adds them to the others'."""
+        Computed in the passes of the first epoch: in bfloat16 other passes round otherwise.
+        """
+        several = len(epochs) > 1 or len(epochs[0]) > 1
+        needed = self._settings.anchor == "trainer" and (several or self._loss.mask != "none")
+        return self._logprobs(model, rows, epochs[0]) if needed else None
+
+    def _counted(self, rows: Sequence[TrainRow], old: Sequence[Tensor] | None) -> list[Tensor]:
+        """Which response tokens of each row count: neither masked in the row nor rejected by the loss. On the CPU."""
+        counted = [torch.tensor(row.loss_mask or (True,) * len(row.response_ids)) for row in rows]
+        if self._loss.mask == "none" or old is None:
+            return counted
+        kept = torch.cat(counted)
+        row = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(r.response_ids) for r in rows]))
+        mismatch = torch.cat([values.cpu() for values in old]) - _sampler_logprobs(rows)
+        if kept.any():
+            kept[kept.clone()] = trusted(self._loss, mismatch[kept], row[kept])
+        return list(kept.split([len(r.response_ids) for r in rows]))
+
+    def _logprobs(self, model: PolicyModel, rows: Sequence[TrainRow], batches: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Of all rows, batch by batch: each rank computes its own and adds them to the others'."""
         lengths = [len(row.response_ids) for row in rows]
         found = torch.zeros(sum(lengths), device=model.device)
         parts = found.split(lengths)
-        for micro in self._micro_batches(model, rows, range(len(rows))):
+        for micro in [micro for batch in batches for micro in self._micro_batches(model, rows, batch)]:
             values = model.logprobs([rows[i] for i in micro])
             for index, value in zip(micro, values.split([lengths[i] for i in micro]) if micro else (), strict=True):
                 parts[index].copy_(value)
@@ -178,12 +208,13 @@ class LocalLearner:
         rows: Sequence[TrainRow],
         batch: Sequence[int],
         old: Sequence[Tensor] | None,
+        counted: Sequence[Tensor],
         tally: Tally,
         *,
         first: bool,
     ) -> float:
         """Gradients of one mini-batch; returns this rank's part of its loss."""
-        lengths = torch.tensor([len(rows[i].response_ids) for i in batch])
+        lengths = torch.tensor([int(counted[i].sum()) for i in batch])
         shares = dict(zip(batch, token_weights(self._loss, lengths).split(lengths.tolist()), strict=True))
         total = 0.0
         micros = self._micro_batches(model, rows, batch)
@@ -198,8 +229,8 @@ class LocalLearner:
             anchor = None
             if self._settings.anchor == "trainer":
                 anchor = new.detach() if old is None else torch.cat([old[i] for i in micro])
-            tokens = _tokens(part, new, entropy, torch.cat([shares[i] for i in micro]), anchor)
-            tokens = dataclasses.replace(tokens, reference=reference)
+            count = [counted[i] for i in micro]
+            tokens = _tokens(part, count, torch.cat([shares[i] for i in micro]), new, entropy, anchor, reference)
             parts = policy_loss(self._loss, tokens)
             parts.loss.backward()
             total += parts.loss.item()
@@ -260,24 +291,51 @@ def _norm(model: PolicyModel) -> float:
     return float(whole(torch.nn.utils.get_total_norm([p.detach() for p in model.parameters().values()])))
 
 
-def _tokens(rows: Sequence[TrainRow], new: Tensor, entropy: Tensor, share: Tensor, old: Tensor | None) -> Tokens:
-    lengths = [len(row.response_ids) for row in rows]
-    per_row = torch.tensor([row.advantage for row in rows], dtype=torch.float32)
-    index = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
-    sampler = torch.from_numpy(np.concatenate([np.asarray(row.logprobs, np.float32) for row in rows]))
+def _tokens(
+    rows: Sequence[TrainRow],
+    counted: Sequence[Tensor],
+    share: Tensor,
+    new: Tensor,
+    entropy: Tensor,
+    old: Tensor | None,
+    reference: Tensor | None,
+) -> Tokens:
+    """The tokens of `rows` that count; `share` is of these, the other tensors are of all."""
+    count = torch.cat(list(counted))
+    index = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(row.response_ids) for row in rows]))[count]
+    advantage = torch.tensor([row.advantage for row in rows], dtype=torch.float32)[index]
+    there = count.to(new.device)
     return Tokens(
-        new=new,
-        sampler=sampler.to(new.device),
-        advantage=per_row[index].to(new.device),
+        new=new[there],
+        sampler=_sampler_logprobs(rows)[count].to(new.device),
+        advantage=advantage.to(new.device),
         weight=share.to(new.device),
         row=index.to(new.device),
-        old=old,
-        entropy=entropy,
+        old=None if old is None else old[there],
+        entropy=entropy[there],
+        reference=None if reference is None else reference[there],
     )
 
 
-def check_loss(loss: LossSpec) -> None:
-    """Raises ConfigError for a loss that lacks a number."""
+def _sampler_logprobs(rows: Sequence[TrainRow]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.asarray(row.logprobs, np.float32) for row in rows]))
+
+
+def _rejected(rows: Sequence[TrainRow], counted: Sequence[Tensor]) -> dict[str, float]:
+    """`masked_share`: of the tokens that count in the rows, how many the loss rejects; also per role of several."""
+    roles = [row.role for row in rows]
+    could = torch.tensor([sum(row.loss_mask) if row.loss_mask else len(row.response_ids) for row in rows])
+    left = torch.tensor([int(tokens.sum()) for tokens in counted])
+    found = {"masked_share": 1.0 - float(left.sum()) / max(float(could.sum()), 1.0)}
+    for role in sorted(set(roles)) if len(set(roles)) > 1 else ():
+        own = torch.tensor([one == role for one in roles])
+        found[f"{role}/masked_share"] = 1.0 - float(left[own].sum()) / max(float(could[own].sum()), 1.0)
+    return found
+
+
+def check_loss(loss: LossSpec, settings: LearnerSettings) -> None:
+    """Raises ConfigError for a loss that lacks a number, or that the settings do not fit."""
+    check_anchor(settings, loss)
     if loss.aggregation == "constant" and loss.constant_length is None:
         raise ConfigError("loss.constant_length", None, "the run's response limit, in tokens")
 
@@ -292,6 +350,8 @@ def check_rows(rows: Sequence[TrainRow]) -> None:
             problem = "has an empty prompt or response"
         elif len(row.logprobs) != len(row.response_ids):
             problem = f"has {len(row.logprobs)} sampler log-probabilities for {len(row.response_ids)} response tokens"
+        elif row.loss_mask and len(row.loss_mask) != len(row.response_ids):
+            problem = f"has a loss mask of {len(row.loss_mask)} for {len(row.response_ids)} response tokens"
         elif not row.temperature > 0:
             problem = f"was sampled at temperature {row.temperature}, where log-probabilities are not defined"
         elif not (np.isfinite(row.advantage) and np.isfinite(row.logprobs).all()):

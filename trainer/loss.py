@@ -13,10 +13,10 @@ from cotune.recipes import LossSpec
 
 @dataclass(frozen=True)
 class Tokens:
-    """The response tokens of one pass, flattened over rows; every tensor has shape [N].
+    """The response tokens of one pass that count, flattened over rows; every tensor has shape [N].
 
     `new`, `sampler`, `old` are log-probabilities in nats: of the weights being trained (with gradient), of the sampler,
-    and of the trainer before the update; `old` None takes the ratio straight against the sampler. `row` numbers the
+    and of the policy before the update; `old` None takes the ratio straight against the sampler. `row` numbers the
     row of each token from 0. `weight` is the token's share of the loss (`token_weights`). `entropy` (with gradient)
     and `reference` are needed by their loss terms only.
     """
@@ -43,7 +43,8 @@ class LossParts(NamedTuple):
 
 
 def token_weights(spec: LossSpec, lengths: Tensor) -> Tensor:
-    """Share of every token in the loss of a mini-batch whose rows have these `lengths` [R], rows in order.
+    """Share of every token in the loss of a mini-batch whose rows have these `lengths` [R] of tokens that count, rows
+    in order.
 
     token_mean: 1 / tokens of the mini-batch. sequence_mean: 1 / (rows * tokens of the row). constant: 1 / (rows *
     constant_length), Dr. GRPO's sum without length bias. The loss of a mini-batch is then a plain sum over its tokens,
@@ -56,6 +57,20 @@ def token_weights(spec: LossSpec, lengths: Tensor) -> Tensor:
     else:
         per_row = torch.full(lengths.shape, 1.0 / (len(lengths) * spec.constant_length))
     return per_row.repeat_interleave(lengths)
+
+
+def trusted(spec: LossSpec, mismatch: Tensor, row: Tensor) -> Tensor:
+    """Which tokens [N] the recipe's mask leaves in. `mismatch` [N] is log pi_old - log pi_sampler of each.
+
+    token: exp of its own mismatch is within the bounds. sequence: that of its row's sum is. geometric: of its mean.
+    """
+    low, high = spec.mask_bounds
+    if spec.mask == "sequence":
+        mismatch = _row_sum(mismatch, row)
+    elif spec.mask == "geometric":
+        mismatch = _row_mean(mismatch, row)
+    quotient = mismatch.exp()
+    return (quotient >= low) & (quotient <= high)
 
 
 def policy_loss(spec: LossSpec, tokens: Tokens) -> LossParts:
@@ -130,7 +145,10 @@ def _gain(spec: LossSpec, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor
 
 def _row_mean(values: Tensor, row: Tensor) -> Tensor:
     """Mean over each row, given back to each of its tokens."""
+    return _row_sum(values, row) / _row_sum(torch.ones_like(values), row)
+
+
+def _row_sum(values: Tensor, row: Tensor) -> Tensor:
+    """Sum over each row, given back to each of its tokens."""
     rows = int(row.max()) + 1
-    sums = torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, row, values)
-    counts = torch.zeros_like(sums).index_add(0, row, torch.ones_like(values))
-    return (sums / counts)[row]
+    return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, row, values)[row]

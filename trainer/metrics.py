@@ -18,6 +18,7 @@ from cotune.samples import TrainRow
 OF_UPDATE = (
     "clip_share",
     "tis_clipped_share",
+    "masked_share",
     "entropy",
     "ratio_mean",
     "ratio_max",

@@ -1,0 +1,54 @@
+"""Runs whose sampler and learner disagree, as engines of other precisions do."""
+
+import pytest
+
+from cotune.errors import ConfigError
+from tests.trainer.tiny_app import application, letters
+
+MIXED = {"policies": "shared", "plan": {"kind": "independent", "k": 4}, "tasks_per_step": 3, "steps": 1}
+
+
+@pytest.mark.parametrize(("name", "learner"), [("gspo", {}), ("cispo", {"mini_batch": 8})])
+def test_a_learner_in_another_precision_clips_nothing_at_the_first_step(trainer, name, learner):
+    """The clip of GSPO, 3e-4 and 4e-4, is tighter than bfloat16 and float32 agree."""
+    trainer(application(first=letters), recipe=name, **MIXED, learner={"dtype": "bfloat16", "lr": 1e-6, **learner})
+    figures = trainer.metrics()[0]["policies"]["shared"]
+    assert figures["sampler_gap_mean"] > 3e-4
+    assert figures["clip_share"] == figures["tis_clipped_share"] == figures["masked_share"] == 0.0
+    assert figures["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_tokens_beyond_the_bounds_are_masked_counted_and_shown_by_role(trainer):
+    overrides = {"mask": "token", "mask_low": 0.9995, "mask_high": 1.0005}
+    trainer(application(), recipe="dr_mas", overrides=overrides, **MIXED, learner={"dtype": "bfloat16"})
+    line = trainer.metrics()[0]
+    figures = line["policies"]["shared"]
+    assert 0.1 < figures["masked_share"] < 1.0
+    kept = sum(role["kept"] * role["tokens_mean"] for role in line["roles"].values())
+    assert figures["tokens"] == pytest.approx(kept * (1 - figures["masked_share"]))
+    assert all(0.0 < role["masked_share"] < 1.0 for role in line["roles"].values())
+    assert figures["sampler_gap_max"] <= 5.1e-4  # of the tokens that are left
+
+
+def test_a_mask_that_rejects_everything_leaves_the_policy_as_it_is_and_the_run_goes_on(trainer):
+    summary = trainer(application(), overrides={"mask": "sequence", "mask_low": 50.0, "mask_high": 60.0}, **MIXED)
+    line = trainer.metrics()[0]
+    assert summary.finished
+    assert (line["policies"]["shared"]["masked_share"], line["policies"]["shared"]["steps"]) == (1.0, 0.0)
+    assert (line["updated"], line["stayed"]) == (False, {"shared": "no gradient"})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "words"),
+    [
+        ("gspo", {}, "ratio = 'sequence'"),
+        ("cispo", {}, "style = 'cispo'"),
+        ("grpo", {"dual_clip": 3.0}, "dual_clip = 3.0"),
+        ("grpo", {"mask": "token"}, "mask = 'token'"),
+    ],
+)
+def test_the_ratio_against_the_sampler_is_refused_where_it_is_another_method(trainer, recipe, overrides, words):
+    with pytest.raises(ConfigError, match=r"learner.anchor = 'sampler': allowed is trainer, as the loss") as refused:
+        trainer(application(), recipe=recipe, overrides=overrides, **MIXED, learner={"anchor": "sampler"})
+    assert words in str(refused.value)
+    assert "Leave learner.anchor out" in str(refused.value)
