@@ -30,7 +30,8 @@ LONG = 256 << 10
 
 
 class ChatEndpoint:
-    """Answers chat completions. `counts` tells requests by outcome, `not_enforced` the fields answered without."""
+    """Answers chat completions. `counts` tells requests by outcome, `not_enforced` the fields answered without,
+    `unlisted` the model names that nothing here is trained for."""
 
     def __init__(self, local: Local, access: Access, *, max_body: int) -> None:
         self.local = local
@@ -41,6 +42,7 @@ class ChatEndpoint:
         self.not_enforced: Counter[str] = Counter()
         self.conversations = Conversations()
         self._long = ThreadPoolExecutor(1, "cotune-long-prompts")
+        self.unlisted: Counter[str] = Counter()
         self._token_texts: dict[int, str] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,16 +89,21 @@ class ChatEndpoint:
 
     def find(self, model: str) -> Served:
         """What answers for a model name. Raises RequestError (404) with the known names."""
-        try:
-            return self.local.served[model]
-        except KeyError:
-            known = ", ".join(self.local.served)
+        found = self.local.served.get(model)
+        if found is not None:
+            return found
+        known = ", ".join(self.local.served)
+        if self.local.others is None or model in self.local.left_to_provider:
             raise RequestError(
                 404,
                 f"There is no model {model!r} here; the models are: {known}.",
                 param="model",
                 code="model_not_found",
-            ) from None
+            )
+        if not self.unlisted[model]:
+            logger.warning("There is no model %r here (there are: %s): the untrained model answers.", model, known)
+        self.unlisted[model] += 1
+        return self.local.others
 
     def _note(self, request: ChatRequest) -> None:
         for name in request.not_enforced():

@@ -38,7 +38,8 @@ def deployed(
 
     Use it as `with` or `async with`. `base` names the base model where the recorded path does not hold;
     `temperature` and `max_tokens` replace what the application asks for. Calls of roles that the export does not
-    have go to the application's own provider: each role is logged once and counted in `passed_through`.
+    have are answered as its run was configured (`other_roles`): by the untrained model, or by the application's own
+    provider. Each role is logged once and counted in `unlisted`, and where the provider answers in `passed_through`.
 
     A `with` covers the code inside it, and threads and tasks started there. Elsewhere in the process (a web
     server's request handlers) use `with deployment.here():`. Raises AdapterError, ConfigError, SyncError.
@@ -56,6 +57,8 @@ class Deployment:
         """Ended calls by (role, status)."""
         self.passed_through: Counter[str] = Counter()
         """Ended calls by role that the application's own provider answered."""
+        self.unlisted: Counter[str] = Counter()
+        """Ended calls by role that the export does not have, whoever answered."""
         self.served: Mapping[str, Served] = {}
         self._base = base
         self._override = override
@@ -97,7 +100,11 @@ class Deployment:
         ended = [record for record in records if isinstance(record, Call)]
         with self._lock:
             self.calls.update((call.role, call.status) for call in ended)
-            self.passed_through.update(call.role for call in ended if call.role not in self.served)
+            outside = [call.role for call in ended if call.role not in self.served]
+            left = () if self._local is None else self._local.left_to_provider
+            self.unlisted.update(role for role in outside if role not in left)
+            provided = self._local is None or self._local.others is None
+            self.passed_through.update(role for role in outside if provided or role in left)
 
     @contextlib.contextmanager
     def _opening(self) -> Iterator[_Loop]:
@@ -131,6 +138,8 @@ class Deployment:
             {role: served.policy for role, served in local.served.items()},
             defaults=SamplingParams(max_tokens=local.max_model_len),
             override=self._override,
+            provider_roles=local.left_to_provider,
+            others=local.others.policy if local.others else None,
         )
         for activate in activators:
             activate()
@@ -155,7 +164,7 @@ class _Unrecorded(LiveEpisode):
 
 
 class _Deployed(PolicyResponder):
-    """Knows the conversations that it answered, and says once of each role that its provider answers."""
+    """Knows the conversations that it answered, and says once of a role that the export lacks who answers it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -170,9 +179,10 @@ class _Deployed(PolicyResponder):
             reply = answer.candidates[answer.chosen]
             place = self.conversations.find(call.role, call.messages)
             self.conversations.keep(place, answer.prompt_ids, reply.message, reply.token_ids)
-        elif self.passed_through[call.role] == 1:
+        if self.unlisted[call.role] == 1:
+            who = "its own provider" if self.others is None else "the untrained model"
             known = ", ".join(self.policies)
-            log.warning("The export has no role %r (it has: %s): its own provider answers.", call.role, known)
+            log.warning("The export has no role %r (it has: %s): %s answers.", call.role, known, who)
         return answer
 
 

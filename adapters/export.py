@@ -25,22 +25,30 @@ from cotune.adapters.manifest import (
     write_manifest,
 )
 from cotune.adapters.model_card import model_card, serve_commands
-from cotune.adapters.trained import TrainedPolicy, latest_policies
+from cotune.adapters.trained import TrainedPolicy, latest_policies, other_roles_of
 from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.model_folder import locate_model, write_model
-from cotune.policies import LoraSpec
+from cotune.policies import LoraSpec, OtherRoles
 from cotune.sampler import Weights, fingerprint
 
 
 def export_run(run: str | Path, to: str | Path) -> Manifest:
     """Export the newest checkpoint of a run. Raises RunError, ConfigError, AdapterError."""
-    return write_export(to, latest_policies(run), run=Path(run).resolve().name)
+    policies = latest_policies(run)
+    return write_export(to, policies, run=Path(run).resolve().name, other_roles=other_roles_of(run))
 
 
-def write_export(to: str | Path, policies: Sequence[TrainedPolicy], *, run: str | None = None) -> Manifest:
+def write_export(
+    to: str | Path,
+    policies: Sequence[TrainedPolicy],
+    *,
+    run: str | None = None,
+    other_roles: OtherRoles = "provider",
+) -> Manifest:
     """Write policies to a new folder, or in place of an earlier export.
 
-    The folder appears complete or not at all. Raises ConfigError when `to` holds anything but an export.
+    `other_roles` is what plays a role that none of them does. The folder appears complete or not at all. Raises
+    ConfigError when `to` holds anything but an export.
     """
     target = Path(to).absolute()
     _check_target(target)
@@ -51,7 +59,7 @@ def write_export(to: str | Path, policies: Sequence[TrainedPolicy], *, run: str 
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        manifest = _write(partial, policies, run)
+        manifest = _write(partial, policies, run, other_roles)
         _sync(partial)
         _put_in_place(partial, target)
     finally:
@@ -66,7 +74,7 @@ def _check_target(target: Path) -> None:
         raise ConfigError("to", str(target), "a new or empty folder, or an earlier export", "Choose another folder.")
 
 
-def _write(folder: Path, policies: Sequence[TrainedPolicy], run: str | None) -> Manifest:
+def _write(folder: Path, policies: Sequence[TrainedPolicy], run: str | None, other_roles: OtherRoles) -> Manifest:
     bases: dict[str, Base] = {}
     exported = []
     for policy in policies:
@@ -84,6 +92,7 @@ def _write(folder: Path, policies: Sequence[TrainedPolicy], run: str | None) -> 
         run=run,
         policies=tuple(exported),
         roles=roles,
+        other_roles=other_roles,
     )
     manifest = msgspec.structs.replace(manifest, serve=serve_commands(manifest))
     write_manifest(folder, manifest)

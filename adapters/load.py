@@ -93,7 +93,7 @@ def _model_folder(export: Path, manifest: Manifest, given: str | Path | None) ->
     """The folder that a sampler is built from: the checked base, or a full model where nothing needs a base."""
     kinds = {policy.kind for policy in manifest.policies}
     full = next((policy for policy in manifest.policies if policy.kind == "full"), None)
-    if given is None and full is not None and not kinds & {"lora", "frozen"}:
+    if given is None and full is not None and not kinds & {"lora", "frozen"} and manifest.other_roles != "frozen":
         return export / str(full.folder)
     bases = {policy.base.model: policy.base for policy in manifest.policies if policy.base}
     if len(bases) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cotune.adapters.fingerprint import base_fingerprint
@@ -13,6 +13,7 @@ from cotune.adapters.manifest import is_export
 from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.chat_format import ChatTemplate
 from cotune.integrations.model_folder import locate_model
+from cotune.policies import stand_in
 from cotune.records import PolicyRef
 from cotune.sampler import ChatFormat, Sampler
 
@@ -34,7 +35,8 @@ class Served:
 class Local:
     """A sampler in this process with the policies of each role published to it.
 
-    `token_text` gives the text of one token id.
+    `token_text` gives the text of one token id. `others` answers for any role or name that is not listed; None leaves
+    it to its provider.
     """
 
     sampler: Sampler
@@ -43,6 +45,7 @@ class Local:
     left_to_provider: Sequence[str]
     max_model_len: int
     token_text: Callable[[int], str]
+    others: Served | None = None
 
     async def aclose(self) -> None:
         await self.sampler.aclose()
@@ -70,7 +73,12 @@ async def _open_export(export: Export) -> Local:
             digest = policy.base.sha256.weights
             served[role] = Served(role, ref, policy.kind, policy.base.model, digest, policy.fingerprint or digest)
     left = [entry.role for entry in export.manifest.roles if entry.role not in served]
-    return await _open(export.model, served, left, export)
+    local = await _open(export.model, served, left, export)
+    base = next(policy.base for policy in export.manifest.policies if policy.base)
+    if (ref := stand_in(export.manifest.other_roles)) is None:
+        return local
+    digest = base.sha256.weights
+    return replace(local, others=Served("any other", ref, "frozen", base.model, digest, digest))
 
 
 async def _open_model(source: str | Path, base: str | Path | None, names: Sequence[str]) -> Local:

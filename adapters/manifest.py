@@ -9,7 +9,7 @@ import msgspec
 
 from cotune.adapters.fingerprint import BaseFingerprint
 from cotune.errors import AdapterError
-from cotune.policies import LoraSpec, PolicyKind
+from cotune.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.records import PolicyRef
 
 MANIFEST = "roles.json"
@@ -55,7 +55,8 @@ class ExportedRole(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of roles.json. `serve` holds command lines by server, to be run in the folder of the export."""
+    """Content of roles.json. `serve` holds command lines by server, to be run in the folder of the export;
+    `other_roles` says what plays a role that is not among `roles`."""
 
     format: int
     cotune: str
@@ -63,6 +64,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     run: str | None = None
     policies: tuple[ExportedPolicy, ...]
     roles: tuple[ExportedRole, ...]
+    other_roles: OtherRoles = "provider"
     serve: dict[str, list[str]] = {}
 
     def policy(self, role: str) -> ExportedPolicy:

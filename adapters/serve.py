@@ -39,7 +39,7 @@ def build_app(local: Local, *, token: str | None = None, max_body: int = MAX_BOD
 
     async def health(request: Request) -> Response:
         info = await local.sampler.info()
-        counts = {"requests": chat.counts, "not_enforced": chat.not_enforced}
+        counts = {"requests": chat.counts, "not_enforced": chat.not_enforced, "unlisted": chat.unlisted}
         kept = chat.conversations.kept()
         return json_response(
             {"status": "ok", "sampler": info.name, "in_flight": chat.in_flight, "conversations": kept, **counts}
@@ -57,12 +57,14 @@ def build_app(local: Local, *, token: str | None = None, max_body: int = MAX_BOD
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A running server. `url` is the base URL for OpenAI clients; `models` what answers for each model name."""
+    """A running server. `url` is the base URL for OpenAI clients; `models` what answers for each model name, `others`
+    for any other."""
 
     url: str
     port: int
     models: Mapping[str, Served]
     left_to_provider: Sequence[str]
+    others: Served | None
     _running: Running[Local]
 
     def wait(self) -> None:
@@ -117,6 +119,8 @@ def serve(source: str | Path, say: Callable[[str], None], **options: Any) -> Non
             say(f"  {entry.name}: {entry.policy} ({entry.kind}), weights {entry.fingerprint[:12]}, {entry.base}")
         for role in endpoint.left_to_provider:
             say(f"  {role}: not here, its provider answers")
+        if (others := endpoint.others) is not None:
+            say(f"  any other name: {others.policy}, the untrained model ({others.base})")
         say("Ctrl-C stops it.")
         endpoint.wait()
 
@@ -125,7 +129,7 @@ def serve(source: str | Path, say: Callable[[str], None], **options: Any) -> Non
 def _endpoint(server: contextlib.AbstractContextManager[Running[Local]]) -> Iterator[Endpoint]:
     with server as found:
         local = found.opened
-        yield Endpoint(f"{found.url}/v1", found.port, local.served, local.left_to_provider, found)
+        yield Endpoint(f"{found.url}/v1", found.port, local.served, local.left_to_provider, local.others, found)
 
 
 def _model(served: Served, local: Local) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from cotune.errors import AdapterError, RunError
-from cotune.policies import LoraSpec, PolicyKind
+from cotune.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.sampler import Weights
 
 
@@ -71,6 +71,14 @@ def latest_policies(run: str | Path) -> list[TrainedPolicy]:
         )
         for entry in saved
     ]
+
+
+def other_roles_of(run: str | Path) -> OtherRoles:
+    """What plays a role of a run that has no policy. Raises RunError."""
+    described = _read_json(Path(run) / "run.json", "Name a folder that cotune train wrote.")
+    config = described.get("config") if isinstance(described, dict) else None
+    found: OtherRoles = (config or {}).get("other_roles", "provider")
+    return found
 
 
 def read_weights(path: Path) -> Weights:

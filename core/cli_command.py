@@ -72,6 +72,19 @@ def pairs(flag: str, given: Sequence[str], form: str = "NAME=VALUE", hint: str =
     return found
 
 
+def prices(given: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """What `--price MODEL=PROMPT/COMPLETION` was given. Raises ConfigError."""
+    form = "MODEL=PROMPT/COMPLETION, in money per million tokens"
+    found: dict[str, tuple[float, float]] = {}
+    for name, text in pairs("--price", given, form, "For example: --price gpt-4o-mini=0.15/0.60").items():
+        prompt, slash, completion = text.partition("/")
+        try:
+            found[name] = (float(prompt), float(completion if slash else prompt))
+        except ValueError:
+            raise ConfigError("--price", f"{name}={text}", form) from None
+    return found
+
+
 def settings(given: Sequence[str]) -> dict[str, Any]:
     """What `--set FIELD=VALUE` was given; values are TOML, or else text. Raises ConfigError."""
     found = pairs("--set", given, "FIELD=VALUE", "For example: --set lora.rank=8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from cotune.cli_command import APP, FUNCTION, REDACT, TASKS, add_command, settings
+from cotune.cli_command import APP, FUNCTION, REDACT, TASKS, add_command, prices, settings
 from cotune.errors import ConfigError
 
 _CLUSTER = "run on Ray: local (its own, for this run), auto or HOST:PORT of a cluster; see docs/cluster.md"
@@ -214,9 +214,10 @@ def add_eval(commands: Any) -> None:
         from cotune.trainer.evaluate import evaluate
         from cotune.trainer.evaluation_report import render
 
-        modes, settings = tuple(a.modes.split(",")), {"limit": a.limit, "concurrency": a.concurrency, "out": a.out}
-        Console().print(render(evaluate(a.run_folder, a.workflow, a.tasks, modes=modes, **settings)))
-        return 0
+        settings = {"limit": a.limit, "concurrency": a.concurrency, "out": a.out, "prices": prices(a.price)}
+        report = evaluate(a.run_folder, a.workflow, a.tasks, modes=tuple(a.modes.split(",")), **settings)
+        Console().print(render(report))
+        return 1 if report.broken else 0
 
     text = "evaluate trained policies against the base, with confidence intervals"
     example = "cotune eval app:solve --tasks held_out.jsonl --run runs/r1"
@@ -227,8 +228,17 @@ def add_eval(commands: Any) -> None:
     command.add_argument(
         "--modes",
         default="base,trained,base_greedy,greedy,swapped",
-        help="any of base, trained (temperature 1), base_greedy, greedy, swapped (policies of the roles exchanged)",
+        help="any of base, trained (temperature 1), base_greedy, greedy, base_as_deployed, as_deployed (at what the "
+        "application asks for), swapped (policies of the roles exchanged), today (its own provider, which is asked "
+        "and paid as ever); default: %(default)s",
+    )
+    command.add_argument(
+        "--price",
+        action="append",
+        default=[],
+        metavar="MODEL=IN/OUT",
+        help="what a million prompt and completion tokens of a model cost (or of a policy, by its name); repeatable",
     )
     command.add_argument("--limit", type=int, help="take only the first N tasks")
     command.add_argument("--concurrency", type=int, default=64, help="episodes in flight (default: %(default)s)")
-    command.add_argument("--out", metavar="DIR", help="also write the records and evaluation.json there")
+    command.add_argument("--out", metavar="DIR", help="also write the records and evaluation.json to this new folder")

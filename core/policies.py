@@ -8,10 +8,28 @@ from typing import Literal
 import msgspec
 
 from cotune.errors import ConfigError
+from cotune.records import PolicyRef
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 PolicyKind = Literal["lora", "full", "frozen", "provider"]
+
+OtherRoles = Literal["frozen", "provider"]
+"""What plays a role that has no policy: the untrained model, or whatever the application uses today."""
+
+UNTRAINED = PolicyRef("base")
+"""The untrained model, for roles that have no policy of their own."""
+
+
+def stand_in(others: OtherRoles) -> PolicyRef | None:
+    """Who answers for a role that has no policy; None for the application's own provider."""
+    return UNTRAINED if others == "frozen" else None
+
+
+def unlisted_said(role: str, others: OtherRoles) -> str:
+    """A sentence on a role that has no policy."""
+    who = "the untrained model answers it" if others == "frozen" else "its own provider answers it"
+    return f"role {role!r} has no policy: {who}, and it is not trained (other_roles = {others!r})"
 
 
 class LoraSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,8 +37,8 @@ def request_params(
 class PolicyResponder:
     """Answers each call with the policy of its role.
 
-    Roles in `provider_roles` are left to the application's provider; None leaves every role without a policy to it,
-    counted in `passed_through`. With a collection, any other role without a policy is an error of its call.
+    Roles in `provider_roles` are left to the application's provider. Any other role without a policy is answered by
+    `others`, or left to the provider too where that is None, and counted in `unlisted`.
     `policies` maps roles to the version that answers. Under a tree plan a role with a scorer gets `plan.k`
     candidates, and `attribution` says which is best; any other role gets one. `override` replaces what the application
     asks for (temperature, ...). With a `seed` every call draws from a stream of its own, derived from its place and
@@ -57,7 +57,8 @@ class PolicyResponder:
         attribution: Attribution | None = None,
         defaults: SamplingParams | None = None,
         override: Mapping[str, Any] | None = None,
-        provider_roles: Collection[str] | None = None,
+        provider_roles: Collection[str] = (),
+        others: PolicyRef | None = None,
         seed: int | None = None,
         stream: str = "",
     ) -> None:
@@ -70,9 +71,13 @@ class PolicyResponder:
         self.defaults = defaults or SamplingParams()
         self.override = override
         self.provider_roles = provider_roles
+        self.others = others
         self.seed = seed
         self.stream = stream
         self.passed_through: Counter[str] = Counter()
+        """Calls by role that the application's provider answers."""
+        self.unlisted: Counter[str] = Counter()
+        """Calls by role that has neither a policy nor a place among `provider_roles`, whoever answers."""
         self.scorer_errors: Counter[str] = Counter()
 
     async def respond(self, call: LiveCall) -> Answer | None:
@@ -80,9 +85,9 @@ class PolicyResponder:
 
         A scorer that fails costs the call its rewards, never the application its answer.
         """
-        policy = self.policies.get(call.role)
+        policy = self._policy(call.role)
         if policy is None:
-            self._pass_through(call.role)
+            self.passed_through[call.role] += 1
             return None
         self._require_answerable(call)
         params = self._params(call)
@@ -107,13 +112,12 @@ class PolicyResponder:
         """Token paths that the prompt of a call may go on from: of its role's earlier calls in the episode."""
         return call.earlier()
 
-    def _pass_through(self, role: str) -> None:
-        if self.provider_roles is not None and role not in self.provider_roles:
-            raise SamplerError(
-                f"No policy plays the role {role!r}; roles with one: {', '.join(sorted(self.policies))}.",
-                "List the role under `roles` in the configuration, or give it a policy of kind provider.",
-            )
-        self.passed_through[role] += 1
+    def _policy(self, role: str) -> PolicyRef | None:
+        policy = self.policies.get(role)
+        if policy is not None or role in self.provider_roles:
+            return policy
+        self.unlisted[role] += 1
+        return self.others
 
     def _require_answerable(self, call: LiveCall) -> None:
         if call.obstacle:

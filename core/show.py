@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cotune.errors import RecordError
+from cotune.policies import UNTRAINED
 from cotune.records import Call, Candidate, Episode, candidate_id
 from cotune.sqlite_store import SqliteStore
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
+CAUSES = 3
+"""Causes of failed episodes that are shown."""
 GOOD, BAD, QUIET, NAME = "green", "red", "dim", "cyan"
 
 _REWARDS_BY_PHASE = """
@@ -33,6 +36,12 @@ _CALLS_BY_ROLE = """
     SELECT role, count(*), sum(status = 'ok'), sum(status NOT IN ('ok')), sum(json_array_length(candidates)),
            sum(prompt_tokens), sum(completion_tokens), max(turn) + 1, avg(json_extract(body, '$.latency'))
     FROM calls GROUP BY role ORDER BY min(id)"""
+_CAUSES = """
+    SELECT phase, json_extract(body, '$.error') AS cause, count(*) AS times FROM episodes WHERE status = 'error'
+    GROUP BY phase, cause ORDER BY times DESC, cause LIMIT ?"""
+_STOOD_IN = """
+    SELECT role, count(*) FROM calls JOIN episodes ON episodes.id = calls.episode
+    WHERE json_extract(calls.body, '$.policy.name') = ? AND phase != 'check' GROUP BY role ORDER BY role"""
 _FAILURES = "SELECT role, status, count(*) FROM calls WHERE status != 'ok' GROUP BY role, status ORDER BY role, status"
 
 
@@ -68,7 +77,7 @@ def overview(store: SqliteStore) -> Iterable[RenderableType]:
     """Episodes by phase, calls by role, and what went wrong."""
     from rich.text import Text
 
-    yield Text.assemble(("records ", "bold"), str(store.path), "\n")
+    yield Text.assemble(("records ", "bold"), str(store.path), "\n", *_causes(store))
     means: dict[str, dict[str, float]] = {}
     for phase, name, value in store.rows(_REWARDS_BY_PHASE):
         means.setdefault(phase, {})[name] = value
@@ -90,6 +99,18 @@ def overview(store: SqliteStore) -> Iterable[RenderableType]:
         calls.add_row(*cells(row), scores(own.get(role, {})))
     yield calls
     yield Text.assemble("\n", *_trouble(store))
+
+
+def _causes(store: SqliteStore) -> Iterable[tuple[str, str]]:
+    """Why episodes failed, the commonest causes first, and the roles that the untrained model stands in for."""
+    for phase, cause, times in store.rows(_CAUSES, (CAUSES,)):
+        first = (str(cause or "no reason recorded").splitlines() or [""])[0]
+        yield f"{plural(times, 'episode')} of {phase} failed: {first}\n", BAD
+    for role, calls in store.rows(_STOOD_IN, (UNTRAINED.name,)):
+        yield (
+            f"role {role} has no policy: {UNTRAINED}, the untrained model, answered {plural(calls, 'call')}\n",
+            "yellow",
+        )
 
 
 def _trouble(store: SqliteStore) -> Iterable[tuple[str, str] | str]:

@@ -14,7 +14,7 @@ import msgspec
 from cotune.collect import failure_reward
 from cotune.errors import ConfigError
 from cotune.plans import Plan, PlanKind, Select
-from cotune.policies import ALL_LINEAR, LoraSpec, Policies, PolicyKind, PolicySpec, policies_for
+from cotune.policies import ALL_LINEAR, LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
 from cotune.recipes import RECIPES, Recipe, recipe
 from cotune.trainer.cluster_config import ClusterConfig
 from cotune.trainer.learner_settings import LearnerSettings, check_anchor
@@ -93,6 +93,9 @@ class TrainConfig(_Table):
     """[[policy]] tables, instead of a layout."""
     roles: tuple[str, ...] = ()
     """Roles that the application has but shows only on some tasks."""
+    other_roles: OtherRoles = "frozen"
+    """What plays a role that has no policy, in training, evaluation and the export alike: frozen (the untrained model)
+    | provider (what the application uses today). It is said, and counted."""
     recipe: str | None = None
     """at_grpo, dr_mas, ...; without a value: at_grpo under a tree plan, dr_mas under independent rollouts."""
     overrides: dict[str, Any] = {}

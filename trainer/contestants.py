@@ -8,18 +8,21 @@ from pathlib import Path
 
 from cotune.adapters.load import load_export
 from cotune.adapters.manifest import is_export, read_manifest
-from cotune.adapters.trained import TrainedPolicy, latest_policies
+from cotune.adapters.trained import TrainedPolicy, latest_policies, other_roles_of
 from cotune.errors import AdapterError, SyncError
+from cotune.policies import OtherRoles
 from cotune.records import PolicyRef
 from cotune.sampler import Sampler, fingerprint
 
 
 @dataclass(frozen=True)
 class Contestants:
-    """Policies with their weights, and the base `model` (a folder or Hugging Face id) that version 0 stands for."""
+    """Policies with their weights, the base `model` (a folder or Hugging Face id) that version 0 stands for, and what
+    plays a role that has no policy."""
 
     model: str
     policies: Sequence[TrainedPolicy]
+    other_roles: OtherRoles = "frozen"
 
     @property
     def roles(self) -> dict[str, PolicyRef]:
@@ -65,7 +68,7 @@ def open_contestants(source: str | Path, model: str | None = None) -> Contestant
         return _from_export(folder, model)
     policies = latest_policies(folder)
     base = model or next((policy.model for policy in policies if policy.model), None)
-    return Contestants(_needed(base, folder), policies)
+    return Contestants(_needed(base, folder), policies, other_roles_of(folder))
 
 
 def _from_export(folder: Path, model: str | None) -> Contestants:
@@ -84,7 +87,7 @@ def _from_export(folder: Path, model: str | None) -> Contestants:
         )
         for policy in manifest.policies
     ]
-    return Contestants(_needed(export.model, folder), policies)
+    return Contestants(_needed(export.model, folder), policies, manifest.other_roles)
 
 
 def _needed(model: str | Path | None, folder: Path) -> str:

@@ -6,13 +6,14 @@ import contextlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from cotune.adapters.manifest import is_export
 from cotune.anywhere import run_anywhere
 from cotune.errors import ConfigError
 from cotune.integrations.chat_format import ChatTemplate
 from cotune.integrations.transformers_sampler import TransformersSampler
+from cotune.policies import stand_in
 from cotune.records import PolicyRef, Task
 from cotune.sampler import ChatFormat, Sampler, SamplingParams
 from cotune.sqlite_store import SqliteStore
@@ -20,61 +21,14 @@ from cotune.store import Store
 from cotune.tasks import as_tasks, load_tasks
 from cotune.trainer.config import convert
 from cotune.trainer.contestants import open_contestants
-from cotune.trainer.evaluation import Evaluation, evaluate_policies
+from cotune.trainer.evaluation import Evaluation, evaluate_episodes, evaluate_policies
+from cotune.trainer.evaluation_modes import USUAL, check_modes, lineups, pairs
 from cotune.trainer.evaluation_progress import OnMode, shown_progress
-from cotune.trainer.evaluation_report import Comparison, EvaluationReport, compare
+from cotune.trainer.evaluation_remarks import remarks
+from cotune.trainer.evaluation_report import EvaluationReport, compare
+from cotune.trainer.evaluation_use import Prices
 from cotune.trainer.run_folder import describe, write_atomically
 from cotune.workflow import Workflow, load_workflow, workflow_of
-
-Mode = Literal["base", "trained", "base_greedy", "greedy", "swapped"]
-MODES: tuple[Mode, ...] = get_args(Mode)
-AGAINST: Mapping[Mode, tuple[Mode, ...]] = {
-    "trained": ("base",),
-    "greedy": ("base_greedy", "base"),
-    "swapped": ("trained", "base"),
-}
-"""What each mode is compared with: the first of these that was run."""
-
-
-def check_modes(modes: Sequence[str]) -> tuple[Mode, ...]:
-    """The modes without repeats. Raises ConfigError for an unknown one or none."""
-    for mode in modes:
-        if mode not in MODES:
-            raise ConfigError("modes", mode, f"one of {', '.join(MODES)}")
-    if not modes:
-        raise ConfigError("modes", (), f"one or more of {', '.join(MODES)}")
-    return tuple(dict.fromkeys(modes))  # type: ignore[arg-type]
-
-
-def swap(roles: Mapping[str, PolicyRef], trained: Collection[str]) -> dict[str, PolicyRef] | None:
-    """Hand each trained policy to the roles of the one before it, in role order; None with fewer than two.
-
-    `trained` are names of policies; roles of other policies keep theirs.
-    """
-    ring = list(dict.fromkeys(ref for ref in roles.values() if ref.name in trained))
-    if len(ring) < 2:
-        return None
-    following = dict(zip(ring, ring[1:] + ring[:1], strict=True))
-    return {role: following.get(ref, ref) for role, ref in roles.items()}
-
-
-def lineups(
-    roles: Mapping[str, PolicyRef], trained: Collection[str], modes: Sequence[Mode]
-) -> tuple[dict[Mode, dict[str, PolicyRef]], list[str]]:
-    """Who plays each role in each mode, and a note for each mode that cannot be played."""
-    base = {role: PolicyRef(ref.name, 0) for role, ref in roles.items()}
-    swapped = swap(roles, trained)
-    found: dict[Mode, dict[str, PolicyRef]] = {}
-    notes: list[str] = []
-    for mode in modes:
-        if mode == "swapped":
-            if swapped is None:
-                notes.append("swapped was not run: fewer than two trained policies play a role.")
-                continue
-            found[mode] = swapped
-        else:
-            found[mode] = base if mode.startswith("base") else dict(roles)
-    return found, notes
 
 
 def evaluate(
@@ -82,7 +36,7 @@ def evaluate(
     workflow: Any,
     tasks: str | Path | Iterable[Any],
     *,
-    modes: Sequence[str] = MODES,
+    modes: Sequence[str] = USUAL,
     limit: int | None = None,
     model: str | None = None,
     max_tokens: int | None = None,
@@ -91,18 +45,23 @@ def evaluate(
     seed: int = 0,
     threads: int = 1,
     out: str | Path | None = None,
+    prices: Prices | None = None,
 ) -> EvaluationReport:
     """Evaluate a run's newest checkpoint, or an export, on held-out tasks, one episode per task and mode.
 
     `workflow` is a workflow or its name (`app:solve`); `tasks` a file of JSON lines or a sequence, of which the
     first `limit` are taken. `max_tokens` limits answers where the application does not (default: as in training, or
-    256 for an export). `out` is a folder for the records and `evaluation.json`; without it nothing is stored. Raises
-    CotuneError subclasses for bad input, before any model is loaded.
+    256 for an export; in the modes `as_deployed` the model's context, as in `deployed`). `out` is a folder for the
+    records and `evaluation.json`; without it nothing is stored. Raises CotuneError subclasses for bad input, before any
+    model is loaded, and WorkflowError when every episode failed.
     """
     chosen = check_modes(modes)
     app = load_workflow(workflow) if isinstance(workflow, str) else workflow_of(workflow)
     held_out = load_tasks(tasks) if isinstance(tasks, str | Path) else as_tasks(tasks)
     held_out = held_out[:limit]
+    if not held_out:
+        raise ConfigError("limit", limit, "1 or more")
+    _check_out(out)
     contestants = open_contestants(source, model)
     params = SamplingParams(max_tokens=max_tokens or _trained_limit(Path(source)))
 
@@ -112,6 +71,7 @@ def evaluate(
             sampler = await TransformersSampler.open(contestants.model, threads=threads)
             stack.push_async_callback(sampler.aclose)
             await contestants.publish(sampler)
+            info = await sampler.info()
             store = _open_store(out, stack)
             return await evaluate_modes(
                 app,
@@ -121,18 +81,22 @@ def evaluate(
                 roles=contestants.roles,
                 trained=contestants.trained,
                 provider_roles=contestants.provider_roles,
+                others=stand_in(contestants.other_roles),
                 modes=chosen,
                 params=params,
+                deployed_params=params if max_tokens else SamplingParams(max_tokens=info.max_model_len),
                 concurrency=concurrency,
                 timeout=timeout,
                 seed=seed,
                 sink=store,
+                prices=prices,
                 on_mode=stack.enter_context(shown_progress()),
             )
 
     report = run_anywhere(run())
     if out is not None:
         write_atomically(Path(out) / "evaluation.json", json.dumps(report.to_json(), indent=2).encode())
+    report.require_some_episode()
     return report
 
 
@@ -144,33 +108,48 @@ async def evaluate_modes(
     chat: ChatFormat,
     roles: Mapping[str, PolicyRef],
     trained: Collection[str],
-    modes: Sequence[str] = MODES,
+    modes: Sequence[str] = USUAL,
     on_mode: OnMode | None = None,
+    params: SamplingParams | None = None,
+    deployed_params: SamplingParams | None = None,
+    provider_roles: Collection[str] = (),
+    others: PolicyRef | None = None,
+    seed: int = 0,
     **options: Any,
 ) -> EvaluationReport:
     """Evaluate each mode on the same tasks and compare them pairwise.
 
     `roles` maps roles to their trained versions, which the sampler serves; `trained` are the names of the trained
-    policies. `on_mode(mode, episodes)` returns what to call after each episode (or None). `options` go to
-    `evaluate_policies`.
+    policies. `params` hold where the application asks for nothing, `deployed_params` in the modes that sample as it
+    asks. `on_mode(mode, episodes)` returns what to call after each episode (or None). `options` go to
+    `evaluate_episodes`.
     """
     played, notes = lineups(roles, trained, check_modes(modes))
     evaluations: dict[str, Evaluation] = {}
-    for mode, policies in played.items():
+    for mode, lineup in played.items():
+        common = {"label": mode, "phase": f"eval-{mode}", **options}
+        common["on_episode"] = on_mode(mode, len(tasks)) if on_mode else None
+        if lineup.policies is None:
+            evaluations[mode] = await evaluate_episodes(workflow, tasks, **common)
+            continue
         evaluations[mode] = await evaluate_policies(
             workflow,
             tasks,
             sampler=sampler,
             chat=chat,
-            policies=policies,
-            label=mode,
-            temperature=0.0 if mode.endswith("greedy") else 1.0,
-            phase=f"eval-{mode}",
-            on_episode=on_mode(mode, len(tasks)) if on_mode else None,
-            **options,
+            policies=lineup.policies,
+            temperature=lineup.temperature,
+            params=deployed_params or params if lineup.temperature is None else params,
+            provider_roles=provider_roles,
+            others=others,
+            seed=seed,
+            **common,
         )
+    sound = [mode for mode, found in evaluations.items() if found.all_failed is None]
     return EvaluationReport(
-        evaluations=evaluations, comparisons=_comparisons(evaluations), notes=(*notes, *_remarks(evaluations, roles))
+        evaluations=evaluations,
+        comparisons=tuple(compare(evaluations[mode], evaluations[other]) for mode, other in pairs(sound)),
+        notes=(*notes, *remarks(evaluations, roles, provider_roles, others)),
     )
 
 
@@ -190,22 +169,10 @@ def _open_store(out: str | Path | None, stack: contextlib.AsyncExitStack) -> Sto
     return store
 
 
-def _comparisons(evaluations: Mapping[str, Evaluation]) -> tuple[Comparison, ...]:
-    pairs = (
-        (mode, next((other for other in others if other in evaluations), None))
-        for mode, others in AGAINST.items()
-        if mode in evaluations
-    )
-    return tuple(compare(evaluations[mode], evaluations[other]) for mode, other in pairs if other)
-
-
-def _remarks(evaluations: Mapping[str, Evaluation], roles: Mapping[str, PolicyRef]) -> list[str]:
-    notes = []
-    if all(e.success is None for e in evaluations.values()):
-        notes.append("No success rate: the workflow returns no `success`, so only its reward is reported.")
-    seen = {role for e in evaluations.values() for role in e.roles}
-    for role in sorted(set(roles) - seen):
-        notes.append(f"Role {role!r} made no call.")
-    for role in sorted(seen - set(roles)):
-        notes.append(f"Role {role!r} was left to the application's own provider.")
-    return notes
+def _check_out(out: str | Path | None) -> None:
+    """An evaluation has a folder of its own: with other records in it, neither could be told from the other."""
+    if out is None:
+        return
+    taken = next((name for name in ("records.db", "evaluation.json", "run.json") if (Path(out) / name).exists()), None)
+    if taken:
+        raise ConfigError("out", str(out), f"a folder without records; this one has {taken}", "Name a new folder.")

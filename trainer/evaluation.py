@@ -13,6 +13,7 @@ from cotune.records import Episode, PolicyRef, Task
 from cotune.respond import PolicyResponder
 from cotune.sampler import ChatFormat, Sampler, SamplingParams
 from cotune.trainer.evaluation_sink import Ending, EvaluationSink, RoleStatistics
+from cotune.trainer.evaluation_use import Prices, Use, use
 from cotune.trainer.rollout import rollout
 from cotune.trainer.statistics import Interval, mean, share
 from cotune.workflow import Workflow
@@ -32,9 +33,19 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     roles: dict[str, RoleStatistics]
     failed: dict[str, int]
     seconds: float
+    use: Use
     scorer_errors: dict[str, int] = {}
+    unlisted: dict[str, int] = {}
+    """Calls by role that has no policy."""
     endings: dict[str, Ending] = {}
     """By task id; what paired comparisons are made of."""
+
+    @property
+    def all_failed(self) -> str | None:
+        """Why most episodes failed, where all did."""
+        if not self.episodes or sum(self.failed.values()) < self.episodes:
+            return None
+        return max(self.failed, key=self.failed.__getitem__)
 
     @property
     def rewards(self) -> dict[str, float]:
@@ -58,6 +69,7 @@ async def evaluate_episodes(
     sink: Sink | None = None,
     phase: str = "eval",
     on_episode: Callable[[Episode], None] | None = None,
+    prices: Prices | None = None,
 ) -> Evaluation:
     """Run each task once, answered by `responder`, or by the application's own provider without one."""
     seen = EvaluationSink(sink)
@@ -72,7 +84,7 @@ async def evaluate_episodes(
         timeout=timeout,
         on_episode=on_episode,
     )
-    return summarise(label, seen, time.perf_counter() - started)
+    return summarise(label, seen, time.perf_counter() - started, prices or {})
 
 
 async def evaluate_policies(
@@ -84,6 +96,7 @@ async def evaluate_policies(
     policies: Mapping[str, PolicyRef],
     label: str,
     provider_roles: Collection[str] = (),
+    others: PolicyRef | None = None,
     params: SamplingParams | None = None,
     temperature: float | None = None,
     concurrency: int = 64,
@@ -92,11 +105,14 @@ async def evaluate_policies(
     seed: int = 0,
     phase: str = "eval",
     on_episode: Callable[[Episode], None] | None = None,
+    prices: Prices | None = None,
 ) -> Evaluation:
-    """Run each task once with `policies` playing the roles; `provider_roles` are left to the application's provider.
+    """Run each task once with `policies` playing the roles; `provider_roles` are left to the application's provider,
+    any other role to `others` (to the provider where that is None).
 
     `temperature` overrides what the application asks for (0 is greedy). Local rewards are taken but choose
-    nothing: every call gets one candidate. Records go to `sink` under `phase`.
+    nothing: every call gets one candidate. Records go to `sink` under `phase`. A call of one place draws the same
+    random numbers in every evaluation of one `seed`, whatever its phase.
     """
     responder = PolicyResponder(
         sampler,
@@ -106,7 +122,9 @@ async def evaluate_policies(
         defaults=params,
         provider_roles=provider_roles,
         override=None if temperature is None else {"temperature": temperature, "top_p": 1.0, "top_k": 0},
+        others=others,
         seed=seed,
+        stream="eval",
     )
     found = await evaluate_episodes(
         workflow,
@@ -118,11 +136,14 @@ async def evaluate_policies(
         sink=sink,
         phase=phase,
         on_episode=on_episode,
+        prices=prices,
     )
-    return msgspec.structs.replace(found, scorer_errors=dict(responder.scorer_errors))
+    return msgspec.structs.replace(
+        found, scorer_errors=dict(responder.scorer_errors), unlisted=dict(responder.unlisted)
+    )
 
 
-def summarise(label: str, seen: EvaluationSink, seconds: float) -> Evaluation:
+def summarise(label: str, seen: EvaluationSink, seconds: float, prices: Prices) -> Evaluation:
     """Intervals and counts of what a sink has seen."""
     endings = seen.endings
     told = successes(endings)
@@ -134,6 +155,7 @@ def summarise(label: str, seen: EvaluationSink, seconds: float) -> Evaluation:
         roles=seen.roles(),
         failed=dict(Counter(reason for e in endings.values() if (reason := failure(e)))),
         seconds=seconds,
+        use=use(seen.answered, [e.seconds for e in endings.values() if e.status == "ok"], prices),
         endings=endings,
     )
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from cotune.errors import WorkflowError
 from cotune.trainer.evaluation import Evaluation
+from cotune.trainer.evaluation_use import Use
+from cotune.trainer.evaluation_verdict import tasks_for_share, verdict_on_reward, verdict_on_success
 from cotune.trainer.statistics import Interval, paired_difference, paired_shares
 
 if TYPE_CHECKING:
@@ -18,7 +22,7 @@ SHOWN = 3
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation minus another, over the tasks that both ran."""
+    """One evaluation minus another, over the tasks that both ran, and what that shows, in a sentence."""
 
     label: str
     against: str
@@ -26,6 +30,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Newcombe's interval for paired shares."""
     reward: Interval | None
     """Paired Student's t interval."""
+    verdict: str = ""
 
 
 class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +39,26 @@ class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
     evaluations: dict[str, Evaluation]
     comparisons: tuple[Comparison, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def broken(self) -> list[str]:
+        """Modes in which every episode failed."""
+        return [label for label, e in self.evaluations.items() if e.all_failed is not None]
+
+    def require_some_episode(self) -> None:
+        """Raise WorkflowError where every episode of every mode failed."""
+        if len(self.broken) < len(self.evaluations):
+            return
+        failed: Counter[str] = Counter()
+        for evaluation in self.evaluations.values():
+            failed.update(evaluation.failed)
+        cause, count = failed.most_common(1)[0]
+        total = failed.total()
+        often = "" if count == total else f", {count} times"
+        raise WorkflowError(
+            f"All {total} episodes failed, so there is nothing to evaluate; the commonest cause{often}: {cause}",
+            "Fix that first; cotune check runs the application without a model.",
+        )
 
     def to_json(self) -> dict[str, Any]:
         """JSON values, without the endings of single tasks."""
@@ -44,27 +69,32 @@ class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(after: Evaluation, before: Evaluation) -> Comparison:
-    """Paired differences of success and reward over the shared tasks."""
-    return Comparison(
-        label=after.label,
-        against=before.label,
-        success=paired_shares(after.successes, before.successes),
-        reward=paired_difference(after.rewards, before.rewards),
-    )
+    """Paired differences of success and reward over the shared tasks. The verdict is on success where it is told."""
+    success = paired_shares(after.successes, before.successes)
+    reward = paired_difference(after.rewards, before.rewards)
+    names = (after.label, before.label)
+    if success is not None:
+        verdict = verdict_on_success(*names, success, tasks_for_share(after.successes, before.successes))
+    elif reward is not None:
+        verdict = verdict_on_reward(*names, reward)
+    else:
+        verdict = f"nothing to compare between {after.label} and {before.label}: no task ended with a reward in both"
+    return Comparison(label=after.label, against=before.label, success=success, reward=reward, verdict=verdict)
 
 
 def render(report: EvaluationReport) -> Group:
-    """Tables for a terminal: results, differences, roles; then failures and notes."""
+    """Tables for a terminal: results, differences, roles, what episodes take; then failures, notes and verdicts."""
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[Any] = [_results(report), _roles(report)]
+    parts: list[Any] = [_results(report), _roles(report), _use(report)]
     if report.comparisons:
         parts.insert(1, _differences(report))
     for label, evaluation in report.evaluations.items():
         counts = {**evaluation.failed, **{f"scorer: {why}": n for why, n in evaluation.scorer_errors.items()}}
         parts.extend(Text(line, style="red") for line in _failures(label, counts))
     parts.extend(Text(note) for note in report.notes)
+    parts.extend(Text(c.verdict, style="bold") for c in report.comparisons)
     return Group(*parts)
 
 
@@ -107,6 +137,25 @@ def _roles(report: EvaluationReport) -> Any:
         cells += [f"{r.rewards[name]:.3f}" if name in r.rewards else "-" for name in components]
         table.add_row(f"{label} {role}", ", ".join(r.policies), *cells)
     return table
+
+
+def _use(report: EvaluationReport) -> Any:
+    """A row per mode; money only where prices were given."""
+    cost = any(e.use.cost is not None for e in report.evaluations.values())
+    columns = ["calls", "tokens", "seconds", *(["cost"] if cost else [])]
+    table = _table("Means per episode", "", *columns)
+    for label, e in report.evaluations.items():
+        n = max(e.episodes, 1)
+        tokens = f"{e.use.prompt_tokens / n:.0f}+{e.use.completion_tokens / n:.0f}"
+        money = [_cost(e.use, n)] if cost else []
+        table.add_row(label, f"{e.use.calls / n:.1f}", tokens, _number(e.use.seconds), *money)
+    return table
+
+
+def _cost(use: Use, episodes: int) -> str:
+    if use.cost is None:
+        return "-"
+    return f"{use.cost / episodes:.6f}" + (f" ({use.unpriced} calls without a price)" if use.unpriced else "")
 
 
 def _table(title: str, *columns: str) -> Any:

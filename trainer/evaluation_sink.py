@@ -10,6 +10,7 @@ import msgspec
 
 from cotune.recorder import Sink
 from cotune.records import Call, Episode, Record, Reward, candidate_id
+from cotune.trainer.evaluation_use import Tokens
 
 
 class RoleStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,12 +30,13 @@ class RoleStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """How one episode ended. `reward` is the sum of its components, None where it has none."""
+    """How one episode ended, after how many seconds. `reward` is the sum of its components, None where it has none."""
 
     status: str
     reward: float | None
     success: bool | None
     error: str | None = None
+    seconds: float = 0.0
 
 
 class EvaluationSink:
@@ -43,6 +45,8 @@ class EvaluationSink:
     def __init__(self, sink: Sink | None = None) -> None:
         self.sink = sink
         self.endings: dict[str, Ending] = {}
+        self.answered: dict[str, Tokens] = {}
+        """What answered calls, by the name of the policy, or of the model that the provider was asked for."""
         self._roles: dict[str, _RoleCount] = {}
         self._rewards: dict[str, dict[str, float]] = {}
         self._lock = threading.Lock()
@@ -72,6 +76,8 @@ class EvaluationSink:
     def _call(self, call: Call, chosen: dict[str, _RoleCount]) -> None:
         role = self._roles.setdefault(call.role, _RoleCount())
         role.call(call)
+        if call.status == "ok":
+            self.answered.setdefault(call.policy.name if call.policy else call.model, Tokens()).add(call)
         if call.chosen is not None:
             chosen[candidate_id(call.id, call.chosen)] = role
 
@@ -123,4 +129,5 @@ def ending(episode: Episode, rewards: Mapping[str, float]) -> Ending:
         reward=sum(rewards.values()) if rewards else None,
         success=None if told is None else told >= 0.5,
         error=episode.error,
+        seconds=episode.latency,
     )

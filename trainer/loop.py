@@ -11,6 +11,7 @@ import msgspec
 
 from cotune.collect import collect, failure_reward
 from cotune.errors import LearnerLost, RunError
+from cotune.policies import stand_in, unlisted_said
 from cotune.prepare import prepare, train_rows
 from cotune.records import Episode
 from cotune.sampler import SamplingParams
@@ -139,6 +140,7 @@ async def roll_out(run: Run, step: int, progress: Progress) -> list[Episode]:
         defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.sampling.timeout),
         override={"temperature": config.sampling.temperature, "top_p": 1.0, "top_k": 0},
         provider_roles=tuple(run.provider_roles),
+        others=stand_in(config.other_roles),
         seed=config.seed,
     )
     progress.rollout(step, len(tasks) * run.plan.episodes_per_task)
@@ -156,11 +158,15 @@ async def roll_out(run: Run, step: int, progress: Progress) -> list[Episode]:
         responder = answering.responder(run.sampler, run.chat, run.workflow)
         episodes = await rollout(run.workflow, tasks, responder=responder, **how)
         errors: Mapping[str, int] = responder.scorer_errors
+        unlisted: Mapping[str, int] = responder.unlisted
     else:
         episodes = await run.workers.rollout(tasks, answering=answering, **how)
         errors = run.workers.scorer_errors
+        unlisted = run.workers.unlisted
     run.store.flush()
     progress.scorer_errors(errors)
+    for role in unlisted:
+        progress.say_once(unlisted_said(role, config.other_roles))
     if run.store.lost:
         raise RunError(
             f"{run.store.lost} records could not be stored, so step {step + 1} is not trained on.",

@@ -12,7 +12,7 @@ from cotune.episodes import Outcome, run_episode
 from cotune.errors import ConfigError, CotuneError, WorkflowError
 from cotune.learns import learns_from, outcome_unused
 from cotune.plans import Plan
-from cotune.policies import Policies
+from cotune.policies import UNTRAINED, Policies
 from cotune.recipes import Recipe
 from cotune.records import Call, PolicyRef, Task, candidate_id
 from cotune.respond import PolicyResponder
@@ -52,7 +52,7 @@ class _Base(dict[str, PolicyRef]):
         self._provider = provider
 
     def get(self, role: str, default: PolicyRef | None = None) -> PolicyRef | None:  # type: ignore[override]
-        return default if role in self._provider else PolicyRef("base", 0)
+        return default if role in self._provider else UNTRAINED
 
 
 async def look_around(

@@ -19,6 +19,9 @@ from cotune.trainer.metrics import StepMetrics
 _COLUMNS = ("reward", "group_spread", "zero_variance", "clip_share", "entropy", "sampler_gap_mean", "tokens_mean")
 _TITLES = ("reward", "spread", "zero var.", "clipped", "entropy", "gap", "tokens")
 
+CAUSES = 5
+"""Different causes of failed episodes that are said in a run."""
+
 MENDED = ("died", "errors", "faulty", "garbage", "lost", "restarts", "retried", "slow", "timeouts", "unhealthy")
 """Counters of the sampler that a person wants to see beside a step."""
 
@@ -36,6 +39,7 @@ class Progress:
         self._episodes = self._bars.add_task("episodes", total=None)
         self._live = Live(self._bars, console=self.console, refresh_per_second=4) if self.console.is_terminal else None
         self._said: set[str] = set()
+        self._causes: set[str] = set()
         self._total = steps
         self._started = time.perf_counter()
         self._done = 0
@@ -53,6 +57,12 @@ class Progress:
         """A line that stays."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=not self.console.is_terminal)
 
+    def say_once(self, text: str) -> None:
+        """A line that stays, unless it was said before."""
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
+
     def begin(self, step: int) -> None:
         """The step that a run begins with, or goes on with."""
         self._bars.update(self._steps, completed=step)
@@ -63,7 +73,16 @@ class Progress:
         self._bars.reset(self._episodes, total=episodes, description="episodes")
 
     def episode(self, episode: Episode) -> None:
+        """One more has ended; why one failed is said, as long as causes are few."""
         self._bars.advance(self._episodes)
+        if episode.status != "error":
+            return
+        cause = (episode.error or "no reason recorded").splitlines()[0]
+        if cause not in self._causes and len(self._causes) < CAUSES:
+            self.say(f"an episode of task {episode.task.id} failed: {cause}")
+            if len(self._causes) == CAUSES - 1:
+                self.say("further causes are not shown here, but by cotune show")
+            self._causes.add(cause)
 
     def scorer_errors(self, errors: Mapping[str, int]) -> None:
         """Each distinct error of a scorer is said once."""
@@ -76,9 +95,7 @@ class Progress:
         self._bars.update(self._steps, completed=metrics.step + 1)
         self._done += 1
         for note in metrics.notes:
-            if note not in self._said:
-                self._said.add(note)
-                self.say(note)
+            self.say_once(note)
         if self._live:
             self._live.update(Group(self._bars, role_table(metrics), summary(metrics)))
             return

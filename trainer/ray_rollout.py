@@ -38,6 +38,7 @@ class RolloutWorkers:
     def __init__(self, workflow: Workflow, pool: WorkerPool) -> None:
         self.scorer_errors: Counter[str] = Counter()
         self.passed_through: Counter[str] = Counter()
+        self.unlisted: Counter[str] = Counter()
         self._workflow = workflow
         self._pool = pool
 
@@ -179,6 +180,7 @@ class RolloutWorkers:
         self._pool.counters["records_lost"] += reply.lost
         self.scorer_errors.update(reply.scorer_errors)
         self.passed_through.update(reply.passed_through)
+        self.unlisted.update(reply.unlisted)
         try:
             records: list[Record] = unpack(reply.records)
         except msgspec.DecodeError as error:

@@ -24,7 +24,8 @@ class Answering(msgspec.Struct, frozen=True, kw_only=True):
     attribution: Attribution = Attribution()
     defaults: SamplingParams = SamplingParams()
     override: dict[str, Any] | None = None
-    provider_roles: tuple[str, ...] | None = None
+    provider_roles: tuple[str, ...] = ()
+    others: PolicyRef | None = None
     seed: int | None = None
 
     def responder(self, sampler: Sampler, chat: ChatFormat, workflow: Workflow) -> PolicyResponder:
@@ -39,6 +40,7 @@ class Answering(msgspec.Struct, frozen=True, kw_only=True):
             defaults=self.defaults,
             override=self.override,
             provider_roles=self.provider_roles,
+            others=self.others,
             seed=self.seed,
         )
 
@@ -85,6 +87,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """Records that could not be sent."""
     scorer_errors: dict[str, int]
     passed_through: dict[str, int]
+    unlisted: dict[str, int]
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):

@@ -161,6 +161,7 @@ class RolloutWorker:
                 lost=lost,
                 scorer_errors=dict(responder.scorer_errors) if responder else {},
                 passed_through=dict(responder.passed_through) if responder else {},
+                unlisted=dict(responder.unlisted) if responder else {},
             )
         )
 

@@ -233,18 +233,18 @@ def test_roles_of_the_provider_pass_through_and_are_counted():
     assert responder.passed_through == {"judge": 2}
 
 
-def test_a_role_without_a_policy_is_an_error_of_its_call():
-    responder = PolicyResponder(ScriptedSampler((1,)), Chat(), {"writer": WRITER}, provider_roles=["judge"])
-    with pytest.raises(SamplerError) as caught:
-        respond(responder, call("critic"))
-    assert caught.value.cause == "No policy plays the role 'critic'; roles with one: writer."
-    assert "`roles`" in caught.value.remedy
+def test_a_role_without_a_policy_is_played_by_the_one_for_others_and_counted():
+    sampler = ScriptedSampler((1,))
+    responder = PolicyResponder(sampler, Chat(), {"writer": WRITER}, provider_roles=["judge"], others=PolicyRef("base"))
+    answer, none = respond(responder, call("critic"), call("judge"))
+    assert (answer.policy, none) == (PolicyRef("base", 0), None)
+    assert (dict(responder.unlisted), dict(responder.passed_through)) == ({"critic": 1}, {"judge": 1})
 
 
-def test_without_a_list_every_role_without_a_policy_passes_through():
+def test_without_one_for_others_every_role_without_a_policy_passes_through():
     responder = PolicyResponder(ScriptedSampler((1,)), Chat(), {"writer": WRITER})
     assert respond(responder, call("critic")) == [None]
-    assert responder.passed_through == {"critic": 1}
+    assert responder.passed_through == responder.unlisted == {"critic": 1}
 
 
 def test_a_malformed_tool_call_is_marked_and_ends_as_a_text():

@@ -41,7 +41,11 @@ def tree_answer(rewards, said, chosen=0, role="navigator"):
     candidates = tuple(candidate(i, f"{said}{i}", 10 + i, 11) for i in range(len(rewards)))
     components = tuple({"local": value} for value in rewards)
     return Answer(
-        candidates=candidates, chosen=chosen, prompt_ids=(1, 2, 3), policy=PolicyRef(role, 2), rewards=components
+        candidates=candidates,
+        chosen=chosen,
+        prompt_ids=(1, 2, 3),
+        policy=PolicyRef(role, 0 if role == "base" else 2),
+        rewards=components,
     )
 
 
@@ -80,6 +84,7 @@ def test_overview_and_list(run):
     path, ids = run
     lines = shown(path)
     assert lines[0] == f"records {path}/records.db"
+    assert lines[1] == "1 episode of train failed: ValueError: no answer"
     assert "train 3 2 1 0 3 1 0.00 team 0.5" in lines
     assert "navigator 4 1 1 5 9 10 0.000 local 0.8" in lines
     assert "driver 2 0 1 4 6 8 0.000 local -0.5" in lines
@@ -90,6 +95,21 @@ def test_overview_and_list(run):
         f"{ids[0]} t0 train 0 2 0.00 ok team 0.5",
         f"{ids[1]} t1 train 0 2 0.00 ok team 0.5",
         f"{ids[2]} t2 train 0 1 0.00 error",
+    ]
+
+
+def test_causes_and_roles_without_a_policy_come_first(tmp_path):
+    store = SqliteStore.open(tmp_path)
+    for number, cause in enumerate(["late", "no answer\nat all", "late", "a", "b"]):
+        live = LiveEpisode(store, Task(id=f"t{number}", input=None), workflow="w", phase="train", training_step=0)
+        ask(live, "critic", "?").finish(tree_answer((), "go ", role="base"))
+        live.end("error", error=cause)
+    store.close()
+    assert shown(tmp_path)[1:5] == [
+        "2 episodes of train failed: late",
+        "1 episode of train failed: a",
+        "1 episode of train failed: b",
+        "role critic has no policy: base@0, the untrained model, answered 5 calls",
     ]
 
 

@@ -10,11 +10,13 @@ import pytest
 from rich.console import Console
 
 from cotune.context import Mark, current_episode
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, WorkflowError
+from cotune.policies import UNTRAINED
 from cotune.records import Call, Episode, PolicyRef, Record, Task
 from cotune.sampler import Completion, SamplingParams
-from cotune.trainer.evaluate import evaluate_modes, lineups, swap
+from cotune.trainer.evaluate import evaluate_modes
 from cotune.trainer.evaluation import evaluate_policies
+from cotune.trainer.evaluation_modes import Lineup, lineups, swap
 from cotune.trainer.evaluation_report import render
 from cotune.trainer.statistics import Interval
 from cotune.workflow import Workflow
@@ -115,13 +117,32 @@ def test_success_reward_and_roles_of_one_evaluation() -> None:
     assert [r.phase for r in sink.records if isinstance(r, Episode)] == ["eval"] * 4
 
 
-def test_a_call_without_a_policy_fails_its_episode() -> None:
-    found = asyncio.run(
-        evaluate_policies(
-            Workflow("solve", solve), tasks(2), sampler=Scripted(), chat=Letters(), policies={"ask": ASKER}, label="x"
-        )
+def test_a_role_without_a_policy_is_played_by_the_untrained_model_and_told() -> None:
+    sampler = Scripted()
+    report = modes(
+        Workflow("solve", solve), tasks(2), {"ask": ASKER}, modes=["trained"], sampler=sampler, others=UNTRAINED
     )
-    assert sum(found.failed.values()) == 2
+    found = report.evaluations["trained"]
+    assert (found.failed, found.unlisted) == ({}, {"solve": 2})
+    assert found.roles["solve"].policies == ("base@0",)
+    assert report.notes == ("Role 'solve' has no policy: the untrained model answered its 2 calls (other_roles).",)
+
+
+def test_all_modes_draw_the_same_random_numbers() -> None:
+    sampler = Scripted()
+    modes(Workflow("solve", solve), tasks(2), TRAINED, sampler=sampler, modes=["base", "trained", "swapped"])
+    seeds = [params.seed for _, params, _ in sampler.asked]
+    assert seeds[:4] == seeds[4:8] == seeds[8:]
+    assert len(set(seeds[:4])) == 4 and None not in seeds
+
+
+def test_all_episodes_failed_names_the_commonest_cause_and_no_missing_success() -> None:
+    report = modes(Workflow("solve", solve), tasks(3, broken=3), TRAINED, modes=["base", "trained"])
+    assert report.broken == ["base", "trained"]
+    (cause,) = report.evaluations["base"].failed
+    assert report.notes == tuple(f"All 3 episodes of {mode} failed, most often of: {cause}" for mode in report.broken)
+    with pytest.raises(WorkflowError, match=r"All 6 episodes failed.*the commonest cause: error: .*boom"):
+        report.require_some_episode()
 
 
 def test_each_mode_asks_the_right_policies_at_the_right_temperature() -> None:
@@ -155,7 +176,7 @@ def test_swap_rotates_policies_and_leaves_the_others() -> None:
 
 def test_a_mode_that_cannot_be_played_is_said() -> None:
     played, notes = lineups({"r1": ASKER, "r2": ASKER}, {"asker"}, ["trained", "swapped"])
-    assert list(played) == ["trained"]
+    assert played == {"trained": Lineup({"r1": ASKER, "r2": ASKER}, 1.0)}
     assert notes == ["swapped was not run: fewer than two trained policies play a role."]
 
 
@@ -180,6 +201,9 @@ def test_the_report_as_json_and_as_tables() -> None:
     text = console.export_text()
     assert "75.0% [30.1, 95.4]" in text and "+75.0%" in text and "asker@3" in text
     assert "trained: 1 x error" in text
+    assert text.splitlines()[-1].strip() == (
+        "trained is better than base by 75.0 points of success, 95% interval 8.5 to 95.4, on 4 tasks"
+    )
 
 
 @pytest.mark.parametrize("wrong", [["bsae"], []])
