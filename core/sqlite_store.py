@@ -267,10 +267,10 @@ def _unusable(path: Path, error: sqlite3.Error) -> RunError:
 
 
 def _shut(writer: Writer | None, readers: list[sqlite3.Connection], lock: FileLock | None) -> None:
+    while readers:  # before the writer: an open reader would keep the log from being folded into the file
+        readers.pop().close()
     if writer:
         writer.close()
-    while readers:
-        readers.pop().close()
     if lock:
         lock.release()
 

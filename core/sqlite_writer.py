@@ -161,14 +161,28 @@ class Writer:
             self._changed.wait_for(lambda: self._done >= target or not self._thread.is_alive())
 
     def close(self) -> None:
-        """Commit what is queued, end the thread and close the connection; safe to call twice."""
+        """Commit what is queued, fold the log into the file and close the connection; safe to call twice."""
         if self._forked:
             return
         with self._changed:
+            if self._closing:
+                return
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
+        self._fold()
         self._db.close()
+
+    def _fold(self) -> None:
+        """Move what is in the log into the file, so that the one file is the whole of the records."""
+        try:
+            self._db.execute("PRAGMA busy_timeout = 1000")
+            ((busy, _, _),) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except sqlite3.Error as error:
+            self._report("records are left in the -wal file beside it: copy both", error)
+        else:
+            if busy:
+                self._report("a reader holds it, so records are left in the -wal file beside it: copy both")
 
     def abandon(self) -> None:
         """In a forked child: take nothing any more, and leave the parent's connection alone."""

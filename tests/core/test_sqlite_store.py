@@ -19,6 +19,7 @@ from cotune.recorder import Answer, LiveEpisode
 from cotune.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Task
 from cotune.sqlite_store import SqliteStore
 from cotune.sqlite_writer import RecentIds
+from tests.core.whole_file import copied
 
 
 @pytest.fixture
@@ -242,6 +243,31 @@ def test_a_second_writer_is_told_who_holds_the_file(tmp_path):
 def test_a_second_writer_in_one_process_is_refused_too(store):
     with pytest.raises(RunError, match=f"process {os.getpid()}"):
         SqliteStore.open(store.path)
+
+
+def test_the_file_alone_is_whole_after_close_beside_other_readers(tmp_path):
+    with SqliteStore.open(tmp_path / "run" / "records.db") as store:
+        store.write([episode(f"E{number}") for number in range(5)])
+        store.flush()
+        other = SqliteStore.open(tmp_path / "run", read_only=True)
+        assert [len(list(reader.episodes())) for reader in (store, other)] == [5, 5]
+    other.close()
+    with copied(tmp_path / "run") as alone:
+        assert len(list(alone.episodes())) == 5
+
+
+def test_a_reader_in_the_midst_of_a_query_at_close_is_named(tmp_path, caplog):
+    store = SqliteStore.open(tmp_path)
+    store.write([episode("E1")])
+    store.flush()
+    reader = sqlite3.connect(tmp_path / "records.db", isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT id FROM episodes").fetchall()
+    store.write([episode("E2")])
+    store.close()
+    assert "records are left in the -wal file beside it: copy both" in caplog.text
+    assert reader.execute("SELECT id FROM episodes").fetchall() == [("E1",)]
+    reader.close()
 
 
 def test_a_reader_never_holds_up_the_writer(store):

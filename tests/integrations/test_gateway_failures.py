@@ -20,6 +20,7 @@ import pytest
 from cotune.errors import ConfigError, RunError
 from cotune.integrations.gateway import Limits, running_gateway
 from cotune.sqlite_store import SqliteStore
+from tests.core.whole_file import copied
 from tests.integrations import provider as scripted
 from tests.integrations.gateway_client import HELLO, Bench, ask, bench
 from tests.integrations.provider import Provider, event
@@ -265,5 +266,5 @@ def test_a_signal_closes_open_episodes(tmp_path: Path, number: signal.Signals) -
         opened = httpx.post(f"{url.removesuffix('/v1')}/cotune/episodes", json={"task": {"id": "t"}}).json()
         process.send_signal(number)
         assert process.wait(20) == 0
-    with SqliteStore.open(tmp_path, read_only=True) as store:
+    with copied(tmp_path) as store:
         assert store.episode(opened["id"]).status == "cancelled"

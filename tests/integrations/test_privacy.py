@@ -20,7 +20,7 @@ import cotune
 from cotune.cli import main
 from cotune.outputs import Outputs
 from cotune.records import Message
-from cotune.sqlite_store import SqliteStore
+from tests.core.whole_file import copied
 from tests.integrations.provider import Provider, event, json_reply
 from tests.integrations.recorded import Recorded, Sink, answer, episode
 
@@ -170,7 +170,7 @@ def test_a_redactor_from_the_command_line(provider: Provider, app: Path, capsys,
     found = b"".join(file.read_bytes() for file in (app / "run").iterdir())
     assert (SECRET.encode() in found) == (not redact)
     assert provider.requests[0]["messages"][0]["content"] == SECRET
-    with SqliteStore.open(app / "run", read_only=True) as store:
+    with copied(app / "run") as store:
         (done,) = store.episodes()
         (call,) = store.calls(done.id)
         assert store.message(call.messages[0])["content"] == ("***" if redact else SECRET)

@@ -18,7 +18,6 @@ from cotune.errors import ConfigError, RunError
 from cotune.policies import LoraSpec, policies_for
 from cotune.recipes import LossSpec
 from cotune.records import Episode
-from cotune.sqlite_store import SqliteStore
 from cotune.trainer.checkpoint import Checkpoint, save_checkpoint
 from cotune.trainer.config import convert
 from cotune.trainer.evaluate import evaluate
@@ -26,6 +25,7 @@ from cotune.trainer.learner_settings import LearnerSettings
 from cotune.trainer.local_learner import LocalLearner
 from cotune.trainer.run_folder import RunFolder
 from cotune.workflow import Workflow
+from tests.core.whole_file import copied
 from tests.integrations.tiny_models import build
 
 LORA = LoraSpec(rank=4, alpha=8.0)
@@ -94,9 +94,8 @@ def test_an_export_in_every_mode(model: Path, learner: LocalLearner, tmp_path: P
     assert greedy.success is not None and (greedy.success.n, sum(greedy.failed.values())) == (3, 0)
     written = json.loads((tmp_path / "eval" / "evaluation.json").read_text())
     assert written == json.loads(json.dumps(report.to_json()))
-    store = SqliteStore.open(tmp_path / "eval" / "records.db", read_only=True)
-    episodes = list(store.episodes())
-    store.close()
+    with copied(tmp_path / "eval") as store:
+        episodes = list(store.episodes())
     assert len(episodes) == 15 and {type(e) for e in episodes} == {Episode}
     assert {e.phase for e in episodes} == {f"eval-{mode}" for mode in report.evaluations}
 

@@ -20,6 +20,7 @@ from cotune.trainer.checkpoint import load_checkpoint
 from cotune.trainer.local_learner import LocalLearner
 from cotune.trainer.metrics import StepMetrics
 from cotune.trainer.progress import _COLUMNS, role_table
+from tests.core.whole_file import copied
 from tests.integrations.provider import Provider, serving
 from tests.trainer.tiny_app import application, ask, converse, letters
 
@@ -62,6 +63,13 @@ def test_reward_rises(learned):
     assert summary.calls == 8 * 3 * 2
     assert summary.candidates == 8 * 3 * 2 * 8
     assert summary.lost_records == 0
+
+
+def test_the_records_are_whole_in_the_one_file(learned):
+    summary, trainer = learned
+    with copied(trainer.folder / "learned") as store:
+        assert sum(episode.calls for episode in store.episodes(phase="train")) == summary.calls == 48
+        assert store.rows("SELECT count(*) FROM candidates JOIN calls ON calls.id = call") > [(8 * 48 - 1,)]
 
 
 def test_metrics_of_each_role(learned):
