@@ -40,6 +40,6 @@ def _said(message: Mapping[str, Any]) -> Hashable:
     content, tools = message.get("content") or None, message.get("tool_calls")
     if not tools and (content is None or isinstance(content, str)):
         return (content,)
-    functions = [tool.get("function") or {} for tool in tools or []]
-    calls = [(function.get("name"), function.get("arguments")) for function in functions]
+    functions = [tool.get("function") for tool in tools or []]
+    calls = [(f.get("name"), f.get("arguments")) if isinstance(f, Mapping) else None for f in functions]
     return message_id({"content": content, "calls": calls})

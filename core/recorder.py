@@ -17,6 +17,7 @@ from cotune.errors import CotuneError, RecordError
 from cotune.ids import new_id
 from cotune.records import CallStatus, Candidate, Episode, EpisodeStatus, PolicyRef, Record, Reward, Task, Usage
 from cotune.redaction import Redaction, Redactor
+from cotune.wellformed import well_formed
 
 log = logging.getLogger("cotune")
 _said: set[str] = set()
@@ -272,6 +273,10 @@ class LiveEpisode:
         return record
 
     def _end(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> None:
+        if answer is not None and answer.policy is None and not call.ended:
+            answer, wrong = well_formed(answer)
+            if wrong and status == "ok":
+                status, error = "malformed", wrong
         with self._lock:
             if call.ended:
                 return

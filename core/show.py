@@ -30,11 +30,14 @@ _REWARDS_BY_ROLE = """
     WHERE instr(target, '.') > 0 GROUP BY role, name ORDER BY name"""
 _EPISODES_BY_PHASE = """
     SELECT phase, count(*), sum(status = 'ok'), sum(status = 'error'), sum(status = 'cancelled'),
-           count(DISTINCT task), count(DISTINCT training_step), avg(json_extract(body, '$.latency'))
+           count(DISTINCT task), count(DISTINCT training_step),
+           coalesce(avg(json_extract(iif(json_valid(body), body, '{}'), '$.latency')), 0)
     FROM episodes GROUP BY phase ORDER BY min(id)"""
 _CALLS_BY_ROLE = """
-    SELECT role, count(*), sum(status = 'ok'), sum(status NOT IN ('ok')), sum(json_array_length(candidates)),
-           sum(prompt_tokens), sum(completion_tokens), max(turn) + 1, avg(json_extract(body, '$.latency'))
+    SELECT role, count(*), sum(status = 'ok'), sum(status NOT IN ('ok')),
+           sum(json_array_length(iif(json_valid(candidates), candidates, '[]'))),
+           sum(prompt_tokens), sum(completion_tokens), max(turn) + 1,
+           coalesce(avg(json_extract(iif(json_valid(body), body, '{}'), '$.latency')), 0)
     FROM calls GROUP BY role ORDER BY min(id)"""
 _CAUSES = """
     SELECT phase, json_extract(body, '$.error') AS cause, count(*) AS times FROM episodes WHERE status = 'error'
@@ -138,7 +141,11 @@ def episode_list(store: SqliteStore, task: str | None, limit: int) -> Iterable[R
     table = grid("episode", "task", "phase", "step>", "calls>", "seconds>", "status", "reward")
     rewards = store.rewards(id for (id,) in found)
     for (id,) in reversed(found):
-        episode = store.episode(id)
+        try:
+            episode = store.episode(id)
+        except RecordError:
+            table.add_row(Text(id, style=NAME), "", "", "", "", "", Text("broken row", style=BAD), scores(rewards[id]))
+            continue
         status = Text(episode.status, style=GOOD if episode.status == "ok" else BAD)
         step = "" if episode.training_step is None else episode.training_step
         row = (Text(id, style=NAME), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")

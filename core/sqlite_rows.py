@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -45,7 +45,7 @@ CREATE VIEW candidates AS
            calls.turn, json_extract(value, '$.index') AS "index", json_extract(value, '$.text') AS text,
            json_extract(value, '$.tokens') AS tokens, json_extract(value, '$.finish_reason') AS finish_reason,
            json_extract(value, '$.index') IS json_extract(calls.body, '$.chosen') AS chosen
-    FROM calls, json_each(calls.candidates);
+    FROM calls, json_each(iif(json_valid(calls.candidates), calls.candidates, '[]'));
 PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {VERSION};
 """
@@ -142,7 +142,7 @@ def _episode_row(episode: Episode) -> Row:
 
 
 def call_from(body: str, candidates: str, token_ids: bytes, logprobs: bytes) -> Call:
-    """Put a call back together from its columns."""
+    """Put a call back together from its columns. Raises ValueError, TypeError or struct.error for broken ones."""
     ids = unpack_ids(token_ids)
     values = struct.unpack(f"<{len(logprobs) // 4}f", logprobs)
     found, at_id, at_value = [], 0, 0
@@ -158,21 +158,35 @@ def call_from(body: str, candidates: str, token_ids: bytes, logprobs: bytes) -> 
         )
         at_id, at_value = at_id + sketch.tokens, at_value + sketch.logprobs
         found.append(candidate)
+    if (at_id, at_value) != (len(ids), len(values)):
+        raise ValueError("the arrays have other lengths than the candidates")
     call = _calls.decode(body)
     return replace(call, candidates=tuple(found)) if found else call
 
 
 def episode_from(body: str, metrics: str) -> Episode:
-    """Put an episode back together from its columns. Metrics may be NaN or infinite, which `body` cannot hold."""
+    """Put an episode back together from its columns. Metrics may be NaN or infinite, which `body` cannot hold.
+
+    Raises ValueError or TypeError for broken ones.
+    """
     episode = _episodes.decode(body)
     return replace(episode, metrics=json.loads(metrics)) if metrics != "{}" else episode
 
 
-def join_path(segment_id: str, rows: Sequence[tuple[str | None, bytes]]) -> tuple[int, ...]:
-    """Token ids of a path from (parent, token ids) rows, tip first. Raises RecordError when the root is missing."""
-    if not rows or rows[-1][0] is not None:
+def join_path(segment_id: str, rows: Iterable[tuple[str, str | None, bytes]]) -> tuple[int, ...]:
+    """Token ids of a path from the (id, parent, token ids) of its segments, in any order.
+
+    Raises RecordError when the path does not lead to a root.
+    """
+    segments = {id: (parent, blob) for id, parent, blob in rows}
+    path: list[bytes] = []
+    at: str | None = segment_id
+    while at is not None and at in segments:
+        at, blob = segments.pop(at)
+        path.append(blob)
+    if not path or at is not None:
         raise RecordError(
             f"The token path of segment {segment_id!r} is not complete in this store.",
             "Leave out the calls that refer to it; the store's `lost` counter says how many records it misses.",
         )
-    return unpack_ids(b"".join(blob for _, blob in reversed(rows)))
+    return unpack_ids(b"".join(reversed(path)))

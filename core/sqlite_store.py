@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
+import struct
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
 from cotune.errors import RecordError, RunError
 from cotune.locks import FileLock
 from cotune.records import Call, Episode, Record
+from cotune.sqlite_damage import is_the_files, unusable
 from cotune.sqlite_rows import APPLICATION, SCHEMA, VERSION, Row, call_from, episode_from, join_path
 from cotune.sqlite_writer import Writer, in_parts
+
+log = logging.getLogger("cotune.store")
+Made = TypeVar("Made")
 
 FILE_NAME = "records.db"
 """Name of the records file in a run folder."""
@@ -25,11 +31,11 @@ PAGE = 200
 """Episodes fetched per query, so that a slow reader holds no snapshot and the log can be folded back."""
 
 _PATH = """
-WITH RECURSIVE path (parent, token_ids, depth) AS (
-    SELECT parent, token_ids, 0 FROM segments WHERE id = ?
-    UNION ALL
-    SELECT segments.parent, segments.token_ids, depth + 1 FROM path JOIN segments ON segments.id = path.parent)
-SELECT parent, token_ids FROM path ORDER BY depth"""
+WITH RECURSIVE path (id) AS (
+    SELECT ?
+    UNION
+    SELECT parent FROM path JOIN segments USING (id) WHERE parent IS NOT NULL)
+SELECT id, parent, token_ids FROM path JOIN segments USING (id)"""
 
 
 class SqliteStore:
@@ -41,6 +47,7 @@ class SqliteStore:
         self._writer = writer
         self._lock = lock
         self._readers: list[sqlite3.Connection] = []
+        self._unreadable = 0
         self._shut = weakref.finalize(self, _shut, writer, self._readers, lock)
         _open_stores.add(self)
 
@@ -86,6 +93,11 @@ class SqliteStore:
         return self._writer.lost if self._writer else 0
 
     @property
+    def unreadable(self) -> int:
+        """Broken rows that were left out of what was read, since the store was opened."""
+        return self._unreadable
+
+    @property
     def refused(self) -> int:
         """Rewards refused because their group was consumed, since the store was opened."""
         return self._writer.refused if self._writer else 0
@@ -101,8 +113,8 @@ class SqliteStore:
         while True:
             sql = f"SELECT id, body, metrics FROM episodes WHERE id > ?{where} ORDER BY id LIMIT {PAGE}"
             page = self.rows(sql, (last, *filters.values()))
-            for last, body, metrics in page:  # noqa: B007
-                yield episode_from(body, metrics)
+            for last, *columns in page:  # noqa: B007
+                yield from self._read(episode_from, columns)
             if len(page) < PAGE:
                 return
 
@@ -111,19 +123,23 @@ class SqliteStore:
         found = self.rows("SELECT body, metrics FROM episodes WHERE id = ?", (episode_id,))
         if not found:
             raise RecordError(f"No finished episode {episode_id!r} in {self.path}.", "`cotune show RUN` lists them.")
-        return episode_from(*found[0])
+        for episode in self._read(episode_from, found[0]):
+            return episode
+        raise RecordError(f"The episode {episode_id!r} in {self.path} cannot be read.", "Its row is broken: leave it.")
 
     def calls(self, episode_id: str) -> list[Call]:
         """Calls of an episode in step order; also of an episode that never finished."""
         sql = "SELECT body, candidates, token_ids, logprobs FROM calls WHERE episode = ? ORDER BY step, id"
-        return [call_from(*row) for row in self.rows(sql, (episode_id,))]
+        return [call for row in self.rows(sql, (episode_id,)) for call in self._read(call_from, row)]
 
     def message(self, message_id: str) -> Any:
         """Body of a message or tools list. Raises RecordError when unknown."""
         found = self.rows("SELECT body FROM messages WHERE id = ?", (message_id,))
         if not found:
             raise RecordError(f"No message {message_id!r} in {self.path}.", "It may be among the `lost` records.")
-        return msgspec.json.decode(found[0][0])
+        for body in self._read(msgspec.json.decode, found[0]):
+            return body
+        raise RecordError(f"The message {message_id!r} in {self.path} cannot be read.", "Its row is broken: leave it.")
 
     def token_ids(self, segment_id: str) -> tuple[int, ...]:
         """All token ids on the path from the root to this segment. Raises RecordError when a part is missing."""
@@ -172,7 +188,18 @@ class SqliteStore:
     def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
         """Rows of any SELECT, on a connection of its own that cannot write. The tables are in docs/records.md."""
         with self._reader() as db:
-            return db.execute(sql, parameters).fetchall()
+            try:
+                return db.execute(sql, parameters).fetchall()
+            except sqlite3.DatabaseError as error:
+                if is_the_files(error):
+                    raise unusable(self.path, error) from error
+                if "Could not decode to UTF-8" not in str(error):
+                    raise
+            db.text_factory = _lenient  # some row has a broken text, which is that row's matter
+            try:
+                return db.execute(sql, parameters).fetchall()
+            finally:
+                db.text_factory = str
 
     def close(self) -> None:
         """Flush, stop writing and give the file back; safe to call twice. Happens at exit by itself."""
@@ -183,6 +210,16 @@ class SqliteStore:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _read(self, make: Callable[..., Made], columns: Sequence[Any]) -> Iterator[Made]:
+        """What `make` makes of a row; nothing, and it is counted, where the row is broken."""
+        try:
+            made = make(*columns)
+        except (ValueError, TypeError, struct.error, RecursionError) as error:
+            self._unreadable += 1
+            log.warning("%s: a broken row is left out (%s)", self.path, type(error).__name__)
+            return
+        yield made
 
     def _read_only(self) -> RunError:
         return RunError(f"{self.path} is open for reading only.", "Open it without read_only to write.")
@@ -231,11 +268,15 @@ def _connect_writer(path: Path) -> sqlite3.Connection:
         db.execute("PRAGMA cache_size = -8000")
     except sqlite3.Error as error:
         db.close()
-        raise _unusable(path, error) from error
+        raise unusable(path, error) from error
     except BaseException:
         db.close()
         raise
     return db
+
+
+def _lenient(text: bytes) -> str:
+    return text.decode("utf-8", "replace")
 
 
 def _connect_reader(path: Path) -> sqlite3.Connection:
@@ -243,7 +284,7 @@ def _connect_reader(path: Path) -> sqlite3.Connection:
         uri = f"{path.absolute().as_uri()}?mode=ro"
         return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5.0)
     except sqlite3.Error as error:
-        raise _unusable(path, error) from error
+        raise unusable(path, error) from error
 
 
 def _check(db: sqlite3.Connection, path: Path) -> None:
@@ -252,7 +293,7 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
         application = db.execute("PRAGMA application_id").fetchone()[0]
         version = db.execute("PRAGMA user_version").fetchone()[0]
     except sqlite3.Error as error:
-        raise _unusable(path, error) from error
+        raise unusable(path, error) from error
     if application != APPLICATION:
         raise RunError(f"{path} is not a cotune records file.", "Name a run folder or its records file.")
     if version != VERSION:
@@ -260,10 +301,6 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
             f"{path} has records of version {version}; this cotune reads version {VERSION}.",
             "Use the cotune that wrote it, or start a new run folder.",
         )
-
-
-def _unusable(path: Path, error: sqlite3.Error) -> RunError:
-    return RunError(f"The records file {path} cannot be used: {error}.", "Check the path, its rights and the disk.")
 
 
 def _shut(writer: Writer | None, readers: list[sqlite3.Connection], lock: FileLock | None) -> None:

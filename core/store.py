@@ -24,6 +24,11 @@ class Store(Protocol):
         """Records that could not be stored, since the store was opened."""
         ...
 
+    @property
+    def unreadable(self) -> int:
+        """Broken rows that were left out of what was read, since the store was opened."""
+        ...
+
     def episodes(
         self, *, phase: str | None = None, training_step: int | None = None, task: str | None = None
     ) -> Iterator[Episode]:

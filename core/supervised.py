@@ -50,6 +50,8 @@ def supervised(
                 left_out[reason or "lost_message"] += 1
             else:
                 yield line
+    if store.unreadable:
+        left_out["unreadable"] += store.unreadable
 
 
 def _reason(store: Store, episode: Episode, call: Call, role: str | None, min_reward: float | None) -> str | None:

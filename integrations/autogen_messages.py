@@ -18,7 +18,8 @@ from autogen_core.models import (
 )
 
 from cotune.recorder import Answer
-from cotune.records import Candidate, Usage
+from cotune.records import Candidate
+from cotune.wellformed import counts
 
 _FINISH = {"stop": "stop", "length": "length", "content_filter": "content_filter", "tool_calls": "function_calls"}
 
@@ -72,16 +73,17 @@ def answer_of_result(result: Any) -> Answer:
             message["reasoning_content"] = result.thought
     else:
         message = {"role": "assistant", "content": result.thought, "tool_calls": [_call(c) for c in result.content]}
-    asked = {"function_calls": "tool_calls", "unknown": "stop"}
+    finish: Any = result.finish_reason
+    if finish in ("function_calls", "unknown"):
+        finish = "tool_calls" if finish == "function_calls" else "stop"
     candidate = Candidate(
         index=0,
         text=str(message["content"] or ""),
         message=message,
-        finish_reason=asked.get(result.finish_reason, result.finish_reason),
+        finish_reason=finish,
     )
-    return Answer(
-        candidates=(candidate,), usage=Usage(result.usage.prompt_tokens or 0, result.usage.completion_tokens or 0)
-    )
+    usage = {name: getattr(result.usage, name, None) for name in ("prompt_tokens", "completion_tokens")}
+    return Answer(candidates=(candidate,), usage=counts(usage, *usage))
 
 
 def part_of(texts: Sequence[str]) -> Answer | None:

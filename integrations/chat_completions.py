@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from itertools import starmap
 from typing import Any
 
 from cotune.errors import SamplerError
 from cotune.recorder import Answer, LiveCall
-from cotune.records import Candidate, Usage
+from cotune.records import Candidate
+from cotune.wellformed import MALFORMED, counts
 
 
 def completion_of(call: LiveCall, answer: Answer) -> dict[str, Any]:
@@ -68,27 +68,32 @@ def usage_of(answer: Answer, shown: list[Candidate]) -> dict[str, int]:
 def answer_of(completion: Any) -> Answer:
     """The answer in a provider's body, with token ids and log-probabilities where it has them (as vLLM does).
 
-    Raises ValueError when the body is not a chat completion with at least one choice.
+    What is mistyped in it is left to the recorder. Raises ValueError when the body has no list of choices.
     """
     choices = completion.get("choices") if isinstance(completion, dict) else None
-    if not choices:
+    if not choices or not isinstance(choices, list):
         raise ValueError("no choices")
-    usage = completion.get("usage") or {}
     return Answer(
         candidates=tuple(starmap(_candidate, enumerate(choices))),
-        prompt_ids=tuple(completion.get("prompt_token_ids") or ()),
-        usage=Usage(usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0),
+        prompt_ids=several(completion.get("prompt_token_ids")),
+        usage=counts(completion.get("usage"), "prompt_tokens", "completion_tokens"),
     )
 
 
-def _candidate(index: int, choice: Mapping[str, Any]) -> Candidate:
-    message = choice.get("message")
+def several(value: Any) -> tuple[Any, ...]:
+    """The items of a list; what is none is one item, so that the recorder refuses it."""
+    return tuple(value) if isinstance(value, list) else () if value is None else (value,)
+
+
+def _candidate(index: int, choice: Any) -> Candidate:
+    message = choice.get("message") if isinstance(choice, dict) else None
     if not isinstance(message, dict):
-        raise ValueError(f"choice {index} has no message")
+        return Candidate(index=index, text="", message={MALFORMED: {"choice": choice}})
     content = message.get("content")
-    token_ids = tuple(choice.get("token_ids") or ())
+    token_ids = several(choice.get("token_ids"))
     told = choice.get("logprobs") or {}
-    logprobs = tuple([item["logprob"] for item in told.get("content") or ()]) if told else ()
+    items = several(told.get("content")) if isinstance(told, dict) else (told,)
+    logprobs = tuple([item.get("logprob") if isinstance(item, dict) else None for item in items])
     return Candidate(
         index=index,
         text=content if isinstance(content, str) else "",

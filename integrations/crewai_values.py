@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from cotune.recorder import Answer
 from cotune.records import Candidate, Usage
+from cotune.wellformed import MALFORMED
 
 _PARTS = ("role", "content", "tool_calls", "tool_call_id", "name")
 _OPTIONS = ("temperature", "top_p", "max_tokens", "seed", "frequency_penalty", "presence_penalty", "n")
@@ -39,7 +40,15 @@ def answer_of(value: Any) -> Answer:
         raise ValueError(f"the model returned {value!r}")
     message: dict[str, Any] = {"role": "assistant", "content": None}
     if isinstance(value, list):
-        message["tool_calls"] = [_tool_call(i, one) for i, one in enumerate(value)]
+        broken = []
+        message["tool_calls"] = []
+        for i, one in enumerate(value):
+            try:
+                message["tool_calls"].append(_tool_call(i, one))
+            except (TypeError, AttributeError, ValueError):
+                broken.append(repr(one))
+        if broken:
+            message[MALFORMED] = {"tool_calls": broken}
     elif isinstance(value, BaseModel):
         message["content"] = value.model_dump_json()
     else:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +15,8 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from cotune.recorder import Answer, LiveCall
-from cotune.records import Candidate, Usage
+from cotune.records import Candidate
+from cotune.wellformed import MALFORMED, counts
 
 
 def request_of(
@@ -85,25 +84,39 @@ def answer_of_result(result: ChatResult | list[ChatGenerationChunk]) -> Answer:
     if isinstance(result, list):
         if not result:
             raise ValueError("an empty stream")
-        generations: Sequence[Any] = [functools.reduce(operator.add, result)]
+        try:
+            generations: Sequence[Any] = [result[0] if len(result) == 1 else result[0] + result[1:]]
+        except Exception as broken:  # noqa: BLE001 - chunks that LangChain itself cannot put together
+            return _unmerged(result, broken)
     else:
         generations = result.generations
     if not generations:
         raise ValueError("no generations")
-    usage = getattr(generations[0].message, "usage_metadata", None) or {}
     return Answer(
         candidates=tuple(_candidate(i, g) for i, g in enumerate(generations)),
-        usage=Usage(usage.get("input_tokens") or 0, usage.get("output_tokens") or 0),
+        usage=counts(getattr(generations[0].message, "usage_metadata", None), "input_tokens", "output_tokens"),
     )
 
 
+def _unmerged(chunks: Sequence[Any], broken: Exception) -> Answer:
+    text = "".join(part for chunk in chunks if isinstance(part := chunk.message.content, str))
+    message = {"role": "assistant", "content": text, MALFORMED: {"stream": f"{type(broken).__name__}: {broken}"}}
+    return Answer(candidates=(Candidate(index=0, text=text, message=message),))
+
+
 def _candidate(index: int, generation: Any) -> Candidate:
-    message = _plain(convert_to_openai_messages(generation.message))
-    facts = {**(generation.message.response_metadata or {}), **(generation.generation_info or {})}
+    said = generation.message
+    try:
+        message, text = _plain(convert_to_openai_messages(said)), str(said.text)
+    except Exception as broken:  # noqa: BLE001 - a message that LangChain itself cannot read
+        text = said.content if isinstance(getattr(said, "content", None), str) else ""
+        message = {"role": "assistant", "content": text, MALFORMED: {"message": f"{type(broken).__name__}: {said!r}"}}
+    told = (getattr(said, "response_metadata", None), generation.generation_info)
+    facts = {key: value for table in told if isinstance(table, Mapping) for key, value in table.items()}
     finish = facts.get("finish_reason") or facts.get("stop_reason")
     if not isinstance(finish, str):
         finish = "tool_calls" if message.get("tool_calls") else "stop"
-    return Candidate(index=index, text=str(generation.message.text), message=message, finish_reason=finish)
+    return Candidate(index=index, text=text, message=message, finish_reason=finish)
 
 
 def _extra(message: Mapping[str, Any]) -> dict[str, Any]:

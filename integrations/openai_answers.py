@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,22 +23,33 @@ def finish(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes, str
 
     False, and the call goes on, where the body is cut short.
     """
+    found = None
     try:
-        body = form.stream(raw) if streamed else msgspec.json.decode(raw)
-        found = None if body is None else form.answer(body)
+        body = form.stream(raw) if streamed else _decoded(raw)
+        if body is None:
+            return False
+        found = form.answer(body)
+        form.keep(call, asked, body)
     except ProviderFailed as failure:
         call.fail("error", str(failure), part_of(form, raw, streamed))
-        return True
     except BROKEN as broken:
         if isinstance(broken, msgspec.DecodeError) and "truncated" in str(broken):
             return False
-        call.fail("malformed", reason_of(broken)[1], part_of(form, raw, streamed))
-        return True
-    if body is None or found is None:
-        return False
-    form.keep(call, asked, body)
-    call.finish(found)
+        call.fail("malformed", reason_of(broken)[1], found or part_of(form, raw, streamed))
+    else:
+        call.finish(found)
     return True
+
+
+def _decoded(raw: bytes) -> Any:
+    """JSON as the SDK takes it, which is more than JSON has: NaN, and surrogates that stand alone."""
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.DecodeError as broken:
+        if "truncated" not in str(broken):
+            with contextlib.suppress(ValueError, RecursionError):
+                return json.loads(raw, parse_constant=lambda name: None)
+        raise
 
 
 def part_of(form: Form, raw: bytes, streamed: bool) -> Answer | None:

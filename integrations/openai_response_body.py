@@ -6,9 +6,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from cotune.integrations.openai_responses import messages_of, text_of
+from cotune.integrations.chat_completions import several
+from cotune.integrations.openai_responses import messages_of, readable, text_of
 from cotune.recorder import Answer, LiveCall
-from cotune.records import Candidate, Usage
+from cotune.records import Candidate
+from cotune.wellformed import MALFORMED, counts
 
 _LOGPROBS = "message.output_text.logprobs"
 _ECHOED: dict[str, Any] = {
@@ -111,26 +113,28 @@ def answer_of(response: Any) -> Answer:
     if not isinstance(response, Mapping) or not isinstance(response.get("output"), list):
         raise ValueError("no output")
     _require_end(response)
+    sound, broken = readable(response["output"])
     message: dict[str, Any] = {"role": "assistant", "content": None}
-    for said in messages_of((item for item in response["output"] if item.get("type") in _READ), {}):
+    for said in messages_of((item for item in sound if item.get("type") in _READ), {}):
         for key, value in said.items():
             if key != "role" and value is not None:
                 message[key] = value if message.get(key) is None else message[key] + value
-    others = [item for item in response["output"] if item.get("type") not in _READ]
+    others = [item for item in sound if item.get("type") not in _READ]
     if others:
         message["items"] = others
-    usage = response.get("usage") or {}
+    if broken:
+        message[MALFORMED] = {"output": broken}
     candidate = Candidate(
         index=0,
         text=message["content"] or "",
         message=message,
-        token_ids=tuple(response.get("token_ids") or ()),
+        token_ids=several(response.get("token_ids")),
         finish_reason=_finish(response, message),
     )
     return Answer(
         candidates=(candidate,),
-        prompt_ids=tuple(response.get("prompt_token_ids") or ()),
-        usage=Usage(usage.get("input_tokens") or 0, usage.get("output_tokens") or 0),
+        prompt_ids=several(response.get("prompt_token_ids")),
+        usage=counts(response.get("usage"), "input_tokens", "output_tokens"),
     )
 
 
@@ -138,7 +142,8 @@ def _require_end(response: Mapping[str, Any]) -> None:
     status = response.get("status")
     if status in ("failed", "cancelled"):
         error = response.get("error") or {}
-        raise ProviderFailed(f"the response {status}: {error.get('code')}: {error.get('message')}")
+        told = f"{error.get('code')}: {error.get('message')}" if isinstance(error, Mapping) else error
+        raise ProviderFailed(f"the response {status}: {told}")
     if status in ("queued", "in_progress"):
         raise ProviderFailed(f"the response is {status}: it is made in the background, and its answer is not recorded")
 
@@ -147,6 +152,7 @@ def _finish(response: Mapping[str, Any], message: Mapping[str, Any]) -> str:
     if response.get("status") == "interrupted":
         return "interrupted"
     if response.get("status") == "incomplete":
-        reason = (response.get("incomplete_details") or {}).get("reason")
-        return "content_filter" if reason == "content_filter" else "length"
+        details = response.get("incomplete_details")
+        filtered = isinstance(details, Mapping) and details.get("reason") == "content_filter"
+        return "content_filter" if filtered else "length"
     return "tool_calls" if message.get("tool_calls") else "stop"

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from cotune.integrations.openai_response_body import ProviderFailed
-from cotune.integrations.sse import events
+from cotune.integrations.sse import events, grow, number
 
 _LAST = ("response.completed", "response.incomplete", "response.failed")
 
@@ -87,7 +87,7 @@ def from_events(raw: bytes) -> dict[str, Any] | None:
 
 
 def part_of_events(raw: bytes) -> dict[str, Any] | None:
-    """The response as far as the whole events of a broken or half-read stream tell it; None where they tell nothing.
+    """The response as far as the sound events of a broken or half-read stream tell it; None where they tell nothing.
 
     Its status is `interrupted`.
     """
@@ -96,7 +96,7 @@ def part_of_events(raw: bytes) -> dict[str, Any] | None:
         try:
             _take(msgspec.json.decode(data), items)
         except (ValueError, TypeError, AttributeError, KeyError, IndexError):
-            break
+            continue
     output = [items[index] for index in sorted(items)]
     told = any(item.get("content") or item.get("arguments") or item.get("summary") for item in output)
     return {"status": "interrupted", "output": output} if told else None
@@ -105,17 +105,14 @@ def part_of_events(raw: bytes) -> dict[str, Any] | None:
 def _take(event: Mapping[str, Any], items: dict[int, dict[str, Any]]) -> None:
     kind = event.get("type")
     if kind in ("response.output_item.added", "response.output_item.done"):
-        items[event["output_index"]] = dict(event["item"])
+        items[number(event, "output_index")] = dict(event["item"])
     elif kind == "response.content_part.added":
         items[event["output_index"]].setdefault("content", []).append(dict(event["part"]))
     elif kind == "response.reasoning_summary_part.added":
         items[event["output_index"]].setdefault("summary", []).append(dict(event["part"]))
     elif kind == "response.output_text.delta":
-        part = items[event["output_index"]]["content"][event["content_index"]]
-        part["text"] = part.get("text", "") + event["delta"]
+        grow(items[event["output_index"]]["content"][event["content_index"]], "text", event["delta"])
     elif kind == "response.reasoning_summary_text.delta":
-        part = items[event["output_index"]]["summary"][event["summary_index"]]
-        part["text"] = part.get("text", "") + event["delta"]
+        grow(items[event["output_index"]]["summary"][event["summary_index"]], "text", event["delta"])
     elif kind == "response.function_call_arguments.delta":
-        item = items[event["output_index"]]
-        item["arguments"] = item.get("arguments", "") + event["delta"]
+        grow(items[event["output_index"]], "arguments", event["delta"])

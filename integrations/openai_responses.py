@@ -24,10 +24,10 @@ class Said:
 
     def keep(self, call: LiveCall, asked: Mapping[str, Any], response: Mapping[str, Any]) -> None:
         """Remember the response to a call. Instructions are of one request only, so they are left out."""
-        said = messages_of(response.get("output") or (), {})
+        output, _ = readable(response.get("output") or ())
         history = call.messages[1:] if asked.get("instructions") else call.messages
-        self.messages[str(response.get("id"))] = (*history, *said)
-        self.items.update((str(item["id"]), item) for item in response.get("output") or () if item.get("id"))
+        self.messages[str(response.get("id"))] = (*history, *messages_of(output, {}))
+        self.items.update((str(item["id"]), item) for item in output if item.get("id"))
 
 
 def said_in(episode: LiveEpisode) -> Said:
@@ -87,6 +87,18 @@ def messages_of(items: Iterable[Mapping[str, Any]], known: Mapping[str, Mapping[
             turn = None
             messages.append(_message(kind, item))
     return messages
+
+
+def readable(output: Iterable[Any]) -> tuple[list[Mapping[str, Any]], list[Any]]:
+    """Items of an output that are what they say, and those that are not."""
+    sound, broken = [], []
+    for item in output:
+        try:
+            messages_of((item,), {})
+            sound.append(item)
+        except (TypeError, AttributeError, KeyError, ValueError):
+            broken.append(item)
+    return sound, broken
 
 
 def text_of(parts: Any) -> str:

@@ -55,6 +55,8 @@ def export_file(
             made = episode_spans(store, one, detail, left_out)
             file.write(encode(made, service) + b"\n")
             episodes, spans = episodes + 1, spans + len(made)
+    if store.unreadable:
+        left_out["unreadable"] += store.unreadable
     return Exported(episodes=episodes, spans=spans, left_out=dict(left_out))
 
 
@@ -73,6 +75,8 @@ def export_to(
         made = episode_spans(store, one, detail, left_out)
         _send(exporter, made, service)
         episodes, spans = episodes + 1, spans + len(made)
+    if store.unreadable:
+        left_out["unreadable"] += store.unreadable
     return Exported(episodes=episodes, spans=spans, left_out=dict(left_out))
 
 

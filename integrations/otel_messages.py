@@ -12,7 +12,18 @@ _KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_co
 
 
 def to_parts(message: Mapping[str, Any], left_out: Counter[str]) -> dict[str, Any]:
-    """A message of a request or answer with its content as parts; fields that have no place there are counted."""
+    """A message of a request or answer with its content as parts; fields that have no place there are counted.
+
+    One that is in no chat form is one part of text, its JSON.
+    """
+    try:
+        return _to_parts(message, left_out)
+    except (AttributeError, TypeError, ValueError):
+        left_out["malformed_message"] += 1
+        return {"role": "user", "parts": [{"type": "text", "content": as_text(message)}]}
+
+
+def _to_parts(message: Mapping[str, Any], left_out: Counter[str]) -> dict[str, Any]:
     parts: list[dict[str, Any]] = []
     if message.get("reasoning_content"):
         parts.append({"type": "reasoning", "content": message["reasoning_content"]})

@@ -208,7 +208,10 @@ class _Episode:
         if call.policy is not None:
             found |= {names.POLICY: call.policy.name, names.POLICY_VERSION: call.policy.version}
         if call.prompt is not None:
-            found[names.PROMPT_IDS] = list(self.store.token_ids(call.prompt))
+            try:
+                found[names.PROMPT_IDS] = list(self.store.token_ids(call.prompt))
+            except RecordError:
+                self.left_out["prompt_not_stored"] += 1
         if any(c.token_ids for c in call.candidates):
             sampled = [{"token_ids": c.token_ids, "logprobs": c.logprobs} for c in call.candidates]
             found[names.SAMPLED] = as_text(sampled)

@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 
 DONE = b"data: [DONE]\n\n"
+MOST_PARTS = 4096
+"""Choices of a stream, and tool calls of a choice, are numbered below it; a higher number is a fault of the sender."""
 
 
 def to_stream(completion: Mapping[str, Any], *, usage: bool) -> bytes:
@@ -55,12 +57,12 @@ def from_stream(raw: bytes) -> dict[str, Any] | None:
     finished = bool(choices) and all(choice["finish_reason"] for choice in choices.values())
     if not (done or finished):
         return None
-    completion["choices"] = [choices[index] for index in sorted(choices)]
+    completion["choices"] = [_whole(choices[index]) for index in sorted(choices)]
     return completion
 
 
 def part_of_stream(raw: bytes) -> dict[str, Any] | None:
-    """The completion as far as the whole events of a broken or half-read stream tell it; None where they tell nothing.
+    """The completion as far as the sound events of a broken or half-read stream tell it; None where they tell nothing.
 
     A choice without its end has the finish reason `interrupted`.
     """
@@ -70,11 +72,11 @@ def part_of_stream(raw: bytes) -> dict[str, Any] | None:
         try:
             _take(_decode(data), completion, choices)
         except (ValueError, TypeError, AttributeError, KeyError):
-            break
+            continue
     if not any(len(choice["message"]) > 2 or choice["message"]["content"] for choice in choices.values()):
         return None
     completion["choices"] = [
-        {**choices[index], "finish_reason": choices[index]["finish_reason"] or "interrupted"}
+        {**_whole(choices[index]), "finish_reason": choices[index]["finish_reason"] or "interrupted"}
         for index in sorted(choices)
     ]
     return completion
@@ -87,12 +89,32 @@ def events(raw: bytes) -> Iterator[bytes]:
             yield line[5:].strip()
 
 
+def grow(fields: dict[str, Any], name: str, more: Any) -> None:
+    """Append to a text. Raises TypeError for what is none."""
+    text = fields.pop(name, None)  # with one reference left, Python appends in place: a stream costs its length
+    if text is None:
+        text = more
+    elif isinstance(more, str):
+        text += more
+    fields[name] = text
+    if not isinstance(more, str):
+        raise TypeError(f"{name} is of type {type(more).__name__}")
+
+
+def number(part: Mapping[str, Any], name: str) -> int:
+    """The index in a part of a stream, 0 where there is none. Raises ValueError for what is none."""
+    index = part.get(name) or 0
+    if type(index) is not int or not 0 <= index < MOST_PARTS:
+        raise ValueError(f"{name} is {str(index)[:20]}, no whole number below {MOST_PARTS}")
+    return index
+
+
 def _take(event: Mapping[str, Any], completion: dict[str, Any], choices: dict[int, dict[str, Any]]) -> None:
     for key in ("id", "model", "created", "usage", "prompt_token_ids"):
         if event.get(key) is not None:
             completion[key] = event[key]
     for part in event.get("choices") or []:
-        index = part.get("index") or 0
+        index = number(part, "index")
         _add(choices.setdefault(index, _empty(index)), part)
 
 
@@ -109,40 +131,59 @@ def _empty(index: int) -> dict[str, Any]:
     return {"index": index, "message": {"role": "assistant", "content": None}, "finish_reason": None}
 
 
+def _whole(choice: dict[str, Any]) -> dict[str, Any]:
+    """The choice with its tool calls in a list: while it grows they are by number, of which a stream may skip some."""
+    tools = choice["message"].get("tool_calls")
+    if tools is not None:
+        choice["message"]["tool_calls"] = [tools[position] for position in sorted(tools)]
+    return choice
+
+
 def _add(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
-    delta, message = part.get("delta") or {}, choice["message"]
-    for key, value in delta.items():
-        if key == "tool_calls":
-            for tool in value or []:
-                _add_tool(message.setdefault("tool_calls", []), tool)
-        elif value is not None and key != "role":
-            message[key] = _joined(message.get(key), value)
+    choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
     if part.get("token_ids"):
         choice.setdefault("token_ids", []).extend(part["token_ids"])
     if part.get("logprobs"):
         content = choice.setdefault("logprobs", {"content": []})["content"]
         content.extend(part["logprobs"].get("content") or [])
-    choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
+    message = choice["message"]
+    for key, value in (part.get("delta") or {}).items():
+        if key == "tool_calls":
+            for tool in value or []:
+                _add_tool(message.setdefault("tool_calls", {}), tool)
+        elif key == "content" and not isinstance(value, str | list | None):
+            raise TypeError(f"content is of type {type(value).__name__}")
+        elif value is not None and key != "role":
+            _join(message, key, value)
 
 
-def _joined(so_far: Any, more: Any) -> Any:
-    """What a field has grown to: texts and lists are appended, objects field by field; any other value replaces."""
-    if isinstance(so_far, str) and isinstance(more, str):
-        return so_far + more
-    if isinstance(so_far, list) and isinstance(more, list):
-        return so_far + more
-    if isinstance(so_far, dict) and isinstance(more, dict):
-        return so_far | {key: _joined(so_far.get(key), value) for key, value in more.items() if value is not None}
-    return more
+def _join(fields: dict[str, Any], key: str, more: Any) -> None:
+    """Let a field grow: texts and lists are appended, objects field by field; any other value replaces.
+
+    Raises TypeError for what would replace a text.
+    """
+    so_far = fields.get(key)
+    if so_far and isinstance(so_far, str):
+        grow(fields, key, more)
+    elif isinstance(so_far, list) and isinstance(more, list):
+        so_far.extend(more)
+    elif isinstance(so_far, dict) and isinstance(more, dict):
+        for name, value in more.items():
+            if value is not None:
+                _join(so_far, name, value)
+    else:
+        fields[key] = more
 
 
-def _add_tool(tools: list[dict[str, Any]], part: Mapping[str, Any]) -> None:
-    position = part.get("index")
-    if position is None:  # some providers number no calls: an id begins one
-        position = len(tools) if part.get("id") or not tools else len(tools) - 1
-    while len(tools) <= position:
-        tools.append({"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
-    tool, function = tools[position], part.get("function") or {}
+def _add_tool(tools: dict[int, dict[str, Any]], part: Mapping[str, Any]) -> None:
+    if part.get("index") is not None:
+        position = number(part, "index")
+    else:  # some providers number no calls: an id begins one
+        position = max(tools, default=-1) + (1 if part.get("id") or not tools else 0)
+    function = part.get("function") or {}
+    if position not in tools:
+        tools[position] = {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
+    tool = tools[position]
     tool["id"] = part.get("id") or tool["id"]
-    tool["function"]["name"] += function.get("name") or ""
-    tool["function"]["arguments"] += function.get("arguments") or ""
+    for name in ("name", "arguments"):
+        grow(tool["function"], name, function.get(name) or "")

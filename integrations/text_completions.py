@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
-from cotune.integrations.chat_completions import choices_for, usage_of
-from cotune.integrations.sse import DONE, events
+from cotune.integrations.chat_completions import choices_for, several, usage_of
+from cotune.integrations.sse import DONE, events, grow, number
 from cotune.recorder import Answer, LiveCall
-from cotune.records import Candidate, Usage
+from cotune.records import Candidate
+from cotune.wellformed import MALFORMED, counts
 
 
 def chat_of(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,22 +72,27 @@ def to_stream(completion: Mapping[str, Any], *, usage: bool) -> bytes:
 
 
 def answer_of(completion: Any) -> Answer:
-    """The answer in a text completion. Raises ValueError when it has no choices."""
+    """The answer in a text completion. Raises ValueError when it has no list of choices."""
     choices = completion.get("choices") if isinstance(completion, Mapping) else None
-    if not choices:
+    if not choices or not isinstance(choices, list):
         raise ValueError("no choices")
-    usage = completion.get("usage") or {}
+    first = choices[0] if isinstance(choices[0], Mapping) else {}
     return Answer(
         candidates=tuple(_candidate(i, choice) for i, choice in enumerate(choices)),
-        prompt_ids=tuple(choices[0].get("prompt_token_ids") or ()),
-        usage=Usage(usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0),
+        prompt_ids=several(first.get("prompt_token_ids")),
+        usage=counts(completion.get("usage"), "prompt_tokens", "completion_tokens"),
     )
 
 
-def _candidate(index: int, choice: Mapping[str, Any]) -> Candidate:
+def _candidate(index: int, choice: Any) -> Candidate:
+    if not isinstance(choice, Mapping):
+        return Candidate(index=index, text="", message={MALFORMED: {"choice": choice}})
     text = choice.get("text") or ""
-    token_ids = tuple(choice.get("token_ids") or ())
-    logprobs = tuple((choice.get("logprobs") or {}).get("token_logprobs") or ())
+    token_ids = several(choice.get("token_ids"))
+    told = choice.get("logprobs") or {}
+    logprobs = several(told.get("token_logprobs")) if isinstance(told, Mapping) else (told,)
+    if logprobs[:1] == (None,):  # with `echo`: those of the prompt, whose first token has none
+        logprobs = ()
     return Candidate(
         index=index,
         text=text,
@@ -116,14 +122,14 @@ def from_stream(raw: bytes) -> dict[str, Any] | None:
 
 
 def part_of_stream(raw: bytes) -> dict[str, Any] | None:
-    """The completion as far as a broken or half-read stream tells it; its open choices are `interrupted`."""
+    """The completion as far as the sound events of a stream tell it; its open choices are `interrupted`."""
     completion: dict[str, Any] = {}
     choices: dict[int, dict[str, Any]] = {}
     for data in events(raw[: raw.rfind(b"\n") + 1]):
         try:
             _take(data, completion, choices)
         except (ValueError, TypeError, AttributeError, KeyError):
-            break
+            continue
     if not any(choice["text"] for choice in choices.values()):
         return None
     found = [choices[index] for index in sorted(choices)]
@@ -137,13 +143,13 @@ def _take(data: bytes, completion: dict[str, Any], choices: dict[int, dict[str, 
     if event.get("usage"):
         completion["usage"] = event["usage"]
     for part in event.get("choices") or []:
-        choice = choices.setdefault(part.get("index", 0), {"text": "", "finish_reason": None})
-        choice["text"] += part.get("text") or ""
+        choice = choices.setdefault(number(part, "index"), {"text": "", "finish_reason": None})
+        grow(choice, "text", part.get("text") or "")
         choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
         if part.get("prompt_token_ids"):
             choice["prompt_token_ids"] = part["prompt_token_ids"]
         if part.get("token_ids"):
-            choice.setdefault("token_ids", []).extend(part["token_ids"])
+            choice.setdefault("token_ids", []).extend(several(part["token_ids"]))
         if part.get("logprobs"):
             found = choice.setdefault("logprobs", {"token_logprobs": []})["token_logprobs"]
-            found.extend(part["logprobs"].get("token_logprobs") or [])
+            found.extend(several(part["logprobs"].get("token_logprobs")))

@@ -14,7 +14,7 @@ from cotune.records import Call, Candidate, Episode, Message, PolicyRef, Record,
 class MemoryStore:
     """The store protocol over dicts; counts reads."""
 
-    lost = 0
+    lost = unreadable = 0
 
     def __init__(self) -> None:
         self.records: list[Record] = []

@@ -1,0 +1,67 @@
+"""What to say of a records file that SQLite cannot read: which file, what of it can be read, and how to save that."""
+
+from __future__ import annotations
+
+import shlex
+import sqlite3
+from pathlib import Path
+
+from cotune.errors import RunError
+from cotune.sqlite_rows import WIDTHS
+
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_OUT_OF_REACH = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PERM}
+
+
+def is_the_files(error: sqlite3.Error) -> bool:
+    """Whether the file is the cause of an error, and not what was asked of it."""
+    return _code(error) in _DAMAGED | _OUT_OF_REACH
+
+
+def _code(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def unusable(path: Path, error: sqlite3.Error) -> RunError:
+    """The error for `path`, of which SQLite says `error`."""
+    if not _is_damage(path, error):
+        return RunError(f"The records file {path} cannot be used: {error}.", "Check the path, its rights and the disk.")
+    recovered = path.with_name(f"recovered-{path.name}")
+    return RunError(
+        f"The records file {path} is damaged ({error}); {_readable(path)}.",
+        f"Save what can be saved with SQLite's own tool: "
+        f"sqlite3 {shlex.quote(str(path))} .recover | sqlite3 {shlex.quote(str(recovered))}, and name the new file.",
+    )
+
+
+def _is_damage(path: Path, error: sqlite3.Error) -> bool:
+    """Whether this was a database: a file that begins neither like one nor empty is another kind of file."""
+    if _code(error) == sqlite3.SQLITE_NOTADB:
+        with path.open("rb") as file:
+            return file.read(16) in (b"SQLite format 3\0", bytes(16))
+    return _code(error) in _DAMAGED
+
+
+def _readable(path: Path) -> str:
+    """How many rows of each table come before the damage."""
+    try:
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        try:
+            found = {table: _rows(db, table) for table in WIDTHS}
+        finally:
+            db.close()
+    except sqlite3.Error:
+        found = {}
+    if not any(found.values()):
+        return "nothing in it can be read as it is"
+    return "before the damage it has " + ", ".join(f"{count} {table}" for table, count in found.items())
+
+
+def _rows(db: sqlite3.Connection, table: str) -> int:
+    count = 0
+    try:
+        for _ in db.execute(f"SELECT * FROM {table}"):
+            count += 1
+    except sqlite3.Error:
+        pass
+    return count
