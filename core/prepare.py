@@ -130,6 +130,8 @@ def train_rows(prepared: Prepared, collected: Collected, store: Store) -> dict[s
                 logprobs=candidate.logprobs,
                 advantage=advantage,
                 temperature=temperature(call),
+                grammar=call.sampling.get("grammar", ""),
+                logit_bias=tuple((int(token), float(value)) for token, value in call.sampling.get("logit_bias") or ()),
                 version=sample.policy.version,
             )
         )

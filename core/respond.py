@@ -8,30 +8,15 @@ from typing import Any
 
 import msgspec
 
+from cotune.asked import fixes_form, request_params, template_options, tools_shown
 from cotune.attribution import attribute_siblings
-from cotune.errors import SamplerError, WorkflowError
+from cotune.errors import RequestRefused, SamplerError, WorkflowError
 from cotune.plans import Plan, choose, seed_of
 from cotune.recipes import Attribution
 from cotune.recorder import Answer, LiveCall
 from cotune.records import Candidate, PolicyRef, Usage
-from cotune.sampler import ChatFormat, Completion, Sampler, SamplingParams
+from cotune.sampler import UNSHAPED, ChatFormat, Completion, Sampler, SamplingParams
 from cotune.scoring import Scorer, score
-
-
-def request_params(
-    body: Mapping[str, Any], defaults: SamplingParams, override: Mapping[str, Any] | None = None
-) -> SamplingParams:
-    """Sampling parameters of a request in OpenAI form: what the application asks, over `defaults`, under `override`."""
-    asked: dict[str, Any] = {
-        name: body[name] for name in ("temperature", "top_p", "top_k", "seed") if body.get(name) is not None
-    }
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    if limit is not None:
-        asked["max_tokens"] = int(limit)
-    stop = body.get("stop")
-    if stop:
-        asked["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    return msgspec.structs.replace(defaults, **{**asked, **(override or {})})
 
 
 class PolicyResponder:
@@ -90,8 +75,7 @@ class PolicyResponder:
             self.passed_through[call.role] += 1
             return None
         self._require_answerable(call)
-        params = self._params(call)
-        prompt = self.chat.render(call.messages, call.tools, earlier=self.earlier(call))
+        prompt, params = self._request(call)
         completions = await self.sampler.sample(prompt, self._count(call), params, policy)
         candidates = tuple(self._candidate(i, c, params) for i, c in enumerate(completions))
         rewards, error = await self._rewards(call, candidates)
@@ -128,8 +112,27 @@ class PolicyResponder:
             call.episode.warn("unanswerable", str(error))
             raise error
 
+    def _request(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
+        """The prompt, and how its reply is sampled. Raises RequestRefused for what cannot be honoured, counted."""
+        asked, tools = call.params, tools_shown(call.params, call.tools)
+        try:
+            params = self._params(call)
+            options = template_options(asked)
+            for name in options:
+                if not self.chat.reads(name):
+                    call.episode.warn("unread_option", f"The model's chat template does not know {name}.")
+            more: dict[str, Any] = {"options": options} if options else {}
+            prompt = self.chat.render(call.messages, tools, earlier=self.earlier(call), **more)
+            if fixes_form(asked, call.tools):
+                params = msgspec.structs.replace(params, grammar=self.chat.grammar(asked, call.tools, prompt))
+        except RequestRefused as error:
+            call.episode.warn("refused", f"Role {call.role!r} asks for what cannot be honoured.", error)
+            raise
+        return prompt, params
+
     def _params(self, call: LiveCall) -> SamplingParams:
         params = request_params(call.params, self.defaults, self.override)
+        self._warn_replaced(call)
         if self.seed is None:
             return params
         episode = call.episode
@@ -137,6 +140,15 @@ class PolicyResponder:
         place = (stream, episode.training_step, call.task.id, episode.rollout, call.role, call.turn)
         asked = () if params.seed is None else (params.seed,)
         return msgspec.structs.replace(params, seed=seed_of(self.seed, *place, *asked))
+
+    def _warn_replaced(self, call: LiveCall) -> None:
+        """Say what the application asks and training sets otherwise; of the temperature, `cotune check` speaks."""
+        for name, value in (self.override or {}).items():
+            asked = call.params.get(name)
+            if name in UNSHAPED and asked is not None and asked != value:
+                call.episode.warn(
+                    f"replaced_{name}", f"Role {call.role!r} asks for {name} = {asked}; it is sampled with {value:g}."
+                )
 
     def _count(self, call: LiveCall) -> int:
         asked = int(call.params.get("n") or 1)

@@ -29,16 +29,37 @@ def fingerprint(weights: Weights) -> str:
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample. `temperature` 0 is greedy. `seed` fixes the candidates of one request.
 
-    `stop` strings end a candidate and are not part of its text; `timeout` is in seconds.
+    `stop` strings end a candidate and are not part of its text; `timeout` is in seconds. `grammar` (Lark, "" for none)
+    says which tokens may come next. Logits are changed in this order: grammar, `logit_bias` (pairs of token id and
+    what is added), `repetition_penalty` (tokens of prompt and reply), `frequency_penalty` and `presence_penalty`
+    (tokens of the reply), temperature, `min_p`, `top_k`, `top_p`.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str = ""
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     seed: int | None = None
     timeout: float | None = None
+
+
+UNSHAPED: Mapping[str, float] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""What training sets whatever an application asks: these bend the distribution where the learner does not follow.
+A grammar and `logit_bias` it does follow."""
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -121,11 +142,25 @@ class ChatFormat(Protocol):
         *,
         earlier: Sequence[Sequence[int]] = (),
         most: int | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered, and
         RequestRefused when it has more than `most` tokens.
 
         `earlier` are token paths of the same role; the longest one that the prompt extends is kept id for id.
+        `options` are variables for the template (`enable_thinking`, ...).
+        """
+        ...
+
+    def reads(self, option: str) -> bool:
+        """Whether the template knows a variable of this name."""
+        ...
+
+    def grammar(
+        self, asked: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, prompt: Sequence[int]
+    ) -> str:
+        """The grammar of the replies to `prompt` that a request in OpenAI form allows, by `response_format`, tools,
+        `tool_choice` and `parallel_tool_calls`. Raises RequestRefused for a form that cannot be enforced.
         """
         ...
 

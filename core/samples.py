@@ -46,6 +46,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     """What a learner needs of one candidate. `logprobs` are the sampler's, in nats, one per response token.
 
+    `temperature`, `grammar` and `logit_bias` shape the distribution that it was drawn from (`SamplingParams`).
     `loss_mask`, one per response token, is false for tokens that do not count: they carry no gradient and are in no
     denominator and no metric. Empty: all count.
     """
@@ -57,5 +58,7 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[float, ...]
     advantage: float
     temperature: float = 1.0
+    grammar: str = ""
+    logit_bias: tuple[tuple[int, float], ...] = ()
     version: int = 0
     loss_mask: tuple[bool, ...] = ()

@@ -122,6 +122,14 @@ class _Made:
     ) -> list[int]:
         return list(_bytes([messages, tools]))
 
+    def reads(self, option: str) -> bool:
+        return True
+
+    def grammar(
+        self, asked: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, prompt: Sequence[int]
+    ) -> str:
+        return ""
+
     async def sample(
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
     ) -> list[Completion]:

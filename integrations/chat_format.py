@@ -17,7 +17,17 @@ from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.ids import pack_ids, unpack_ids
 from cotune.integrations.bounded import Bounded
 from cotune.integrations.earlier_ids import EarlierIds
-from cotune.integrations.hermes import REASONING, TOOL_CALL, has_unread_call, is_call, parse_hermes, tool_call
+from cotune.integrations.grammar import Grammars
+from cotune.integrations.hermes import (
+    REASONING,
+    TOOL_CALL,
+    call_grammar,
+    has_unread_call,
+    is_call,
+    parse_hermes,
+    tool_call,
+)
+from cotune.integrations.reply_grammar import Syntax, reply_grammar
 
 
 class ChatTemplate:
@@ -42,6 +52,7 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._encoder = msgspec.json.Encoder()
         kept = {tokenizer.convert_tokens_to_ids(mark) for mark in (*REASONING, *TOOL_CALL)}
+        self._grammars = Grammars(tokenizer, len(tokenizer))
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         self._dropped = (set(tokenizer.all_special_ids) | set(self.end_token_ids)) - kept
 
@@ -75,6 +86,7 @@ class ChatTemplate:
         *,
         earlier: Sequence[Sequence[int]] = (),
         most: int | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered.
 
@@ -83,15 +95,17 @@ class ChatTemplate:
 
         `earlier` are token paths (prompt, or prompt and reply) of the same role. The longest one that the new prompt
         goes on from is kept id for id, and only the rest is tokenized. Where a message says what an earlier reply
-        said, the prompt goes on from the reply as the model wrote it, however the template would spell it.
+        said, the prompt goes on from the reply as the model wrote it, however the template would spell it. `options`
+        are variables for the template.
         """
-        text, ids = self._render(messages, tools, most)
+        options = options or {}
+        text, ids = self._render(messages, tools, options, most)
         if not earlier:
             return ids
         known = EarlierIds(earlier, self._decode, lambda reply: self.parse(reply)[1], self.end_token_ids)
         kept, rest = known.longest(text)
         if len(kept) < len(known.paths[0]):
-            spelled = self._spelled(messages, tools, known, text)
+            spelled = self._spelled(messages, tools, options, known, text)
             if spelled is not None and len(other := known.longest(spelled)[0]) > len(kept):
                 self.counts["respelled"] += 1
                 kept, rest = other, known.longest(spelled)[1]
@@ -105,12 +119,13 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
         known: EarlierIds,
         canonical: str,
     ) -> str | None:
         # A template that refuses a call without its mark, and messages of another form than OpenAI's.
         with contextlib.suppress(SamplerError, TypeError, AttributeError):
-            return known.spelled(messages, lambda chat: self._template(chat, tools), canonical)
+            return known.spelled(messages, lambda chat: self._template(chat, tools, options), canonical)
         return None
 
     def parse(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, dict[str, Any], str]:
@@ -130,6 +145,39 @@ class ChatTemplate:
         if has_unread_call(message):
             return text, message, "malformed"
         return text, message, "tool_calls" if message.get("tool_calls") else "stop"
+
+    def reads(self, option: str) -> bool:
+        """Whether the template knows a variable of this name."""
+        return option in str(self.tokenizer.chat_template)
+
+    def grammar(
+        self, asked: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, prompt: Sequence[int]
+    ) -> str:
+        """The grammar of the replies that a request in OpenAI form allows (`reply_grammar`). Raises RequestRefused."""
+        found = reply_grammar(asked, tools, self._syntax(prompt))
+        self._grammars.start(found)
+        return found
+
+    def _syntax(self, prompt: Sequence[int]) -> Syntax:
+        """How replies to a prompt are written. It may have opened their reasoning, or closed it."""
+        tail = self._decode(list(prompt[-16:])).rstrip()
+        reasons = REASONING[0] in str(self.tokenizer.chat_template) and not tail.endswith(REASONING[1])
+        return Syntax(
+            call_mark=TOOL_CALL[0],
+            call=self._call_grammar,
+            token=self._token,
+            supports=self._grammars.supports,
+            think=REASONING if reasons else None,
+            thinking=tail.endswith(REASONING[0]),
+            ends=[token for token in self.end_token_ids if token != self.tokenizer.eos_token_id],
+        )
+
+    def _call_grammar(self, name: str, arguments: str) -> str:
+        return call_grammar(name, arguments, self._token(TOOL_CALL[1]))
+
+    def _token(self, mark: str) -> int | None:
+        ids = self._encode(mark)
+        return ids[0] if len(ids) == 1 and self._grammars.special(ids[0]) else None
 
     @property
     def _response_template(self) -> Any:
@@ -154,17 +202,21 @@ class ChatTemplate:
         return message
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, most: int | None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+        most: int | None,
     ) -> tuple[str, list[int]]:
         try:
-            key = hashlib.blake2b(self._encoder.encode((messages, tools)), digest_size=16).digest()
+            key = hashlib.blake2b(self._encoder.encode((messages, tools, options)), digest_size=16).digest()
         except (TypeError, ValueError) as error:
             raise SamplerError(f"The messages are not JSON: {error}.", "Pass plain OpenAI messages.") from error
         if (known := self._rendered.get(key)) is not None:
             self._count("cached")
             text, ids = known[0], list(unpack_ids(known[1]))
         else:
-            text = self._template(messages, tools)
+            text = self._template(messages, tools, options)
             if most is not None and len(text) > most * self._longest_token:
                 raise _too_long(f"{len(text)} characters", most)
             ids = self._encode(text)
@@ -179,13 +231,18 @@ class ChatTemplate:
         with self._lock:
             self.counts[how] += 1
 
-    def _template(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    def _template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> str:
         from jinja2 import TemplateError
 
         try:
             chat = [_for_template(m) for m in messages]
             return self.tokenizer.apply_chat_template(
-                chat, tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=False
+                chat, tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=False, **options
             )
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise SamplerError(

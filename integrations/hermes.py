@@ -38,6 +38,13 @@ def parse_hermes(text: str) -> dict[str, Any]:
     return message
 
 
+def call_grammar(name: str, arguments: str, closing: int | None) -> str:
+    """The grammar of what follows the mark of a call, given that of its arguments; `closing` as `Syntax.token`."""
+    opened = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
+    end = json.dumps(TOOL_CALL[1]) if closing is None else f"<[{closing}]>"
+    return rf'/\n?/ {opened} {arguments} "}}" /\n?/ {end}'
+
+
 def has_unread_call(message: Mapping[str, Any]) -> bool:
     """Whether the content of a parsed reply still holds the mark of a tool call."""
     return TOOL_CALL[0] in (message.get("content") or "")

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from cotune.integrations.grammar import Grammars
 from cotune.integrations.transformers_attention import use_rows_attention
 from cotune.integrations.transformers_cache import RowCache
 from cotune.integrations.transformers_draw import RowParams, draw, streams, uniforms
 from cotune.integrations.transformers_lora import Adapter, LoraRows
+from cotune.integrations.transformers_shape import Shaped, is_shaped, shape
 from cotune.sampler import Completion, SamplingParams
 
 BASE = -1
@@ -59,9 +61,11 @@ class Rows:
             "span": np.empty(0, np.int64),
             "alive": np.empty(0, bool),
             "watched": np.empty(0, bool),
+            "shaped": np.empty(0, object),
             "temperature": np.empty(0, np.float32),
             "top_k": np.empty(0, np.int64),
             "top_p": np.empty(0, np.float32),
+            "min_p": np.empty(0, np.float32),
             "token": np.empty((0, 32), np.int64),
             "logprob": np.empty((0, 32), np.float32),
         }
@@ -86,7 +90,7 @@ class Rows:
         for column in self.columns.values():
             column[to] = column[source]
 
-    def put(self, at: npt.NDArray[np.int64], job: Job) -> None:
+    def put(self, at: npt.NDArray[np.int64], job: Job, grammars: Grammars | None) -> None:
         """Start the candidates of a job in these rows."""
         p = job.params
         values = {
@@ -99,9 +103,11 @@ class Rows:
             "span": len(job.prompt) + job.limit,
             "alive": True,
             "watched": bool(p.stop),
+            "shaped": [Shaped(job.prompt, p, grammars) if is_shaped(p) else None for _ in at],
             "temperature": p.temperature,
             "top_k": p.top_k if p.temperature > 0 else 0,
             "top_p": p.top_p if p.temperature > 0 else 1.0,
+            "min_p": p.min_p if p.temperature > 0 else 0.0,
         }
         for name, value in values.items():
             self.columns[name][at] = value
@@ -115,6 +121,7 @@ class Batch:
         use_rows_attention(model)
         self.lora = LoraRows(model)
         self.tokenizer = tokenizer
+        self.grammars = None if tokenizer is None else Grammars(tokenizer, self.vocabulary)
         self.rows = 0
         self.state = Rows()
         config = model.config.get_text_config()
@@ -130,6 +137,11 @@ class Batch:
         self._ends[list(end_token_ids)] = True
         self._input = torch.zeros((0, 1), dtype=torch.long, device=parameter.device)
         self._params = self._row_params(slice(0, 0))
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits."""
+        return self.model.config.get_text_config().vocab_size
 
     @property
     def alive(self) -> int:
@@ -160,7 +172,7 @@ class Batch:
         self.cache.fill(rows, cache, source, lengths)
         self.cache.trim()
         for i, job in enumerate(jobs):
-            self.state.put(at[fresh == i], job)
+            self.state.put(at[fresh == i], job, self.grammars)
         self._compose()
         return self._draw(logits[source], at)
 
@@ -242,7 +254,8 @@ class Batch:
         self._route(s["kind"][rows])
 
     def _row_params(self, rows: Any) -> RowParams:
-        temperature, top_k, top_p = (self.state[name][rows] for name in ("temperature", "top_k", "top_p"))
+        names = ("temperature", "top_k", "top_p", "min_p")
+        temperature, top_k, top_p, min_p = (self.state[name][rows] for name in names)
         greedy = temperature == 0
 
         def tensor(values: npt.NDArray[Any]) -> Tensor:
@@ -254,6 +267,7 @@ class Batch:
             bool(greedy.all()),
             tensor(top_k) if (top_k > 0).any() else None,
             tensor(top_p) if (top_p < 1).any() else None,
+            tensor(min_p) if (min_p > 0).any() else None,
         )
 
     def _route(self, kinds: npt.NDArray[np.int64]) -> None:
@@ -273,6 +287,9 @@ class Batch:
         rows = slice(0, self.rows) if at is None else at
         uniform = torch.as_tensor(uniforms(s["stream"][rows], s["count"][rows]), device=self.device).unsqueeze(1)
         params = self._params if at is None else self._row_params(rows)
+        shaped = np.where(s["alive"][rows], s["shaped"][rows], None)
+        if shaped.any():
+            shape(logits, shaped)
         chunk = max(1, DRAW_ELEMENTS // logits.shape[1])
         parts = [
             draw(logits[i : i + chunk], uniform[i : i + chunk], params.rows(i, i + chunk))
@@ -295,6 +312,8 @@ class Batch:
         s["logprob"][at, count] = logprob
         alive = s["alive"][at]
         s["count"][at] = count + alive
+        for i in np.flatnonzero(np.where(alive, s["shaped"][at], None)):
+            s["shaped"][at[i]].consume(int(token[i]))
         stopped = self._ends[token]
         if s["watched"][at].any():
             stopped |= self._stopped(at)

@@ -25,12 +25,13 @@ class RowParams(NamedTuple):
     all_greedy: bool
     top_k: Tensor | None
     top_p: Tensor | None
+    min_p: Tensor | None = None
 
     def rows(self, low: int, high: int) -> RowParams:
         """The parameters of rows [low, high)."""
-        parts = (None if t is None else t[low:high] for t in (self.greedy, self.top_k, self.top_p))
-        greedy, top_k, top_p = parts
-        return RowParams(self.temperature[low:high], greedy, self.all_greedy, top_k, top_p)
+        parts = (None if t is None else t[low:high] for t in (self.greedy, self.top_k, self.top_p, self.min_p))
+        greedy, top_k, top_p, min_p = parts
+        return RowParams(self.temperature[low:high], greedy, self.all_greedy, top_k, top_p, min_p)
 
 
 def streams(seed: int, n: int) -> npt.NDArray[np.uint64]:
@@ -58,6 +59,9 @@ def draw(logits: Tensor, uniform: Tensor, params: RowParams) -> tuple[Tensor, Te
     rows, size = logits.shape
     weight = logits.new_zeros((rows, -(-size // BLOCK) * BLOCK), dtype=torch.float32)
     x = torch.div(logits, params.temperature, out=weight[:, :size])
+    if params.min_p is not None:
+        least = x.amax(dim=-1, keepdim=True) + params.min_p.log()
+        x.masked_fill_(x < least, -torch.inf)
     if params.top_k is not None or params.top_p is not None:
         x.copy_(truncate(x, params.top_k, params.top_p))
     greedy = None if params.greedy is None else x.argmax(dim=-1, keepdim=True)

@@ -145,6 +145,15 @@ class Engine:
             )
         if params.stop and self._tokenizer is None:
             raise SamplerError("Stop strings need a tokenizer, and the sampler has none.", "Open it with a tokenizer.")
+        if params.grammar and batch.grammars is None:
+            raise SamplerError("A grammar needs a tokenizer, and the sampler has none.", "Open it with a tokenizer.")
+        if params.grammar:
+            batch.grammars.start(params.grammar)
+        if unknown := [token for token, _ in params.logit_bias if not 0 <= token < batch.vocabulary]:
+            raise SamplerError(
+                f"logit_bias names the token {unknown[0]}; the model has 0 to {batch.vocabulary - 1}.",
+                "Name tokens of the model that answers, by their ids.",
+            )
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
         job = Job(
             command.id,

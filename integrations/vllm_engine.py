@@ -148,6 +148,8 @@ class VllmSampler(LoopSampler):
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "worker_extension_cls": _WORKER,
+            # The one whose grammars the learner makes again from what was recorded.
+            "structured_outputs_config": {"backend": "guidance"},
         }
         if cpu:
             # A seeded request whose prompt is computed in parts kills the engine: CPU generators have no offset.

@@ -239,10 +239,10 @@ def _sampling(n: int, params: SamplingParams) -> dict[str, Any]:
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
         "max_tokens": params.max_tokens,
         "stop": list(params.stop),
         "seed": spread(params.seed),
@@ -251,6 +251,10 @@ def _sampling(n: int, params: SamplingParams) -> dict[str, Any]:
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
+    if params.logit_bias:
+        body["logit_bias"] = {str(token): value for token, value in params.logit_bias}
+    if params.grammar:
+        body["structured_outputs"] = {"grammar": params.grammar}
     return body
 
 

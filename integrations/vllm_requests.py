@@ -11,13 +11,19 @@ from cotune.sampler import Completion, SamplingParams
 
 def vllm_params(n: int, params: SamplingParams) -> Any:
     from vllm import SamplingParams as VllmParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     return VllmParams(
         n=n,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=dict(params.logit_bias) or None,
+        structured_outputs=StructuredOutputsParams(grammar=params.grammar) if params.grammar else None,
         seed=spread(params.seed),
         stop=list(params.stop) or None,
         max_tokens=params.max_tokens,

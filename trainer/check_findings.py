@@ -12,6 +12,7 @@ from cotune.learns import learns_from, outcome_unused
 from cotune.plans import Plan
 from cotune.recipes import Recipe
 from cotune.records import Call
+from cotune.sampler import UNSHAPED
 from cotune.trainer.check_report import Finding, RoleCheck
 from cotune.trainer.config import TrainConfig
 
@@ -79,6 +80,11 @@ def call_findings(calls: Sequence[Call], plan: Plan, config: TrainConfig) -> Ite
             said = ", ".join(f"{t:g}" for t in asked)
             text = f"asks for temperature {said}; training samples at {config.sampling.temperature:g}."
             yield Finding(level="note", about=role, text=text)
+        for name, plain in UNSHAPED.items():
+            values = sorted({str(value) for call in own if (value := call.params.get(name)) not in (None, plain)})
+            if values:
+                text = f"asks for {name} {', '.join(values)}; training samples without it."
+                yield Finding(level="warns", about=role, text=text)
         seeds = sorted({str(s) for call in own if (s := call.params.get("seed")) is not None})
         if seeds:
             text = f"asks for seed {', '.join(seeds)}; training and evaluation mix it into a seed of each call's own."

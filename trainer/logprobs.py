@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+FORBIDDEN = -1e9
+"""The logit of a token that a grammar forbids: its probability is 0 in fp32, and 0 times it is still 0."""
 
 CHUNK_BYTES = 4 * 2**20
 CHUNK_ROWS = {"cpu": 64, "cuda": 256}
@@ -13,28 +16,63 @@ CHUNK_ROWS = {"cpu": 64, "cuda": 256}
 reading the output embedding pays. About three buffers of a chunk live at a time."""
 
 
+class Shapes(NamedTuple):
+    """What changed the logits of tokens before they were drawn: a grammar's bits, and what was added to logits.
+
+    `bits` [M, words] (int32, as `grammar.Bits`) and `added` [B, V] hold each distinct mask and bias once; `bits_at` and
+    `added_at` [N] (int64) say which one is a token's, -1 for none. All on the device of the logits.
+    """
+
+    bits: Tensor
+    bits_at: Tensor
+    added: Tensor
+    added_at: Tensor
+
+    def apply(self, logits: Tensor, part: slice) -> None:
+        """Change the logits of tokens `part` in place."""
+        for at, change in ((self.bits_at[part], self._forbid), (self.added_at[part], self._add)):
+            changed = (at >= 0).nonzero().squeeze(1)
+            if len(changed):
+                logits[changed] = change(logits[changed], at[changed])
+
+    def _forbid(self, logits: Tensor, at: Tensor) -> Tensor:
+        places = torch.arange(32, dtype=torch.int32, device=logits.device)
+        allowed = (self.bits[at, :, None] >> places & 1).bool().flatten(1)[:, : logits.shape[1]]
+        return logits.masked_fill_(~allowed, FORBIDDEN)
+
+    def _add(self, logits: Tensor, at: Tensor) -> Tensor:
+        return logits + self.added[at]
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
     """Keeps hidden states and two numbers per token; the backward pass computes each chunk's logits again.
 
-    With z = W h / T, log p = z - logsumexp(z) and H = -sum(p log p):
+    With z = (W h + b + what shapes it) / T, log p = z - logsumexp(z) and H = -sum(p log p):
     d log p[y] / dz = onehot(y) - p, and dH / dz = -p (log p + H).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor,
+        shapes: Shapes | None,
+        rows: int,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
         lse = torch.empty_like(logprobs)
         for part in _parts(len(targets), rows):
-            z = _logits(hidden[part], weight, bias, temperature[part])
+            z = _logits(hidden, weight, bias, temperature, shapes, part)
             lse[part] = torch.logsumexp(z, dim=-1)
             z -= lse[part, None]
             logprobs[part] = z.gather(1, targets[part, None]).squeeze(1)
             entropy[part] = -torch.linalg.vecdot(z.exp(), z)
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy)
-        ctx.rows = rows
+        ctx.shapes, ctx.rows = shapes, rows
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -46,7 +84,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias) if need_bias else None
         for part in _parts(len(targets), ctx.rows):
-            z = _logits(hidden[part], weight, bias, temperature[part])
+            z = _logits(hidden, weight, bias, temperature, ctx.shapes, part)
             z -= lse[part, None]
             grad = z.exp()
             if grad_entropy is None:
@@ -69,13 +107,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_weight += grad.T @ hidden[part]
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    shapes: Shapes | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of `targets[n]` and entropy of its distribution, softmax(W hidden[n] / temperature[n]), in nats.
+
+    Where `shapes` forbid tokens or add to logits, the distribution is the one over what is left.
 
     hidden [N, H], weight [V, H], bias [V] or None, targets [N] (int64), temperature [N], all above 0. Returns two
     float32 tensors [N], both differentiable in hidden, weight and bias. Memory beyond the inputs and gradients:
@@ -84,12 +129,17 @@ def token_logprobs(
     rows = max(CHUNK_ROWS.get(hidden.device.type, 64), CHUNK_BYTES // (4 * weight.shape[0]))
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
-    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, rows)
+    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, shapes, rows)
 
 
 def _parts(total: int, rows: int) -> list[slice]:
     return [slice(start, min(start + rows, total)) for start in range(0, total, rows)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor) -> Tensor:
-    return torch.nn.functional.linear(hidden, weight, bias).float().div_(temperature[:, None])
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, shapes: Shapes | None, part: slice
+) -> Tensor:
+    logits = torch.nn.functional.linear(hidden[part], weight, bias).float()
+    if shapes is not None:
+        shapes.apply(logits, part)
+    return logits.div_(temperature[part, None])

@@ -14,7 +14,7 @@ from cotune.errors import LearnerLost, RunError
 from cotune.policies import stand_in, unlisted_said
 from cotune.prepare import prepare, train_rows
 from cotune.records import Episode
-from cotune.sampler import SamplingParams
+from cotune.sampler import UNSHAPED, SamplingParams
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from cotune.trainer.metrics import Clock
 from cotune.trainer.progress import Progress
@@ -138,7 +138,7 @@ async def roll_out(run: Run, step: int, progress: Progress) -> list[Episode]:
         plan=run.plan,
         attribution=run.recipe.attribution,
         defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.sampling.timeout),
-        override={"temperature": config.sampling.temperature, "top_p": 1.0, "top_k": 0},
+        override={"temperature": config.sampling.temperature, **UNSHAPED},
         provider_roles=tuple(run.provider_roles),
         others=stand_in(config.other_roles),
         seed=config.seed,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cotune.samples import TrainRow
 from cotune.trainer.forward import plain_states, shared_states
 from cotune.trainer.logprobs import token_logprobs
+from cotune.trainer.shapes import RowShapes
 
 FILLER = TrainRow(id="filler", role="", prompt_ids=(0,), response_ids=(0, 0), logprobs=(0.0, 0.0), advantage=0.0)
 """The row of a rank that has none left while others still compute."""
@@ -27,6 +28,7 @@ class Scorer(nn.Module):
     def __init__(self, network: Any) -> None:
         super().__init__()
         self.network = network
+        self.shapes = RowShapes(network.config.name_or_path)
 
     def forward(self, rows: Sequence[TrainRow], *, shared: bool, dtype: str) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each response token, rows in order; both [tokens], float32, in nats.
@@ -44,7 +46,8 @@ class Scorer(nn.Module):
                 hidden = shared_states(self.network, rows, always_continue=self.sharded)
             else:
                 hidden = plain_states(self.network, rows)
-        return token_logprobs(hidden, head.weight, head.bias, targets, temperature.repeat_interleave(lengths))
+        shapes = self.shapes.of(rows, head.weight.shape[0], device)
+        return token_logprobs(hidden, head.weight, head.bias, targets, temperature.repeat_interleave(lengths), shapes)
 
     def reduce_next(self, on: bool) -> None:
         """Whether the next backward pass exchanges gradients between ranks, or only adds to this rank's own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from cotune.asked import replaced
 from cotune.collect import Collected
 from cotune.prepare import Prepared
 from cotune.records import Episode
@@ -54,7 +55,7 @@ def step_metrics(
         tokens_per_s=tokens / max(sum(clock.seconds.values()), 1e-9),
         updated=bool(moves),
         stayed={name: why for name, why in _stayed(run, collected.samples, rows).items() if name not in moves},
-        notes=tuple(prepared.warnings),
+        notes=(*prepared.warnings, *replaced(collected.calls.values())),
     )
 
 

@@ -78,3 +78,32 @@ def test_a_frozen_head_gets_no_gradient():
     token_logprobs(hidden, weight, None, targets, temperature)[0].sum().backward()
     assert weight.grad is None
     assert hidden.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("bonus", [0.0, 0.3])
+def test_masks_and_biases_equal_the_naive_way(bonus):
+    """Token 2 may be any of the even ones, token 3 one alone, token 4 has 3 added to logit 1, token 5 both."""
+    arguments = inputs(6, 40, 5, 7)
+    arguments[3][2:] = torch.tensor([4, 7, 1, 6])
+    even, alone = torch.zeros(2, 64, dtype=torch.bool)
+    even[0:40:2] = alone[7] = True
+    bits = torch.stack([even, alone]).view(2, 2, 32).long().mul(1 << torch.arange(32)).sum(-1).to(torch.int32)
+    added = torch.zeros(1, 40)
+    added[0, [1, 6]] = 3.0
+    shapes = logprobs.Shapes(bits, torch.tensor([-1, -1, 0, 1, -1, 0]), added, torch.tensor([-1, -1, -1, -1, 0, 0]))
+    shift = torch.zeros(6, 40)
+    shift[4:] += added[0]
+    shift[[2, 5]] = shift[[2, 5]].masked_fill(~even[:40], -1e9)
+    shift[3] = shift[3].masked_fill(~alone[:40], -1e9)
+
+    def shaped(hidden, weight, bias, targets, temperature):
+        logits = (torch.nn.functional.linear(hidden, weight, bias) + shift) / temperature[:, None]
+        logp = logits.log_softmax(-1)
+        return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+
+    share = torch.linspace(-1.0, 1.0, 6)
+    fused = gradients(lambda *given: token_logprobs(*given, shapes), arguments, share, bonus)
+    expected = gradients(shaped, arguments, share, bonus)
+    assert fused[0][3] == 0.0 == fused[1][3]
+    for mine, theirs in zip([*fused[:2], *fused[2]], [*expected[:2], *expected[2]], strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=1e-5)

@@ -1,0 +1,165 @@
+"""Grammars over token ids, by llguidance: which tokens may come next, as packed bits, for sampler and learner alike."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cotune.errors import RequestRefused, SamplerError
+
+Bits = npt.NDArray[np.int32]
+"""Allowed tokens of one position: bit i % 32 of word i // 32 is token i."""
+
+CACHE_SIZE = 128
+
+
+class Matcher:
+    """Follows one reply through its grammar."""
+
+    def __init__(self, matcher: Any, words: int) -> None:
+        self._matcher = matcher
+        self._words = words
+
+    def allowed(self, into: Bits) -> None:
+        """Write the tokens that may come next; only the end token once the grammar is complete."""
+        self._matcher.unsafe_compute_mask_ptr(into.ctypes.data, into.nbytes)
+
+    def consume(self, token: int) -> bool:
+        """Go on by a token; False where the grammar does not allow it. After the grammar's end nothing changes."""
+        return self._matcher.is_stopped() or self._matcher.consume_token(token)
+
+    @property
+    def words(self) -> int:
+        """Length of the bits of a position."""
+        return self._words
+
+
+class Grammars:
+    """The grammars of one tokenizer, each compiled once. Safe to use from several threads.
+
+    A grammar is Lark text as llguidance reads it (`reply_grammar` writes it). `vocabulary` is the number of logits.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+        self._source = tokenizer
+        self._vocabulary = max(vocabulary, len(tokenizer))
+        self._tokenizer: Any = None
+        self._known: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def words(self) -> int:
+        """int32 words that hold the bits of all tokens."""
+        return -(-self._vocabulary // 32)
+
+    def start(self, grammar: str) -> Matcher:
+        """A matcher at the beginning of a reply. Raises RequestRefused for a grammar that cannot be compiled."""
+        with self._lock:
+            known = self._known.get(grammar)
+            if known is None:
+                known = self._known[grammar] = self._compile(grammar)
+                if len(self._known) > CACHE_SIZE:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(grammar)
+            return Matcher(known.deep_copy(), self.words)
+
+    def supports(self, grammar: str) -> bool:
+        """Whether a grammar can be compiled."""
+        try:
+            self.start(grammar)
+        except RequestRefused:
+            return False
+        return True
+
+    def special(self, token: int) -> bool:
+        """Whether a token stands outside of text: a grammar names it by its id."""
+        with self._lock:
+            return self._opened().is_special_token(token)
+
+    def replay(self, grammar: str, token_ids: Sequence[int]) -> Bits:
+        """Bits [tokens, words] of what was allowed where each token of a reply was drawn.
+
+        Raises SamplerError where the grammar does not allow the reply.
+        """
+        matcher = self.start(grammar)
+        bits = np.empty((len(token_ids), self.words), np.int32)
+        for position, token in enumerate(token_ids):
+            matcher.allowed(bits[position])
+            if not bits[position, token // 32] >> (token % 32) & 1 or not matcher.consume(token):
+                raise SamplerError(
+                    f"Token {token} at position {position} of a reply is not what its grammar allows.",
+                    "Sampler and learner need the same tokenizer and the same version of llguidance.",
+                )
+        return bits
+
+    def _compile(self, grammar: str) -> Any:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._opened(), LLMatcher.grammar_from_lark(grammar), log_level=0)
+        if matcher.is_error():
+            raise RequestRefused(
+                f"The form that the request asks for cannot be enforced: {reason(matcher.get_error())}.",
+                "Take this out of the schema, or ask for plain text and check the reply.",
+            )
+        return matcher
+
+    def _opened(self) -> Any:
+        if self._tokenizer is None:
+            self._tokenizer = _open(self._source, self._vocabulary)
+        return self._tokenizer
+
+
+def reason(error: str) -> str:
+    """The first line of what llguidance says, without the place in the grammar, which is ours."""
+    line = next((line for line in error.splitlines() if line.strip()), "no reason given").strip()
+    return line.partition("): ")[2].rstrip(".") or line
+
+
+def _open(tokenizer: Any, vocabulary: int) -> Any:
+    """The tokenizer as llguidance knows it. Raises SamplerError for one that it cannot read."""
+    try:
+        import llguidance
+        import llguidance.hf
+    except ImportError as error:
+        raise SamplerError(
+            "Structured output needs llguidance, which is not installed.", "pip install 'cotune[train]'"
+        ) from error
+    try:
+        return llguidance.hf.from_tokenizer(tokenizer, vocabulary)
+    except ValueError as error:
+        first = str(error).splitlines()[0]
+    try:
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Plain(tokenizer)), n_vocab=vocabulary)
+    except ValueError as error:
+        raise SamplerError(
+            f"Structured output does not know this tokenizer: {first}; {error}.", "Use a model with a fast tokenizer."
+        ) from error
+
+
+class _Plain:
+    """A tokenizer whose text is its tokens' texts one after the other, in the form that llguidance asks for."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = tokenizer.eos_token_id
+        self.bos_token_id = tokenizer.bos_token_id
+        self.special_token_ids = sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
+        texts = [self._text(i) for i in range(len(tokenizer))]
+        plain = [i for i in range(len(tokenizer)) if i not in self.special_token_ids]
+        if self._decode(plain) != "".join(texts[i] for i in plain):
+            raise ValueError("the text of several tokens is not the tokens' texts one after the other")
+        self.tokens = [text.encode() for text in texts]
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _text(self, token: int) -> str:
+        return self._decode([token])
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

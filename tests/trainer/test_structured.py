@@ -1,0 +1,103 @@
+"""Structured output in training, by the public path: sampled under a grammar, and learned under the same one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from cotune.errors import LearnerError
+from cotune.policies import Policies, PolicySpec
+from cotune.recipes import recipe
+from cotune.samples import TrainRow
+from cotune.sqlite_store import SqliteStore
+from cotune.trainer.check import check
+from cotune.trainer.config import convert
+from cotune.trainer.local_learner import LocalLearner
+from tests.integrations.tiny_models import build
+from tests.trainer.learner_rows import FAST
+from tests.trainer.tiny_app import application, ask
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"move": {"enum": ["left", "right"]}, "steps": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["move", "steps"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "move", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with one token per character, so that its untrained replies are noise."""
+    folder = tmp_path_factory.mktemp("speaking") / "base"
+    build("qwen3", folder)
+    return folder
+
+
+async def plan(task: Mapping[str, Any]) -> dict[str, float]:
+    """The application parses what it asked for: a reply that breaks the schema fails the episode."""
+    asked = {"response_format": FORM, "max_tokens": 64, "logit_bias": {"200": -100}, "presence_penalty": 1.5}
+    move = json.loads(await ask("planner", "where to?", **asked))
+    jsonschema.validate(move, SCHEMA)
+    free = await ask("writer", "say anything", max_tokens=8)
+    return {"team": 0.1 * move["steps"] + 0.01 * len(free)}
+
+
+@pytest.fixture(scope="module")
+def ran(speaking: Path, module_trainer):
+    summary = module_trainer(
+        application(plan), model=str(speaking), policies="lora", plan={"kind": "independent", "k": 8}, to="structured"
+    )
+    store = SqliteStore.open(module_trainer.folder / "structured" / "records.db")
+    yield summary, module_trainer, store
+    store.close()
+
+
+def test_every_reply_fits_the_schema(ran) -> None:
+    summary, _, store = ran
+    assert summary.finished
+    episodes = list(store.episodes(phase="train"))
+    assert {episode.status for episode in episodes} == {"ok"}
+    calls = [call for episode in episodes for call in store.calls(episode.id) if call.role == "planner"]
+    assert len(calls) == 2 * 3 * 8
+    for call in calls:
+        jsonschema.validate(json.loads(call.candidates[0].text), SCHEMA)
+        assert call.sampling["grammar"].startswith("%llguidance")
+        assert call.sampling["presence_penalty"] == 0.0
+    assert len({call.candidates[0].text for call in calls}) > 4
+
+
+def test_the_learner_sees_the_distribution_that_was_sampled_from(ran) -> None:
+    for line in ran[1].metrics("structured"):
+        for role in ("planner", "writer"):
+            assert line["roles"][role]["sampler_gap_max"] < 1e-4
+            assert line["roles"][role]["kept"] == 24
+
+
+def test_replaced_parameters_are_counted(ran) -> None:
+    for line in ran[1].metrics("structured"):
+        assert line["notes"] == ["24 calls asked for presence_penalty and were sampled without it."]
+
+
+def test_check_names_what_training_replaces() -> None:
+    found = check(
+        application(plan), [{"id": "a"}], convert({"model": "none"}), answers=['{"move": "left", "steps": 3}']
+    )
+    said = [finding.text for finding in found.findings if finding.about == "planner"]
+    assert "asks for presence_penalty 1.5; training samples without it." in said
+
+
+def test_a_reply_that_its_grammar_forbids_is_not_trained_on(speaking: Path) -> None:
+    policies = Policies({"p": PolicySpec(name="p")}, {"planner": "p"})
+    learner = LocalLearner.open(str(speaking), policies, FAST, recipe("dr_mas").loss)
+    row = TrainRow(
+        id="c.0", role="planner", prompt_ids=(7, 8), response_ids=(30, 2), logprobs=(0.0, 0.0), advantage=1.0,
+        grammar='start: "{}"',
+    )  # fmt: skip
+    with pytest.raises(LearnerError, match=r"Row c.0 of role 'planner': Token 30 at position 0 .* llguidance"):
+        learner.update("p", [row])
