@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import os
+import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from cotune.errors import ConfigError
@@ -59,6 +63,30 @@ def add_address(command: Any, port: int) -> None:
     )
     command.add_argument("--port", type=int, default=port, help="0 takes a free one (default: %(default)s)")
     command.add_argument("--token", help="bearer token that clients must send (or the environment's COTUNE_TOKEN)")
+
+
+@contextmanager
+def printing_aside() -> Iterator[None]:
+    """Send to standard error what is printed to standard output in here, by other processes and at the exit too."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:
+        kept = None
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if kept is not None:
+            os.dup2(kept, 1)
+            os.close(kept)
+        atexit.register(_aside)
+
+
+def _aside() -> None:
+    sys.stdout.flush()
+    sys.stdout = sys.stderr
 
 
 def pairs(flag: str, given: Sequence[str], form: str = "NAME=VALUE", hint: str = "") -> dict[str, str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
-from cotune.cli_command import APP, FUNCTION, REDACT, TASKS, add_command, prices, settings
+from cotune.cli_command import APP, FUNCTION, REDACT, TASKS, add_command, prices, printing_aside, settings
 from cotune.errors import ConfigError
 
 _CLUSTER = "run on Ray: local (its own, for this run), auto or HOST:PORT of a cluster; see docs/cluster.md"
@@ -36,13 +38,14 @@ def add_check(commands: Any) -> None:
         flags = {k: v for k, v in vars(a).items() if "." in k or k in ("policies", "recipe")}
         config = load_config(a.config, {**flags, "model": a.model or "none", **settings(a.set)})
         bounds = {"limit": a.limit, "calls": a.calls, "timeout": a.timeout}
-        report = check(
-            a.workflow, a.tasks, config, model=a.model, answers=a.answer, call_tools=not a.no_tools, **bounds
-        )
-        if a.json:
-            print(report.to_json())
+        with printing_aside() if a.json else nullcontext():
+            report = check(
+                a.workflow, a.tasks, config, model=a.model, answers=a.answer, call_tools=not a.no_tools, **bounds
+            )
+        if a.json in (None, "-"):
+            print(report.to_json()) if a.json else Console().print(render(report))
         else:
-            Console().print(render(report))
+            Path(a.json).write_text(report.to_json() + "\n")
         return 0 if report.trainable else 1
 
     text = "run an application on a task with made-up answers and say what would be trained, and what not and why"
@@ -68,7 +71,14 @@ def add_check(commands: Any) -> None:
     command.add_argument("--no-tools", action="store_true", help="never answer with a tool call: no tool is run")
     command.add_argument("--calls", type=int, default=64, help="most calls of an episode (default: %(default)s)")
     command.add_argument("--timeout", type=float, default=60.0, help="seconds for one episode (default: %(default)s)")
-    command.add_argument("--json", action="store_true", help="print the report as JSON")
+    command.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the report as JSON to FILE, or alone to standard output; what the application prints goes to "
+        "standard error",
+    )
 
 
 def add_doctor(commands: Any) -> None:

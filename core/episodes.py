@@ -14,6 +14,7 @@ from numbers import Real
 from typing import Any
 
 from cotune.errors import CotuneError, WorkflowError
+from cotune.parts import Parts
 from cotune.recorder import LiveEpisode, Responder, Sink
 from cotune.records import Episode, Task
 from cotune.scoring import components
@@ -51,12 +52,14 @@ async def run_episode(
     rollout: int = 0,
     timeout: float | None = None,
     offline: bool = False,
+    parts: Parts | None = None,
 ) -> Outcome:
     """Run `workflow` on `task` and record it; errors of the workflow are in the outcome, not raised.
 
     `responder` answers the calls in place of the application's provider. A sync workflow runs in a thread: at
     `timeout` (seconds) the thread cannot be stopped, but its open calls are cancelled and further ones refused.
-    Cancelling records the episode as cancelled. `offline` refuses what the responder leaves to the provider.
+    Cancelling records the episode as cancelled. `offline` refuses what the responder leaves to the provider. `parts`
+    is told what the application is made of.
     """
     for activate in activators:
         activate()
@@ -73,6 +76,7 @@ async def run_episode(
         offline=offline,
         redactors=tuple(workflow.redactors),
         keep_token_ids=workflow.keep_token_ids,
+        parts=parts,
     )
     try:
         async with asyncio.timeout(timeout) as limit:

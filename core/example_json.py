@@ -1,12 +1,17 @@
-"""The smallest plausible JSON value of a JSON schema: what a stub answers where an application asks for structure."""
+"""Plausible JSON values of a JSON schema: what a stub answers where an application asks for structure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _DEPTH = 12
 """Nesting at which a schema that refers to itself is cut."""
+_SPAN = 100
+"""Widest range of numbers whose upper end is taken: a larger one may count what is really done."""
+_ENDS = frozenset({"finish", "finished", "end", "__end__", "done", "stop", "exit", "none", "quit", "terminate"})
+"""Choices that end an application's loop; they come last."""
 _FORMATS = {
     "date": "2000-01-01",
     "date-time": "2000-01-01T00:00:00Z",
@@ -15,52 +20,128 @@ _FORMATS = {
     "uri": "https://example.org/",
     "uuid": "00000000-0000-4000-8000-000000000000",
 }
+_RANGE = re.compile(r"(-?\d+(?:\.\d+)?)\s*(?:-|–|\.\.|to|and)\s*(-?\d+(?:\.\d+)?)")
 
 
-def example(schema: Any, variant: int = 0) -> Any:
-    """A value that `schema` allows, with required properties only. `variant` picks among enums and short texts.
+def example(schema: Any, variant: int = 0, texts: Sequence[str] = ()) -> Any:
+    """A value that `schema` allows: small, but a list has an element, so that what is done for each is done once.
 
-    The first boolean is true, which is how loops end ("done", "approved"). Patterns, conditions and `not` are not
-    followed.
+    `variant` rotates enums, alternatives, booleans (true first), both ends of a range, and short texts: values of
+    successive variants take an application's branches and end its loops. `texts` are taken where they fit. Patterns,
+    conditions and `not` are not followed.
     """
-    return _value(schema, schema, variant, 0)
+    return _Maker(schema, variant, texts).value(schema, 0, ())
 
 
-def _value(schema: Any, root: Any, variant: int, depth: int) -> Any:
-    if not isinstance(schema, Mapping) or depth > _DEPTH:
-        return None
-    if "$ref" in schema:
-        return _value(_resolve(str(schema["$ref"]), root), root, variant, depth + 1)
-    if "const" in schema:
-        return schema["const"]
-    if schema.get("enum"):
-        return schema["enum"][variant % len(schema["enum"])]
-    if schema.get("default") is not None:
-        return schema["default"]
-    for word in ("anyOf", "oneOf"):
-        if schema.get(word):
-            return _value(schema[word][0], root, variant, depth + 1)
-    if schema.get("allOf"):
-        return _all(schema["allOf"], root, variant, depth)
-    return _of_type(_type(schema), schema, root, variant, depth)
+def fits(schema: Any, value: Any) -> bool:
+    """Whether `value` has the types, names and choices that `schema` asks; bounds and formats are not looked at."""
+    return _fits(schema, value, schema, 0)
 
 
-def _of_type(kind: str, schema: Mapping[str, Any], root: Any, variant: int, depth: int) -> Any:
-    match kind:
-        case "object":
-            properties = schema.get("properties") or {}
-            wanted = schema.get("required") or ()
-            return {name: _value(properties.get(name, {}), root, variant, depth + 1) for name in wanted}
-        case "array":
-            items = schema.get("prefixItems") or [schema.get("items") or {}] * int(schema.get("minItems") or 0)
-            return [_value(item, root, variant, depth + 1) for item in items]
-        case "integer" | "number":
-            return _number(schema, kind)
-        case "boolean":
-            return variant % 2 == 0
-        case "null":
+class _Maker:
+    def __init__(self, root: Any, variant: int, texts: Sequence[str]) -> None:
+        self.root = root
+        self.variant = variant
+        self.texts = texts
+
+    def value(self, schema: Any, depth: int, above: tuple[str, ...]) -> Any:
+        """`above` are the references that led here."""
+        if not isinstance(schema, Mapping) or depth > _DEPTH:
             return None
-    return _text(schema, variant)
+        if "$ref" in schema:
+            name = str(schema["$ref"])
+            return self.value(_resolve(name, self.root), depth + 1, (*above, name))
+        if "const" in schema:
+            return schema["const"]
+        if schema.get("enum"):
+            return self._choice(schema["enum"])
+        for word in ("anyOf", "oneOf"):
+            if schema.get(word):
+                return self.value(self._alternative(schema[word], above), depth + 1, above)
+        if schema.get("allOf"):
+            return _merged([self.value(part, depth + 1, above) for part in schema["allOf"]])
+        return self._of_type(_type(schema), schema, depth, above)
+
+    def _choice(self, choices: Sequence[Any]) -> Any:
+        given = [text for text in self.texts if text in choices]
+        if given:
+            return given[self.variant % len(given)]
+        ordered = sorted(choices, key=lambda one: str(one).lower() in _ENDS)
+        return ordered[self.variant % len(ordered)]
+
+    def _alternative(self, parts: Sequence[Any], above: tuple[str, ...]) -> Any:
+        """A part that is not null and does not lead back to where it came from, where there is one."""
+        real = [part for part in parts if not (isinstance(part, Mapping) and part.get("type") == "null")]
+        ahead = [part for part in real if not _returns(part, above)]
+        if not ahead and len(real) < len(parts):
+            return {"type": "null"}
+        found = ahead or real or parts
+        return found[self.variant % len(found)]
+
+    def _of_type(self, kind: str, schema: Mapping[str, Any], depth: int, above: tuple[str, ...]) -> Any:
+        match kind:
+            case "object":
+                properties = schema.get("properties") or {}
+                wanted = list(schema.get("required") or ())
+                wanted += [name for name, part in properties.items() if name not in wanted and _is_list(part)]
+                return {name: self.value(properties.get(name, {}), depth + 1, above) for name in wanted}
+            case "array":
+                return self._list(schema, depth, above)
+            case "integer" | "number":
+                return self._number(schema, kind)
+            case "boolean":
+                return self.variant % 2 == 0
+            case "null":
+                return None
+        return self._text(schema)
+
+    def _list(self, schema: Mapping[str, Any], depth: int, above: tuple[str, ...]) -> list[Any]:
+        if schema.get("prefixItems"):
+            return [self.value(item, depth + 1, above) for item in schema["prefixItems"]]
+        items, least = schema.get("items") or {}, int(schema.get("minItems") or 0)
+        count = least or (0 if schema.get("maxItems") == 0 or _returns(items, above) else 1)
+        return [_Maker(self.root, self.variant + i, self.texts).value(items, depth + 1, above) for i in range(count)]
+
+    def _number(self, schema: Mapping[str, Any], kind: str) -> float:
+        whole = kind == "integer"
+        step = 1 if whole else 0.5
+        low, high = schema.get("minimum"), schema.get("maximum")
+        if low is None and schema.get("exclusiveMinimum") is not None:
+            low = schema["exclusiveMinimum"] + step
+        if high is None and schema.get("exclusiveMaximum") is not None:
+            high = schema["exclusiveMaximum"] - step
+        if low is None and high is None:
+            said = _RANGE.search(str(schema.get("description") or ""))
+            low, high = (float(said[1]), float(said[2])) if said else (None, None)
+        if low is None:
+            found = schema["default"] if isinstance(schema.get("default"), int | float) else 1
+            found = found if high is None or found <= high else high
+        elif high is not None and low < high <= low + _SPAN and self.variant % 2 == 0:
+            found = high
+        else:
+            found = low
+        return int(found) if whole else found
+
+    def _text(self, schema: Mapping[str, Any]) -> str:
+        if schema.get("format") in _FORMATS:
+            return _FORMATS[schema["format"]]
+        if isinstance(schema.get("default"), str) and schema["default"]:
+            return str(schema["default"])
+        least, most = int(schema.get("minLength") or 0), int(schema.get("maxLength") or 1 << 30)
+        given = [text for text in self.texts if least <= len(text) <= most]
+        if given:
+            return given[self.variant % len(given)]
+        text = chr(ord("a") + self.variant % 26)
+        return text.ljust(least, text)
+
+
+def _is_list(schema: Any) -> bool:
+    """An optional list is filled too: with a default of none, nothing would be done for each of it."""
+    return isinstance(schema, Mapping) and schema.get("type") == "array"
+
+
+def _returns(schema: Any, above: tuple[str, ...]) -> bool:
+    return isinstance(schema, Mapping) and str(schema.get("$ref")) in above
 
 
 def _type(schema: Mapping[str, Any]) -> str:
@@ -72,25 +153,7 @@ def _type(schema: Mapping[str, Any]) -> str:
     return str(kind)
 
 
-def _number(schema: Mapping[str, Any], kind: str) -> float:
-    step = 1 if kind == "integer" else 0.5
-    if schema.get("minimum") is not None:
-        return schema["minimum"]  # type: ignore[no-any-return]
-    if schema.get("exclusiveMinimum") is not None:
-        return float(schema["exclusiveMinimum"]) + step if kind == "number" else int(schema["exclusiveMinimum"]) + 1
-    top = schema.get("maximum", schema.get("exclusiveMaximum"))
-    return 1 if top is None or top > 1 else top - step
-
-
-def _text(schema: Mapping[str, Any], variant: int) -> str:
-    if schema.get("format") in _FORMATS:
-        return _FORMATS[schema["format"]]
-    text = chr(ord("a") + variant % 26)
-    return text.ljust(int(schema.get("minLength") or 0), text)
-
-
-def _all(parts: Any, root: Any, variant: int, depth: int) -> Any:
-    values = [_value(part, root, variant, depth + 1) for part in parts]
+def _merged(values: Sequence[Any]) -> Any:
     if not all(isinstance(value, dict) for value in values):
         return values[0]
     return {name: value for part in values for name, value in part.items()}
@@ -101,4 +164,48 @@ def _resolve(reference: str, root: Any) -> Any:
     for part in reference.removeprefix("#").strip("/").split("/"):
         name = part.replace("~1", "/").replace("~0", "~")
         found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+    return found if reference.strip("#/") else root
+
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "object": (dict,),
+    "array": (list,),
+    "string": (str,),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "integer": (int,),
+    "number": (int, float),
+}
+
+
+def _fits(schema: Any, value: Any, root: Any, depth: int) -> bool:
+    if not isinstance(schema, Mapping) or depth > _DEPTH:
+        return True
+    if "$ref" in schema:
+        return _fits(_resolve(str(schema["$ref"]), root), value, root, depth + 1)
+    if "const" in schema and value != schema["const"]:
+        return False
+    if schema.get("enum") and value not in schema["enum"]:
+        return False
+    for word, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):
+        if schema.get(word) and not enough(_fits(part, value, root, depth + 1) for part in schema[word]):
+            return False
+    kinds = schema.get("type") or ()
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    if kinds and not any(_is_a(value, kind) for kind in kinds):
+        return False
+    if isinstance(value, dict):
+        properties = schema.get("properties") or {}
+        closed = schema.get("additionalProperties") is False
+        return (
+            all(name in value for name in schema.get("required") or ())
+            and not (closed and any(name not in properties for name in value))
+            and all(_fits(properties.get(name), inner, root, depth + 1) for name, inner in value.items())
+        )
+    return not isinstance(value, list) or all(_fits(schema.get("items"), one, root, depth + 1) for one in value)
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    if isinstance(value, bool) and kind != "boolean":
+        return False
+    return isinstance(value, _TYPES.get(kind, (object,)))

@@ -15,6 +15,7 @@ from cotune.call_records import CallRecords
 from cotune.context import Mark, current_episode
 from cotune.errors import CotuneError, RecordError
 from cotune.ids import new_id
+from cotune.parts import Parts
 from cotune.records import CallStatus, Candidate, Episode, EpisodeStatus, PolicyRef, Record, Reward, Task, Usage
 from cotune.redaction import Redaction, Redactor
 from cotune.wellformed import well_formed
@@ -146,6 +147,7 @@ class LiveEpisode:
         offline: bool = False,
         redactors: Sequence[Redactor] = (),
         keep_token_ids: bool = False,
+        parts: Parts | None = None,
     ) -> None:
         self.id = new_id()
         self.sink = sink
@@ -170,6 +172,8 @@ class LiveEpisode:
         """An error that must fail the episode even when the application swallows it."""
         self.notes: dict[str, Any] = {}
         """Working state of integrations, by integration; goes with the episode."""
+        self.parts = parts
+        """Where integrations tell what the application is made of; None where nobody asks."""
         self.ended = False
         # Reentrant, as the garbage collector may close a half-read stream, and so end a call, anywhere.
         self._lock = threading.RLock()

@@ -10,7 +10,8 @@ from typing import Any, cast
 import msgspec
 
 from cotune.errors import WorkflowError
-from cotune.example_json import example
+from cotune.example_json import example, fits
+from cotune.made_up import asked_json, choices_of, names_in
 from cotune.plans import Plan
 from cotune.recipes import Attribution
 from cotune.recorder import Answer, LiveCall
@@ -26,9 +27,12 @@ _PATIENCE = 4
 class StubResponder:
     """Answers every call by itself; nothing is contacted. Plan, scorers and selection work as in training.
 
-    A call with tools gets, once per episode, role and tool, a tool call with minimal arguments, so that loops over
-    tools end; one that asks for JSON gets the smallest value of its schema; any other one of `answers` in turn, or a
-    short text. `limit` bounds the calls of an episode: past it the episode fails.
+    A call with tools gets, once per episode, role and tool, a tool call with small arguments, so that loops over
+    tools end; a tool that hands over is called once for each name it knows. One that asks for JSON gets a value of its
+    schema; any other one of `answers` in turn, or a short text, or a name or word that its prompt offers. Choices
+    rotate from call to call, beginning at `variant`, so that branches are taken and loops end; `branched` tells whether
+    there was one. `limit` bounds the calls of an episode: past it the episode fails. `sampling` is what the policy
+    samples with, whatever the application asks.
     """
 
     def __init__(
@@ -41,6 +45,8 @@ class StubResponder:
         answers: Sequence[str] = (),
         call_tools: bool = True,
         limit: int = 64,
+        sampling: Mapping[str, Any] | None = None,
+        variant: int = 0,
     ) -> None:
         self.plan = plan
         self.scorers = scorers or {}
@@ -51,7 +57,12 @@ class StubResponder:
         self.limit = limit
         self.calls: Counter[str] = Counter()
         """Calls by episode, refused ones too."""
-        self._used: set[tuple[str, str, str]] = set()
+        self.sampling = sampling
+        self.variant = variant
+        self.branched = False
+        """Whether an answer was one of several that could have led elsewhere."""
+        self._used: Counter[tuple[str, str, str]] = Counter()
+        self._made: Counter[tuple[str, str, str]] = Counter()
 
     async def respond(self, call: LiveCall) -> Answer:
         """Made-up candidates with the rewards of the role's scorer."""
@@ -67,15 +78,16 @@ class StubResponder:
             plan=None if provided else self.plan,
             scorers={} if provided else self.scorers,
             attribution=self.attribution,
+            override=self.sampling,
         )
         answer = await inner.respond(call)
         assert answer is not None
         if made.tool is not None:
-            self._used.add((call.episode.id, call.role, made.tool))
+            self._used[call.episode.id, call.role, made.tool] += 1
         return msgspec.structs.replace(answer, policy=None, prompt_ids=()) if provided else answer
 
     def tool_for(self, call: LiveCall) -> Mapping[str, Any] | None:
-        """The function that the answer calls: the first that this role has not called yet; None for a text.
+        """The function that the answer calls: the first that this role has not called enough yet; None for a text.
 
         Where the application demands a call and none is left, the last one: frameworks put the tool that ends a loop
         there.
@@ -87,10 +99,30 @@ class StubResponder:
             return functions[forced]
         if not self.call_tools or not functions or choice == "none":
             return None
-        fresh = [f for name, f in functions.items() if (call.episode.id, call.role, name) not in self._used]
+        fresh = [
+            f for f in functions.values() if self._used[call.episode.id, call.role, f["name"]] < self._often(call, f)
+        ]
         if fresh:
             return fresh[0]
         return list(functions.values())[-1] if forced is not None else None
+
+    def turn(self, call: LiveCall, what: str) -> int:
+        """How often this role was asked for `what` before, from where this stub begins."""
+        key = call.episode.id, call.role, what
+        self._made[key] += 1
+        return self.variant + self._made[key] - 1
+
+    def names(self, call: LiveCall) -> list[str]:
+        """How the application's parts are called."""
+        parts = call.episode.parts
+        return [] if parts is None else [part.name for part in parts.known]
+
+    def words(self, call: LiveCall) -> list[str]:
+        """What the application is known to wait for in an answer."""
+        return [] if call.episode.parts is None else call.episode.parts.words
+
+    def _often(self, call: LiveCall, function: Mapping[str, Any]) -> int:
+        return max(1, len(names_in(function, self.names(call))[1]))
 
     def _bound(self, call: LiveCall) -> None:
         self.calls[call.episode.id] += 1
@@ -110,9 +142,10 @@ class _Made:
     def __init__(self, stub: StubResponder, call: LiveCall) -> None:
         self._stub = stub
         self._call = call
-        chosen = stub.tool_for(call)
-        self._function = chosen
-        self.tool = None if chosen is None else str(chosen["name"])
+        self._function = stub.tool_for(call)
+        self.tool = None if self._function is None else str(self._function["name"])
+        self._schema = _schema_of(call.params.get("response_format")) if self._function is None else None
+        self._turn = stub.turn(call, self._asked())
 
     def render(
         self,
@@ -140,24 +173,65 @@ class _Made:
         message = msgspec.json.decode(bytes(token_ids))
         return message["content"] or "", message, "tool_calls" if message.get("tool_calls") else "stop"
 
+    def _asked(self) -> str:
+        """What is asked for, so far as answers to it take turns."""
+        if self.tool is not None:
+            return f"tool {self.tool}"
+        return f"json {sorted(self._schema.get('properties') or ())}" if self._schema is not None else "text"
+
     def _message(self, index: int) -> dict[str, Any]:
         if self._function is not None:
-            arguments = _text(example(self._function.get("parameters") or {"type": "object"}, index) or {})
+            arguments = _text(self._arguments(self._function, index))
             function = {"name": self.tool, "arguments": arguments}
             called = {"id": f"call_{self._call.id}_{index}", "type": "function", "function": function}
             return {"role": "assistant", "content": None, "tool_calls": [called]}
         return {"role": "assistant", "content": self._content(index)}
 
+    def _arguments(self, function: Mapping[str, Any], index: int) -> dict[str, Any]:
+        schema = function.get("parameters") or {"type": "object"}
+        made = self._value(schema, index) or {}
+        parameter, names = names_in(function, self._stub.names(self._call))
+        return {**made, parameter: names[(self._turn + index) % len(names)]} if parameter else made
+
     def _content(self, index: int) -> str:
-        asked = self._call.params.get("response_format")
-        if isinstance(asked, Mapping) and asked.get("type") == "json_schema":
-            return _text(example((asked.get("json_schema") or {}).get("schema") or {"type": "object"}, index))
-        answers = self._stub.answers
-        if answers:
-            return answers[(self._call.turn + index) % len(answers)]
-        if isinstance(asked, Mapping) and asked.get("type") == "json_object":
+        variant, stub, call = self._turn + index, self._stub, self._call
+        if self._schema is not None:
+            return _text(self._value(self._schema, index))
+        if stub.answers:
+            return stub.answers[(call.turn + index) % len(stub.answers)]
+        asked = asked_json(call.messages, variant, ())
+        if asked is not None:
+            stub.branched = True
+            return asked
+        if isinstance(call.params.get("response_format"), Mapping):
             return "{}"
-        return f"stub answer {index + 1}"
+        choices = ["", *choices_of(call.messages, stub.names(call), stub.words(call))]
+        stub.branched = stub.branched or len(choices) > 1
+        return choices[variant % len(choices)] or f"stub answer {index + 1}"
+
+    def _value(self, schema: Mapping[str, Any], index: int) -> Any:
+        """One of the given answers that fits a schema, else a made-up one."""
+        variant, answers = self._turn + index, self._stub.answers
+        given = [value for answer in answers if isinstance(value := _json(answer), dict) and fits(schema, value)]
+        if given:
+            return given[variant % len(given)]
+        same_texts = [example(schema, variant + i, ["a"]) for i in range(2)]
+        self._stub.branched = self._stub.branched or same_texts[0] != same_texts[1]
+        return example(schema, variant, answers)
+
+
+def _schema_of(asked: Any) -> Mapping[str, Any] | None:
+    """The schema of a response format; None where it has none."""
+    if not isinstance(asked, Mapping) or asked.get("type") != "json_schema":
+        return None
+    return (asked.get("json_schema") or {}).get("schema") or {"type": "object"}
+
+
+def _json(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return None
 
 
 def _function(tool: Any) -> Mapping[str, Any]:

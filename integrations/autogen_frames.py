@@ -16,7 +16,8 @@ from typing import Any
 from autogen_agentchat.base import ChatAgent, Team
 from autogen_core.tools import StaticWorkbench
 
-from cotune.context import Mark, current_mark, opened_call, units_around
+from cotune.context import Mark, current_episode, current_mark, opened_call, units_around
+from cotune.parts import Part
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,29 @@ def enter(owner: Any, name: str, *, part: bool = False, received: tuple[Any, ...
     names = outer.names if outer else None
     if names is None and isinstance(owner, ChatAgent | Team):
         names = Names(owner)
+        _tell(owner, names)
     return Frame(owner, name, outer, names, part, received, around=tuple(units_around(scope)))
+
+
+def _tell(root: Any, names: Names) -> None:
+    """What the application is made of: agents that hold a model, and words that end its teams."""
+    episode = current_episode.get()
+    if episode is None or episode.parts is None:
+        return
+    for member in names.kept:
+        if isinstance(member, Team):
+            episode.parts.say(_ends(getattr(member, "_termination_condition", None)))
+        elif vars(member).get("_model_client") is not None:
+            episode.parts.tell([Part(names.of(member, member.name), "member", root.name, member.name)])
+
+
+def _ends(condition: Any) -> Iterator[str]:
+    """The texts that a termination condition, or one that it is made of, looks for."""
+    text = getattr(condition, "_termination_text", None)
+    if isinstance(text, str):
+        yield text
+    for inner in getattr(condition, "_conditions", ()):
+        yield from _ends(inner)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from crewai.lite_agent import LiteAgent
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
 from cotune.integrations import crewai_models, crewai_scopes
+from cotune.integrations.crewai_parts import tell_parts
 from cotune.integrations.crewai_scopes import Scope, agent_scope, entered, flow_scope, part_scope, remember_template
 from cotune.integrations.versions import missing_hook
 
@@ -88,7 +89,7 @@ def _scoped(cls: Any, name: str, scope_of: Callable[[Any, dict[str, Any]], Scope
 
     @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = None if current_episode.get() is None else scope_of(self, given(args, kwargs))
+        scope = _opened(scope_of, self, given(args, kwargs))
         if scope is None:
             return original(self, *args, **kwargs)
         with entered(scope):
@@ -96,13 +97,21 @@ def _scoped(cls: Any, name: str, scope_of: Callable[[Any, dict[str, Any]], Scope
 
     @functools.wraps(original)
     async def run_async(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = None if current_episode.get() is None else scope_of(self, given(args, kwargs))
+        scope = _opened(scope_of, self, given(args, kwargs))
         if scope is None:
             return await original(self, *args, **kwargs)
         with entered(scope):
             return await original(self, *args, **kwargs)
 
     type.__setattr__(cls, name, run_async if inspect.iscoroutinefunction(original) else run)
+
+
+def _opened(scope_of: Callable[[Any, dict[str, Any]], Scope | None], owner: Any, given: dict[str, Any]) -> Scope | None:
+    episode = current_episode.get()
+    scope = None if episode is None else scope_of(owner, given)
+    if episode is not None and episode.parts is not None and scope is not None:
+        tell_parts(episode.parts, scope)
+    return scope
 
 
 def _task_scope(task: Any, given: dict[str, Any]) -> Scope | None:

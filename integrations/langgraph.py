@@ -16,7 +16,9 @@ from cotune.context import Mark, current_episode, current_mark, scopes
 from cotune.integrations.langchain_callbacks import on_end, on_start
 from cotune.integrations.langchain_middleware import around
 from cotune.integrations.langgraph_graphs import starting
+from cotune.integrations.langgraph_parts import nodes_of
 from cotune.integrations.langgraph_runs import Run, role_of
+from cotune.parts import Part, Parts
 from cotune.recorder import LiveEpisode
 
 NAME = "langgraph"
@@ -77,8 +79,17 @@ def _chain_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
     if graph is not None:
         starting.set(None)
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-    name = graph or kwargs.get("name")
-    notes.runs[run.run_id.int] = Run.chain(_parent(notes, run), name, run.metadata, inputs, around.get())
+    name = kwargs.get("name") if graph is None else graph.name
+    started = notes.runs[run.run_id.int] = Run.chain(_parent(notes, run), name, run.metadata, inputs, around.get())
+    if episode.parts is not None:
+        _tell(episode.parts, started, graph)
+
+
+def _tell(parts: Parts, run: Run, graph: Any) -> None:
+    if run.kind == "node":
+        parts.enter(role_of(run))
+    if graph is not None:
+        parts.tell(Part(role, "node", graph.name, name) for role, name in nodes_of(graph, run))
 
 
 def _tool_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

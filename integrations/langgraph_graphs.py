@@ -1,4 +1,4 @@
-"""The name of a graph that starts: what its callbacks tell is the name of the run, which an application may choose."""
+"""The graph that starts: what its callbacks tell is the name of the run, which an application may choose."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from cotune.context import current_episode
 from cotune.integrations.versions import missing_hook
 
-starting: ContextVar[str | None] = ContextVar("cotune_graph", default=None)
-"""Name of the graph whose run is about to start; taken by the first run that does."""
+starting: ContextVar[Any] = ContextVar("cotune_graph", default=None)
+"""The graph whose run is about to start; taken by the first run that does."""
 
 
 def install() -> None:
@@ -26,18 +26,18 @@ def install() -> None:
     @functools.wraps(stream)
     def named_stream(self: Any, *args: Any, **options: Any) -> Iterator[Any]:
         parts = stream(self, *args, **options)
-        return parts if current_episode.get() is None else _started(self.name, parts)
+        return parts if current_episode.get() is None else _started(self, parts)
 
     @functools.wraps(astream)
     def named_astream(self: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
         parts = astream(self, *args, **options)
-        return parts if current_episode.get() is None else _Astarted(self.name, parts)
+        return parts if current_episode.get() is None else _Astarted(self, parts)
 
     Pregel.stream, Pregel.astream = named_stream, named_astream  # type: ignore[method-assign, assignment]
 
 
-def _started(name: str, parts: Any) -> Iterator[Any]:
-    starting.set(name)
+def _started(graph: Any, parts: Any) -> Iterator[Any]:
+    starting.set(graph)
     try:
         yield from parts
     finally:
@@ -47,16 +47,16 @@ def _started(name: str, parts: Any) -> Iterator[Any]:
 class _Astarted(AsyncGenerator[Any, Any]):
     """An object and no generator, as another generator around every part costs more than the rest of the hook."""
 
-    def __init__(self, name: str, parts: Any) -> None:
-        self._name: str | None = name
+    def __init__(self, graph: Any, parts: Any) -> None:
+        self._graph: Any = graph
         self._parts = parts
 
     def __anext__(self) -> Any:
-        return self._parts.__anext__() if self._name is None else self._first()
+        return self._parts.__anext__() if self._graph is None else self._first()
 
     async def _first(self) -> Any:
-        name, self._name = self._name, None
-        starting.set(name)
+        graph, self._graph = self._graph, None
+        starting.set(graph)
         try:
             return await self._parts.__anext__()
         finally:

@@ -58,6 +58,11 @@ class Run(msgspec.Struct):
         return cls(parent, "model", "", space, None, metadata.get("lc_source"), getattr(parent, "state", None), around)
 
 
+def is_own_node(name: str) -> bool:
+    """Whether a node is the application's own: not the start, nor what prebuilt agents and middleware bring along."""
+    return not (name.startswith("__") or name in _PREBUILT or name in _HOOKS or name.endswith(_MIDDLEWARE))
+
+
 def role_of(run: Run) -> str:
     """Role of a model call: names around it from the outside in, joined with `/`; `app` when there are none."""
     names: list[str] = []

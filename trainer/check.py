@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import tempfile
 import time
@@ -15,14 +14,14 @@ import msgspec
 
 from cotune.anywhere import run_anywhere
 from cotune.collect import Collected, collect
-from cotune.episodes import Outcome, run_episode
+from cotune.episodes import Outcome
 from cotune.errors import ConfigError, SamplerError
 from cotune.groups import build_groups
 from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, require
 from cotune.plans import Plan
 from cotune.policies import Policies
 from cotune.recipes import Recipe
-from cotune.records import Call, Task, candidate_id
+from cotune.records import Call, candidate_id
 from cotune.samples import Sample
 from cotune.sqlite_store import SqliteStore
 from cotune.store import Store
@@ -33,11 +32,14 @@ from cotune.trainer.check_findings import (
     call_findings,
     client_findings,
     episode_findings,
+    idle_findings,
     learning_findings,
+    made_up,
     role_findings,
 )
 from cotune.trainer.check_network import watched_connections
-from cotune.trainer.check_report import CallCheck, CheckReport, Finding, Framework, GroupCheck, RoleCheck
+from cotune.trainer.check_report import CallCheck, CheckReport, Finding, Framework, GroupCheck, IdleCheck, RoleCheck
+from cotune.trainer.check_runs import run_tasks
 from cotune.trainer.config import TrainConfig
 from cotune.trainer.preflight import faults
 from cotune.workflow import Workflow, load_workflow, workflow_of
@@ -55,7 +57,9 @@ def check(
     calls: int = 64,
     timeout: float = 60.0,
 ) -> CheckReport:
-    """Run the first `limit` tasks once each with a `StubResponder`, and say what training with `config` would see.
+    """Run the first `limit` tasks with a `StubResponder`, and say what training with `config` would see.
+
+    A task runs again with other answers, a few times at most, where answers could have led elsewhere.
 
     No model is loaded and no provider contacted; with `model`, its tokenizer counts the prompts' tokens. `answers`
     are texts for the stub, `calls` and `timeout` (seconds) bound an episode. Raises ConfigError for bad input.
@@ -68,33 +72,37 @@ def check(
     listed = (load_tasks(tasks) if isinstance(tasks, str | Path) else as_tasks(tasks))[:limit]
     plan, recipe, why = config.resolve_plan(list(flow.scorers))
     chat = _chat(model)
-    stub = StubResponder(
-        plan=plan,
-        scorers=flow.scorers,
-        attribution=recipe.attribution,
-        provider_roles=[role for policy in config.policy if policy.kind == "provider" for role in policy.roles],
-        answers=answers,
-        call_tools=call_tools,
-        limit=calls,
-    )
+
+    def stub(run: int) -> StubResponder:
+        return StubResponder(
+            plan=plan,
+            scorers=flow.scorers,
+            attribution=recipe.attribution,
+            provider_roles=[role for policy in config.policy if policy.kind == "provider" for role in policy.roles],
+            answers=answers,
+            call_tools=call_tools,
+            limit=calls,
+            sampling={"temperature": config.sampling.temperature},
+            variant=run,
+        )
+
     with tempfile.TemporaryDirectory() as folder:
         store = SqliteStore.open(Path(folder) / "records.db")
         try:
             with watched_connections() as connections:
-                outcomes = run_anywhere(_run(flow, listed, store, stub, timeout))
-            store.flush()
-            seen = [call for outcome in outcomes for call in store.calls(outcome.episode.id)]
-            found = [blocking(fault) for fault in faults(flow, outcomes, seen, config.roles)]
+                runs = run_anywhere(run_tasks(flow, listed, store, stub, timeout))
+            outcomes, seen = runs.outcomes, runs.seen
+            found = [made_up(blocking(fault), seen) for fault in faults(flow, outcomes, seen, config.roles)]
             local, team = _ranges(seen, store), _means([outcome.rewards for outcome in outcomes])
             policies, more = _policies(config, seen, flow, plan)
             roles = _roles(seen, policies, flow, plan)
-            groups, left_out = _groups(store, outcomes, roles, plan, recipe)
+            groups, left_out = _groups(store, outcomes, seen, roles, plan, recipe)
             tokens, refused = _tokens(chat, seen, store)
             found += [*more, *refused]
             if not groups and not any(finding.level == "blocks" for finding in found):
                 text = "the plan would form no group: nothing would be trained."
                 found.append(Finding(level="blocks", about="groups", text=text, remedy="See what was left out."))
-            found += [*role_findings(roles, seen, plan), *call_findings(seen, plan, config)]
+            found += [*role_findings(roles, seen, plan), *idle_findings(runs.idle), *call_findings(seen, plan, config)]
             found += learning_findings(roles, {name: list(named) for name, named in local.items()}, team, recipe)
             found += [*episode_findings(outcomes, connections), *client_findings()]
             return CheckReport(
@@ -103,7 +111,9 @@ def check(
                 seconds=time.perf_counter() - started,
                 plan=why,
                 frameworks=tuple(_frameworks()),
+                runs=len(outcomes),
                 roles=tuple(roles),
+                idle=tuple(IdleCheck(role=p.role, kind=p.kind, of=p.of, ran=ran) for p, ran in runs.idle),
                 calls=tuple(_calls(seen, outcomes, tokens, store)),
                 groups=tuple(groups),
                 team=team,
@@ -113,17 +123,6 @@ def check(
             )
         finally:
             store.close()
-
-
-async def _run(
-    flow: Workflow, tasks: Sequence[Task], store: SqliteStore, stub: StubResponder, timeout: float
-) -> list[Outcome]:
-    outcomes = [
-        await run_episode(flow, task, sink=store, responder=stub, phase="check", timeout=timeout, offline=True)
-        for task in tasks
-    ]
-    # A framework wraps what was raised into its own error, traceback and all; the cause says it better.
-    return [dataclasses.replace(outcome, error=outcome.live.fatal or outcome.error) for outcome in outcomes]
 
 
 def _policies(
@@ -170,11 +169,20 @@ def _roles(calls: Sequence[Call], policies: Policies | None, flow: Workflow, pla
 
 
 def _groups(
-    store: Store, outcomes: Sequence[Outcome], roles: Sequence[RoleCheck], plan: Plan, recipe: Recipe
+    store: Store,
+    outcomes: Sequence[Outcome],
+    seen: Sequence[Call],
+    roles: Sequence[RoleCheck],
+    plan: Plan,
+    recipe: Recipe,
 ) -> tuple[list[GroupCheck], Mapping[str, int]]:
     """The groups of a step in which every episode runs like the one that was seen."""
     trained = [role.role for role in roles if role.trained]
-    collected = collect(store, [outcome.episode for outcome in outcomes], plan=plan.kind, roles=trained)
+    shown = {call.episode for call in seen}
+    episodes = [outcome.episode for outcome in outcomes if outcome.episode.id in shown]
+    collected = collect(store, episodes, plan=plan.kind, roles=trained)
+    kept = {call.id for call in seen}
+    collected = msgspec.structs.replace(collected, samples=[one for one in collected.samples if one.call in kept])
     built = build_groups(list(_repeated(collected, plan)), recipe)
     found = [
         GroupCheck(

@@ -6,13 +6,17 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import msgspec
+
 from cotune.episodes import Outcome
 from cotune.errors import CotuneError
 from cotune.learns import learns_from, outcome_unused
+from cotune.parts import Part
 from cotune.plans import Plan
 from cotune.recipes import Recipe
 from cotune.records import Call
 from cotune.sampler import UNSHAPED
+from cotune.show import plural
 from cotune.trainer.check_report import Finding, RoleCheck
 from cotune.trainer.config import TrainConfig
 
@@ -25,12 +29,28 @@ _CLIENTS = {
     "mistralai": "mistralai",
     "ollama": "ollama",
 }
-"""Client libraries of models that are seen only through a framework's own model class, by module."""
+"""Client libraries of models that do not use the OpenAI SDK for all they send, by module."""
+_SEEN_IN = "it is seen through the model classes of LangChain, AutoGen and CrewAI only."
+_SEEN = {
+    "litellm": "litellm.completion is seen where its provider is reached by the OpenAI SDK (openai/, azure/ and those "
+    "that speak its protocol); any other through the model classes of LangChain, AutoGen and CrewAI only."
+}
+
+
+_RAISED = "The workflow"
+_MADE_UP = "A made-up answer may be the cause: give one that the application can read, with --answer TEXT."
 
 
 def blocking(error: CotuneError, about: str = "") -> Finding:
     """A finding of an error that training would raise."""
     return Finding(level="blocks", about=about, text=error.cause, remedy=error.remedy)
+
+
+def made_up(finding: Finding, calls: Sequence[Call]) -> Finding:
+    """The finding of a fault; where answers came before it, one of them may be to blame and not the application."""
+    if not finding.text.startswith(_RAISED) or not any(call.status == "ok" for call in calls):
+        return finding
+    return msgspec.structs.replace(finding, remedy=f"{_MADE_UP} {finding.remedy}".strip())
 
 
 def role_findings(roles: Sequence[RoleCheck], calls: Sequence[Call], plan: Plan) -> Iterator[Finding]:
@@ -66,6 +86,25 @@ def learning_findings(
         yield Finding(level="warns", about="rewards", text=text, remedy=remedy)
 
 
+def idle_findings(idle: Sequence[tuple[Part, bool]]) -> Iterator[Finding]:
+    """Parts of the application that never called: those that never ran, and those that work without a model."""
+    missed: dict[tuple[str, str], list[str]] = {}
+    for part, ran in idle:
+        if not ran or part.kind in ("member", "agent"):
+            missed.setdefault((part.kind, part.of), []).append(part.role)
+    for (kind, of), roles in missed.items():
+        yield Finding(
+            level="warns",
+            about=", ".join(roles),
+            text=f"never called with these made-up answers ({plural(len(roles), kind)} of {of}).",
+            remedy="An answer or a task that leads there shows them (--answer, --limit); what calls on some tasks only "
+            "can be listed under `roles`.",
+        )
+    quiet = [part.role for part, ran in idle if ran and part.kind == "node"]
+    if quiet:
+        yield Finding(level="note", about=", ".join(quiet), text="ran and called no model.")
+
+
 def call_findings(calls: Sequence[Call], plan: Plan, config: TrainConfig) -> Iterator[Finding]:
     """What calls ask for that training does otherwise, and calls that failed."""
     for role in dict.fromkeys(call.role for call in calls):
@@ -96,6 +135,10 @@ def call_findings(calls: Sequence[Call], plan: Plan, config: TrainConfig) -> Ite
 
 def episode_findings(outcomes: Sequence[Outcome], connections: Mapping[str, int]) -> Iterator[Finding]:
     """What the recorder warned of, failures that the application swallowed, and what it did beside."""
+    failed = [outcome.error for outcome in outcomes if outcome.error is not None]
+    if failed and len(failed) < len(outcomes):
+        text = f"{len(failed)} of {len(outcomes)} runs with made-up answers failed; the first: {failed[0].cause}"
+        yield Finding(level="warns", about="runs", text=text, remedy=_MADE_UP)
     for outcome in outcomes:
         if outcome.error is None and outcome.live.failures:
             count = sum(outcome.live.failures.values())
@@ -122,8 +165,7 @@ def client_findings() -> Iterator[Finding]:
     """Loaded client libraries whose direct use is not seen."""
     for module, name in _CLIENTS.items():
         if module in sys.modules:
-            text = f"{name} is loaded: it is seen through the model classes of LangChain, AutoGen and CrewAI only."
-            yield Finding(level="note", about=name, text=text)
+            yield Finding(level="note", about=name, text=f"{name} is loaded: {_SEEN.get(module, _SEEN_IN)}")
 
 
 def _failures(role: str, calls: Sequence[Call]) -> Iterator[Finding]:

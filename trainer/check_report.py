@@ -38,6 +38,15 @@ class RoleCheck(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class IdleCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A node, team member, crew agent or flow method of an application that never called. `ran`: it did other work."""
+
+    role: str
+    kind: str
+    of: str
+    ran: bool
+
+
 class CallCheck(msgspec.Struct, frozen=True, kw_only=True):
     """A call of the dry run. `parents` are steps; `tokens` needs a model; temperature and n are what the app asks."""
 
@@ -85,7 +94,10 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     plan: str
     frameworks: tuple[Framework, ...]
+    runs: int = 1
+    """Runs of the tasks, all together."""
     roles: tuple[RoleCheck, ...]
+    idle: tuple[IdleCheck, ...] = ()
     calls: tuple[CallCheck, ...]
     groups: tuple[GroupCheck, ...]
     team: Mapping[str, float]
@@ -116,7 +128,7 @@ def _parts(report: CheckReport) -> Iterable[RenderableType]:
     yield Text.assemble(
         ("dry run ", "bold"),
         f"of {report.workflow} on {plural(len(report.tasks), 'task')} ({', '.join(report.tasks)}), ",
-        f"with made-up answers, in {report.seconds:.1f} s\n{report.plan}\n",
+        f"{plural(report.runs, 'run')} with made-up answers, in {report.seconds:.1f} s\n{report.plan}\n",
     )
     yield _frameworks(report.frameworks)
     yield ""

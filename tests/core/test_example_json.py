@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from cotune.example_json import example
+from cotune.example_json import example, fits
 
 SCHEMAS: list[tuple[Any, Any]] = [
     ({"type": "string"}, "a"),
@@ -22,7 +22,16 @@ SCHEMAS: list[tuple[Any, Any]] = [
     ({"enum": ["x", "y"]}, "x"),
     ({"const": 7}, 7),
     ({"type": "array", "items": {"type": "integer"}, "minItems": 2}, [1, 1]),
-    ({"type": "array", "items": {"type": "integer"}}, []),
+    ({"type": "array", "items": {"type": "integer"}}, [1]),
+    ({"type": "array", "items": {"type": "integer"}, "maxItems": 0}, []),
+    (
+        {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string"}, "default": []}}},
+        {"a": ["a"]},
+    ),
+    ({"type": "number", "minimum": 0, "maximum": 1}, 1),
+    ({"type": "integer", "minimum": 0, "maximum": 5000}, 0),
+    ({"type": "integer", "description": "a score from 1 to 10"}, 10),
+    ({"enum": ["FINISH", "writer"]}, "writer"),
     (
         {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a"]},
         {"a": 1},
@@ -59,6 +68,58 @@ def test_variants_differ_and_stay_valid() -> None:
         {"word": "b", "kind": 2},
         {"word": "c", "kind": 1},
     ]
+
+
+def test_choices_rotate_so_that_branches_are_taken_and_loops_end() -> None:
+    route = {"type": "string", "enum": ["FINISH", "writer", "critic"]}
+    assert [example(route, i) for i in range(4)] == ["writer", "critic", "FINISH", "writer"]
+    assert [example({"type": "boolean"}, i) for i in range(3)] == [True, False, True]
+    assert [example({"type": "number", "minimum": 0, "maximum": 1}, i) for i in range(2)] == [1, 0]
+    either = {"anyOf": [{"const": "respond"}, {"const": "plan"}, {"type": "null"}]}
+    assert [example(either, i) for i in range(3)] == ["respond", "plan", "respond"]
+
+
+def test_texts_are_used_where_they_fit() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"verdict": {"enum": ["reject", "approve"]}, "why": {"type": "string", "maxLength": 8}},
+        "required": ["verdict", "why"],
+    }
+    assert example(schema, 0, ["approve", "a longer text"]) == {"verdict": "approve", "why": "approve"}
+
+
+def test_what_a_schema_allows_fits() -> None:
+    schema = {
+        "$defs": {"step": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
+        "type": "object",
+        "properties": {
+            "steps": {"type": "array", "items": {"$ref": "#/$defs/step"}},
+            "done": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        },
+        "required": ["steps"],
+        "additionalProperties": False,
+    }
+    for value in ({"steps": []}, {"steps": [{"n": 1}], "done": None}):
+        assert fits(schema, value)
+    for value in (
+        {},
+        {"steps": [{"n": "1"}]},
+        {"steps": [], "done": 1},
+        {"steps": [], "more": 1},
+        {"steps": [{"n": True}]},
+    ):
+        assert not fits(schema, value)
+
+
+@pytest.mark.parametrize("optional", [True, False])
+def test_a_tree_of_itself_ends_in_an_empty_list(optional: bool) -> None:
+    node = {
+        "type": "object",
+        "properties": {"children": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+        "required": [] if optional else ["children"],
+    }
+    schema = {"$ref": "#/$defs/node", "$defs": {"node": node}}
+    assert example(schema) == {"children": []}
 
 
 def test_a_schema_that_refers_to_itself_ends() -> None:

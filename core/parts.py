@@ -1,0 +1,63 @@
+"""What an application is made of, as the frameworks tell it: to say which of its parts never called a model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+PartKind = Literal["node", "member", "agent", "method"]
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A graph's node, a team's member, a crew's agent or a flow's method. `role` is what its calls would be named."""
+
+    role: str
+    kind: PartKind
+    of: str
+    """Name of the graph, team, crew or flow."""
+    name: str
+    """How prompts call it."""
+
+
+class Parts:
+    """The parts of an application that ran, and of those around them that did not. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[str, Part] = {}
+        self._entered: set[str] = set()
+        self._words: dict[str, None] = {}
+
+    def tell(self, parts: Iterable[Part]) -> None:
+        """What else there is in a graph, team, crew or flow that runs."""
+        with self._lock:
+            for part in parts:
+                self._known.setdefault(part.role, part)
+
+    def enter(self, role: str) -> None:
+        """A part begins to work."""
+        with self._lock:
+            self._entered.add(role)
+
+    def say(self, words: Iterable[str]) -> None:
+        """Words that the application waits for in an answer."""
+        with self._lock:
+            self._words.update(dict.fromkeys(words))
+
+    @property
+    def known(self) -> list[Part]:
+        with self._lock:
+            return list(self._known.values())
+
+    @property
+    def words(self) -> list[str]:
+        with self._lock:
+            return list(self._words)
+
+    def ran(self, part: Part) -> bool:
+        """Whether the part has begun to work, with or without a call."""
+        with self._lock:
+            return part.role in self._entered
