@@ -55,7 +55,10 @@ class LocalLearner:
         self._optimizers = {name: _optimizer(policy, settings) for name, policy in self._policies.items()}
         trainable = {name: policy.parameters() for name, policy in self._policies.items()}
         check_optimizers(trainable, self._optimizers)
-        self._movement = {name: Movement(parameters, self._ranks) for name, parameters in trainable.items()}
+        self._movement = {
+            name: Movement(parameters, self._optimizers[name], self._ranks, dtype=settings.dtype)
+            for name, parameters in trainable.items()
+        }
 
     @classmethod
     def open(cls, model: str, policies: Policies, settings: LearnerSettings, loss: LossSpec) -> LocalLearner:
@@ -104,10 +107,11 @@ class LocalLearner:
                 raise LearnerError(
                     f"No gradient of this update of policy {policy!r} is finite.", "Lower learner.lr, or use float32."
                 )
-            self._movement[policy].after_update(policy)
+            rounding = self._movement[policy].after_update(policy)
             return {
                 **tally.metrics(self._ranks),
                 **rejected,
+                **rounding,
                 "loss": float(np.mean(losses)),
                 "grad_norm": float(np.mean(finite)),
                 "steps": float(len(batches)),
@@ -242,13 +246,14 @@ class LocalLearner:
         zero, which moves nothing by momentum either; but weight decay acts."""
         model, optimizer = self._policies[policy], self._optimizers[policy]
         norm = _clip([p for p in model.parameters().values() if p.grad is not None], self._settings.grad_clip)
-        if np.isfinite(norm) and (norm > 0.0 or self._settings.weight_decay > 0.0):
+        if np.isfinite(norm):
             for group in optimizer.param_groups:
                 group["lr"] = self._lr(model) * lr_scale
             watch = moves and lr_scale > 0 and bool(self._movement[policy].pending)
             if watch:
                 self._movement[policy].before_step()
-            optimizer.step()
+            if norm > 0.0 or self._settings.weight_decay > 0.0:
+                optimizer.step()
             if watch:
                 self._movement[policy].after_step()
         optimizer.zero_grad(set_to_none=True)

@@ -55,7 +55,7 @@ def step_metrics(
         tokens_per_s=tokens / max(sum(clock.seconds.values()), 1e-9),
         updated=bool(moves),
         stayed={name: why for name, why in _stayed(run, collected.samples, rows).items() if name not in moves},
-        notes=(*prepared.warnings, *replaced(collected.calls.values())),
+        notes=(*prepared.warnings, *replaced(collected.calls.values()), *_rounded_away(updates)),
     )
 
 
@@ -67,6 +67,32 @@ def _stayed(run: Run, samples: Sequence[Sample], rows: Mapping[str, Sequence[Tra
         for name, spec in run.policies.specs.items()
         if spec.trained
     }
+
+
+def _rounded_away(updates: Updates) -> list[str]:
+    """What rounding does to the first steps of tensors; the learner tells of each tensor once."""
+    notes = []
+    for policy, figures in updates.items():
+        for kind, text in (("lost", _LOST), ("lost_bfloat16", _UNSEEN)):
+            sizes = {n.partition("/")[2]: size for n, size in figures.items() if n.startswith(f"{kind}/")}
+            if sizes:
+                some = ", ".join(f"{name} {size:.2g}" for name, size in sorted(sizes.items())[:3])
+                share = figures[kind.replace("lost", "lost_share")]
+                more = ", ..." if len(sizes) > 3 else ""
+                notes.append(text.format(policy=policy, count=len(sizes), some=some + more, share=share))
+    return notes
+
+
+_LOST = (
+    "Policy {policy}: float32 rounds the whole step away in {count} tensors, and {share:.2%} of all entries (largest "
+    "step, in halves of a unit in the last place: {some}). They move once steps are larger: after the warm-up, or with "
+    "a larger learner.lr."
+)
+_UNSEEN = (
+    "Policy {policy}: bfloat16 does not see a single step of {count} tensors, and {share:.2%} of all entries (largest "
+    "step, in halves of a unit in the last place: {some}). Weights are kept in float32, where steps add up until it "
+    "does."
+)
 
 
 def lags(rows: Mapping[str, Sequence[TrainRow]], versions: Mapping[str, int]) -> dict[str, int]:

@@ -123,13 +123,38 @@ def test_an_adapter_that_is_not_active_gets_no_gradient_and_is_noticed(base):
         learner.update("a", make_rows())
 
 
-def test_a_step_that_rounding_swallows_is_noticed():
+def test_a_tensor_that_stands_though_its_step_does_not_round_away_is_an_error():
     parameter = torch.nn.Parameter(torch.ones(3))
-    watch = Movement({"w": parameter})
+    watch = Movement({"w": parameter}, torch.optim.AdamW([parameter], lr=1e-6, weight_decay=0.0))
     parameter.grad = torch.tensor([0.0, 2.0, 1.0])
     watch.before_step()
-    with pytest.raises(LearnerError, match="w has a gradient but did not move"):
+    with pytest.raises(LearnerError, match=r"w has a gradient but did not move .* reaches 16.8 times half a unit"):
+        watch.after_step()  # 1e-6 / 2 ** -24
+
+
+def test_a_step_that_rounding_swallows_is_told_and_watched_on():
+    """float32 is spaced 2 ** -23 above 1 and 2 ** -18 above 40; the first step of Adam is lr for every entry."""
+    small, large = torch.nn.Parameter(torch.tensor([1.0, 1.0, 2**-10])), torch.nn.Parameter(torch.full((2,), 40.0))
+    optimizer = torch.optim.AdamW([small, large], lr=5e-8, weight_decay=0.0)
+    watch = Movement({"small": small, "large": large}, optimizer, dtype="bfloat16")
+
+    def step():
+        small.grad, large.grad = torch.tensor([1.0, -1.0, 0.0]), torch.tensor([0.0, 3.0])
+        watch.before_step()
+        optimizer.step()
         watch.after_step()
+        return watch.after_update("p")
+
+    found = step()  # of 1 upwards 2 ** -24 is half a unit: 5e-8 is lost; downwards the spacing is half as wide
+    assert large.tolist() == [40.0, 40.0]
+    assert found["lost/large"] == pytest.approx(5e-8 / 2**-19, rel=1e-3)
+    assert found["lost_bfloat16/large"] == pytest.approx(5e-8 / 2**-19 / 2**16, rel=1e-3)
+    assert found["lost_share"] == found["lost_share_bfloat16"] == 1.0
+    assert found["lost_tensors"] == len(watch.lost) >= 1
+    optimizer.param_groups[0]["lr"] = 1e-5
+    found = step()
+    assert found == {"lost_tensors": 0.0, "lost_share": 0.0, "lost_share_bfloat16": 1.0}  # each is told of once
+    assert not watch.pending
 
 
 def test_all_tensors_have_moved_after_two_steps(base):
