@@ -157,6 +157,8 @@ class _Unrecorded(LiveEpisode):
     """An episode without an end: each call is its own, so that nothing of earlier calls is kept."""
 
     def start(self, mark: Mark, body: Mapping[str, Any]) -> LiveCall:
+        if self.forked:
+            return super().start(mark, body)
         alone = LiveEpisode(
             self.sink, self.task, workflow=self.workflow, responder=self.responder, loop=self.loop, phase=self.phase
         )

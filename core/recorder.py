@@ -14,6 +14,7 @@ import msgspec
 from cotune.call_records import CallRecords
 from cotune.context import Mark, current_episode
 from cotune.errors import CotuneError, RecordError
+from cotune.forks import survives_fork
 from cotune.ids import new_id
 from cotune.parts import Parts
 from cotune.records import CallStatus, Candidate, Episode, EpisodeStatus, PolicyRef, Record, Reward, Task, Usage
@@ -60,7 +61,7 @@ class LiveCall:
 
     __slots__ = (
         "attempts", "cancel", "copies", "ended", "episode", "id", "mark", "messages", "model", "obstacle", "on_wire",
-        "params", "parents", "role", "started", "step", "streamed", "tools", "turn",
+        "params", "parents", "role", "stage", "started", "step", "streamed", "tools", "turn",
     )  # fmt: skip
 
     def __init__(self, episode: LiveEpisode, mark: Mark, step: int, turn: int, body: Mapping[str, Any]) -> None:
@@ -79,6 +80,8 @@ class LiveCall:
         """Whether a wire request has been made for it."""
         self.obstacle = ""
         """What in the request no policy can serve, so that only the application's own provider can answer it."""
+        self.stage = "no answer yet"
+        """How far it is, in words."""
         self.cancel: Callable[[], object] | None = None
         """Stops whatever is answering the call, when its episode ends first. Safe from any thread."""
         self.parents: tuple[str, ...] = ()
@@ -182,14 +185,25 @@ class LiveEpisode:
         self._steps = 0
         self._turns: dict[str, int] = {}
         self._open: dict[str, LiveCall] = {}
+        self._stopped: list[LiveCall] = []
         self.redaction = Redaction(redactors, keep_token_ids, self.warn) if redactors else None
         """What is stored goes through it first; scorers, responders and the application see everything as it is."""
         self._records = CallRecords(self.redaction, self._lock)
         self._token: Any = None
+        self.gateway = ""
+        """Address at which a child process reaches this episode, while `cotune.gateway()` is open."""
+        self.forked = False
+        """Whether this is a copy in a child process that the application forked: nothing can be recorded in it."""
+        survives_fork(self)
 
     def start(self, mark: Mark, body: Mapping[str, Any]) -> LiveCall:
         """Open a call; step and turn are taken here, under the lock. Raises RecordError once the episode has ended."""
         with self._lock:
+            if self.forked:
+                raise RecordError(
+                    "The call was made in a child process that the application forked, where no run reaches it.",
+                    "Make it in a thread, or let the child call the address that `with cotune.gateway()` gives.",
+                )
             if self.ended:
                 raise RecordError(f"Episode {self.id} has ended.", "Wait for every call before the workflow returns.")
             step, self._steps = self._steps, self._steps + 1
@@ -236,15 +250,33 @@ class LiveEpisode:
     def __exit__(self, *exc: object) -> None:
         current_episode.reset(self._token)
 
+    def pending(self) -> list[str]:
+        """The calls that are open, or were when the episode was stopped, in words."""
+        with self._lock:
+            return [
+                f"turn {c.turn} of role {c.role!r} was open ({c.stage})" for c in self._stopped or self._open.values()
+            ]
+
     def stop(self) -> None:
         """Cancel the calls that are open, and refuse any further one; the episode has yet to `end`."""
         with self._lock:
             self.ended = True
             unanswered = list(self._open.values())
+            self._stopped += unanswered
         for call in unanswered:
             if call.cancel is not None:
                 call.cancel()
             call.fail("cancelled", "the episode ended before the call did")
+
+    def after_fork(self) -> None:
+        """In a forked child: locks of its own, and no more calls. What the parent records is its business alone."""
+        self.forked = self.ended = True
+        self._lock = threading.RLock()
+        self._idle = threading.Condition(self._lock)
+        self._ending = 0
+        self._open = {}
+        self._records = CallRecords(self.redaction, self._lock)
+        self.sink = _Nowhere()
 
     def end(
         self,
@@ -310,3 +342,7 @@ class LiveEpisode:
             self.sink.write(records)
         except Exception as broken:  # noqa: BLE001
             self.warn("lost", f"The store refused {len(records)} records.", broken)
+
+
+class _Nowhere:
+    def write(self, records: Sequence[Record]) -> None: ...

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
+from cotune.loop_watch import REMEDY, Blocked, interruptible
 from cotune.recorder import LiveCall
 from cotune.records import Candidate
+from cotune.user_code import Stopped, in_thread, origin, running
 
 Scorer = Callable[..., Any]
+MOST_NAMES = 256
+"""Reward components that a scorer or workflow may return: each is stored per candidate, and shown."""
 
 
 def components(value: Any, source: str, name: str = "local") -> dict[str, float]:
@@ -36,6 +40,12 @@ def components(value: Any, source: str, name: str = "local") -> dict[str, float]
             raise WorkflowError(f"{source} returned {key} = {number!r}.", "Return finite numbers only.")
     if not named:
         raise WorkflowError(f"{source} returned an empty dict.", "Return at least one named number.")
+    if len(named) > MOST_NAMES:
+        some = ", ".join(list(named)[:3])
+        raise WorkflowError(
+            f"{source} returned {len(named)} numbers ({some}, ...): at most {MOST_NAMES} are allowed.",
+            "Return their mean or their sum under one name.",
+        )
     return named
 
 
@@ -48,18 +58,31 @@ async def score(
     something that is no reward.
     """
     source = f"The scorer of role {role!r}"
-    task = call.task.input
-    context = contextvars.copy_context()
-    context.run(current_episode.set, None)
+    call.stage = "its scorer was running"
     try:
-        if inspect.iscoroutinefunction(scorer):
-            tasks = [asyncio.create_task(scorer(c, call, task), context=context.copy()) for c in candidates]
-            values = await asyncio.gather(*tasks)
-        else:
-            loop = asyncio.get_running_loop()
-            values = await loop.run_in_executor(None, context.run, lambda: [scorer(c, call, task) for c in candidates])
+        with _outside(f"{source} on task {call.task.id!r}"):
+            if inspect.iscoroutinefunction(scorer):
+                work = [asyncio.create_task(interruptible(scorer(c, call, call.task.input))) for c in candidates]
+                values = await asyncio.gather(*work)
+            else:
+                values = await in_thread(lambda: [scorer(c, call, call.task.input) for c in candidates])
     except WorkflowError:
         raise
+    except Stopped as error:
+        if isinstance(error.__cause__, Blocked):
+            raise WorkflowError(f"{source} {error.__cause__}.", REMEDY) from error
+        raise WorkflowError(f"{source} raised {error}{origin(error)}.", "Fix the scorer.") from error
     except Exception as error:
         raise WorkflowError(f"{source} raised {type(error).__name__}: {error}.", "Fix the scorer.") from error
     return tuple(components(value, source) for value in values)
+
+
+@contextmanager
+def _outside(what: str) -> Iterator[None]:
+    """Inside, the application's code `what` runs outside its episode."""
+    token = current_episode.set(None)
+    try:
+        with running(what):
+            yield
+    finally:
+        current_episode.reset(token)

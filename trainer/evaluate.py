@@ -56,6 +56,7 @@ def evaluate(
     model is loaded, and WorkflowError when every episode failed.
     """
     chosen = check_modes(modes)
+    out = None if out is None else Path(out).absolute()
     app = load_workflow(workflow) if isinstance(workflow, str) else workflow_of(workflow)
     held_out = load_tasks(tasks) if isinstance(tasks, str | Path) else as_tasks(tasks)
     held_out = held_out[:limit]
