@@ -78,6 +78,7 @@ async def run_episode(
         redactors=tuple(workflow.redactors),
         keep_token_ids=workflow.keep_token_ids,
         parts=parts,
+        roles=workflow.roles,
     )
     try:
         async with asyncio.timeout(timeout) as limit:

@@ -19,6 +19,7 @@ from cotune.ids import new_id
 from cotune.parts import Parts
 from cotune.records import CallStatus, Candidate, Episode, EpisodeStatus, PolicyRef, Record, Reward, Task, Usage
 from cotune.redaction import Redaction, Redactor
+from cotune.roles import RolesFunction, named
 from cotune.wellformed import well_formed
 
 log = logging.getLogger("cotune")
@@ -151,6 +152,7 @@ class LiveEpisode:
         redactors: Sequence[Redactor] = (),
         keep_token_ids: bool = False,
         parts: Parts | None = None,
+        roles: RolesFunction | None = None,
     ) -> None:
         self.id = new_id()
         self.sink = sink
@@ -164,6 +166,8 @@ class LiveEpisode:
         self.rollout = rollout
         self.offline = offline
         """Whether a call that the responder leaves is refused instead of going to the application's provider."""
+        self.roles = roles
+        """Names the roles of calls that `cotune.role` does not name."""
         self.started = time.time()
         self.failures: dict[str, int] = {}
         """Calls that did not end well, by status; also those whose failure the application swallowed."""
@@ -198,6 +202,8 @@ class LiveEpisode:
 
     def start(self, mark: Mark, body: Mapping[str, Any]) -> LiveCall:
         """Open a call; step and turn are taken here, under the lock. Raises RecordError once the episode has ended."""
+        if self.roles is not None:
+            mark = named(self.roles, mark, body, self)
         with self._lock:
             if self.forked:
                 raise RecordError(

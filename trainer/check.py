@@ -69,6 +69,7 @@ def check(
         if value <= 0:
             raise ConfigError(name, value, "a number above 0")
     flow = load_workflow(workflow) if isinstance(workflow, str) else workflow_of(workflow)
+    flow = flow.named_by(config.roles_by)
     listed = (load_tasks(tasks) if isinstance(tasks, str | Path) else as_tasks(tasks))[:limit]
     plan, recipe, why = config.resolve_plan(list(flow.scorers))
     chat = _chat(model)

@@ -96,6 +96,8 @@ class TrainConfig(_Table):
     other_roles: OtherRoles = "frozen"
     """What plays a role that has no policy, in training, evaluation and the export alike: frozen (the untrained model)
     | provider (what the application uses today). It is said, and counted."""
+    roles_by: str = ""
+    """module:function or file.py:function that names the role of each call, or caller; see docs/roles.md."""
     recipe: str | None = None
     """at_grpo, dr_mas, ...; without a value: at_grpo under a tree plan, dr_mas under independent rollouts."""
     overrides: dict[str, Any] = {}

@@ -53,6 +53,7 @@ class RolloutWorkers:
         path: str | None = None,
         redact: str = "",
         keep_token_ids: bool = False,
+        roles_by: str = "",
         cpus: float = 1.0,
         retries: int = 1,
         env: Mapping[str, str] | None = None,
@@ -63,10 +64,10 @@ class RolloutWorkers:
         """Start `workers` processes and import the workflow in each; Ray must be up (`open_ray`).
 
         `workflow` is an import path, or a Workflow that has one (`path` says it where that cannot be seen). `redact`
-        names a redactor that it has beside its own. `sampler` must cross processes, as RaySampler does; `model` is
-        the one whose chat template is used. The workers get this process's folder, import paths and the environment
-        variables in `PASSED_ON`, and those of `env`; `runtime_env` is Ray's. `retries` is how often an episode that
-        took its worker with it is run again. Raises ConfigError, WorkflowError.
+        names a redactor that it has beside its own, `roles_by` what names its roles. `sampler` must cross processes, as
+        RaySampler does; `model` is the one whose chat template is used. The workers get this process's folder, import
+        paths and the environment variables in `PASSED_ON`, and those of `env`; `runtime_env` is Ray's. `retries` is how
+        often an episode that took its worker with it is run again. Raises ConfigError, WorkflowError.
         """
         if MARK in os.environ:
             raise ConfigError(
@@ -75,10 +76,16 @@ class RolloutWorkers:
                 "a module that starts no training when it is imported",
                 'Put the call under `if __name__ == "__main__":`.',
             )
-        settings = {"redact": redact, "keep_token_ids": keep_token_ids}
-        source = app_source(path or workflow, env=env or {}, runtime_env=runtime_env or {}, **settings)
+        source = app_source(
+            path or workflow,
+            env=env or {},
+            runtime_env=runtime_env or {},
+            redact=redact,
+            keep_token_ids=keep_token_ids,
+            roles_by=roles_by,
+        )
         if isinstance(workflow, str):
-            workflow = load_workflow(workflow).redacted(redact, keep_token_ids=keep_token_ids)
+            workflow = load_workflow(workflow).redacted(redact, keep_token_ids=keep_token_ids).named_by(roles_by)
         flow = workflow
         pool = WorkerPool(
             Setup(

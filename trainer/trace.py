@@ -28,16 +28,18 @@ def trace(
     limit: int | None = None,
     timeout: float | None = None,
     redact: str | None = None,
+    roles_by: str | None = None,
     otlp: str | None = None,
     otlp_content: bool = False,
     console: Console | None = None,
 ) -> int:
     """Run every task once and record it in `out`; return 1 when every episode failed or records were lost.
 
-    `redact` names a `module:function` that sees each message before it is stored. With `otlp`, an OTLP/HTTP endpoint,
+    `redact` names a `module:function` that sees each message before it is stored, `roles_by` one that names the role of
+    each call (or is `caller`). With `otlp`, an OTLP/HTTP endpoint,
     each episode is sent there as spans when it has ended; with `otlp_content`, what its messages say too.
     """
-    flow = load_workflow(workflow).redacted(redact)
+    flow = load_workflow(workflow).redacted(redact).named_by(roles_by)
     listed = load_tasks(tasks)[:limit]
     console = console or Console()
     exporter = otlp_exporter(otlp) if otlp else None

@@ -63,7 +63,7 @@ def train(
     chosen = _config(config, settings)
     chosen.resolve_plan(list(flow.scorers))
     locate_model(chosen.model)
-    flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids)
+    flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
     path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     folder = RunFolder.create(
         path,
@@ -97,7 +97,7 @@ def resume(
     flow, listed = _workflow(given["workflow"]), _tasks(given["tasks"])
     folder = RunFolder.open(run)
     config = folder.config()
-    flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids)
+    flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids).named_by(config.roles_by)
     return run_anywhere(_train(folder, config, flow, listed, console))
 
 
