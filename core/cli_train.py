@@ -182,7 +182,7 @@ def add_train(commands: Any) -> None:
         "--on-failure",
         dest="on_failure",
         metavar="HOW",
-        help="what failed episodes teach: exclude (nothing) or reward:NUMBER (default: exclude)",
+        help="outcome of episodes that the policy has failed: lowest, reward:NUMBER or exclude (default: lowest)",
     )
     command.add_argument("--redact", metavar=FUNCTION, help=REDACT)
     command.add_argument("--roles", dest="roles_by", metavar="WHO", help=ROLES)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from cotune.blame import Blame, blame
 from cotune.errors import CotuneError, WorkflowError
 from cotune.loop_watch import REMEDY, Blocked, interruptible, watched
 from cotune.parts import Parts
@@ -182,7 +183,8 @@ def _late(workflow: Workflow, live: LiveEpisode, timeout: float | None, error: T
 
 
 def _failed(live: LiveEpisode, error: CotuneError) -> Outcome:
-    return Outcome(live.end("error", error=str(error)), {}, error, live)
+    whose: Blame = "infrastructure" if live.outage else blame(error)
+    return Outcome(live.end("error", error=str(error), blame=whose), {}, error, live)
 
 
 def _raised(workflow: Workflow, error: BaseException) -> WorkflowError:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from cotune.blame import Blame
 from cotune.call_records import CallRecords
 from cotune.context import Mark, current_episode
 from cotune.errors import CotuneError, RecordError
@@ -177,6 +178,8 @@ class LiveEpisode:
         """The first message of each kind of warning."""
         self.fatal: CotuneError | None = None
         """An error that must fail the episode even when the application swallows it."""
+        self.outage = False
+        """Whether the last call to end failed by the infrastructure's doing, so that what the episode does now may."""
         self.notes: dict[str, Any] = {}
         """Working state of integrations, by integration; goes with the episode."""
         self.parts = parts
@@ -291,6 +294,7 @@ class LiveEpisode:
         rewards: Mapping[str, float] | None = None,
         metrics: Mapping[str, float] | None = None,
         error: str | None = None,
+        blame: Blame | None = None,
     ) -> Episode:
         """Record the end of the episode with its team rewards. Calls still open are recorded as cancelled."""
         self.stop()
@@ -305,6 +309,7 @@ class LiveEpisode:
             rollout=self.rollout,
             status=status,
             error=error if self.redaction is None else self.redaction.text(error),
+            blame=blame,
             started=self.started,
             latency=time.time() - self.started,
             calls=self._steps,
@@ -327,6 +332,8 @@ class LiveEpisode:
             self._open.pop(call.id, None)
             if status != "ok":
                 self.failures[status] = self.failures.get(status, 0) + 1
+            else:
+                self.outage = False
         try:
             try:
                 records = self._records.ended(call, answer, status, error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,30 +51,52 @@ def components(value: Any, source: str, name: str = "local") -> dict[str, float]
 
 async def score(
     scorer: Scorer, candidates: Sequence[Candidate], call: LiveCall, role: str
-) -> tuple[dict[str, float], ...]:
-    """Score every candidate; a sync scorer runs in a thread so that it never blocks the loop.
+) -> tuple[dict[str, float] | WorkflowError, ...]:
+    """Components of every candidate, or why the scorer could not say: it raised, or returned no reward.
 
-    The scorer's own LLM calls are not part of the episode. Raises WorkflowError when a scorer raises or returns
-    something that is no reward.
+    A sync scorer runs in a thread so that it never blocks the loop. The scorer's own LLM calls are not part of the
+    episode.
     """
     source = f"The scorer of role {role!r}"
     call.stage = "its scorer was running"
+    with _outside(f"{source} on task {call.task.id!r}"):
+        if inspect.iscoroutinefunction(scorer):
+            work = [asyncio.create_task(interruptible(scorer(c, call, call.task.input))) for c in candidates]
+            values: list[Any] = await asyncio.gather(*work, return_exceptions=True)
+        else:
+            values = [await _tried(in_thread(scorer, c, call, call.task.input)) for c in candidates]
+    return tuple(_components(value, source) for value in values)
+
+
+async def _tried(work: Awaitable[Any]) -> Any:
+    """What `work` returns, or the exception that it raises."""
     try:
-        with _outside(f"{source} on task {call.task.id!r}"):
-            if inspect.iscoroutinefunction(scorer):
-                work = [asyncio.create_task(interruptible(scorer(c, call, call.task.input))) for c in candidates]
-                values = await asyncio.gather(*work)
-            else:
-                values = await in_thread(lambda: [scorer(c, call, call.task.input) for c in candidates])
-    except WorkflowError:
-        raise
-    except Stopped as error:
-        if isinstance(error.__cause__, Blocked):
-            raise WorkflowError(f"{source} {error.__cause__}.", REMEDY) from error
-        raise WorkflowError(f"{source} raised {error}{origin(error)}.", "Fix the scorer.") from error
-    except Exception as error:
-        raise WorkflowError(f"{source} raised {type(error).__name__}: {error}.", "Fix the scorer.") from error
-    return tuple(components(value, source) for value in values)
+        return await work
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
+def _components(value: Any, source: str) -> dict[str, float] | WorkflowError:
+    """Components of what a scorer returned, or what is wrong with what it returned or raised."""
+    if isinstance(value, WorkflowError):
+        return value
+    if isinstance(value, Stopped) and isinstance(value.__cause__, Blocked):
+        return _caused(WorkflowError(f"{source} {value.__cause__}.", REMEDY), value)
+    if isinstance(value, Stopped):
+        return _caused(WorkflowError(f"{source} raised {value}{origin(value)}.", "Fix the scorer."), value)
+    if isinstance(value, Exception):
+        return _caused(WorkflowError(f"{source} raised {type(value).__name__}: {value}.", "Fix the scorer."), value)
+    if isinstance(value, BaseException):
+        raise value
+    try:
+        return components(value, source)
+    except WorkflowError as error:
+        return error
+
+
+def _caused(error: WorkflowError, cause: BaseException) -> WorkflowError:
+    error.__cause__ = cause
+    return error
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from cotune.blame import Blame
 from cotune.errors import ConfigError, CotuneError
 from cotune.ids import new_id
 from cotune.recorder import LiveEpisode, Sink
@@ -174,13 +175,13 @@ class RolloutWorkers:
         try:
             reply = await asyncio.shield(job.ended)
         except EpisodeLost as lost:
-            return self._failed(order, sink, str(lost))
+            return self._failed(order, sink, str(lost), lost.blame)
         except asyncio.CancelledError:
             if (reply := await self._pool.cancel(job)) is not None:
                 self._store(reply, sink)
             raise
         episode = self._store(reply, sink)
-        return episode or self._failed(order, sink, "It came back from its worker without an end.")
+        return episode or self._failed(order, sink, "It came back from its worker without an end.", "infrastructure")
 
     def _store(self, reply: Reply, sink: Sink) -> Episode | None:
         """Store what came back, and count what came with it."""
@@ -202,7 +203,7 @@ class RolloutWorkers:
         last = records[-1] if records else None
         return last if isinstance(last, Episode) else None
 
-    def _failed(self, order: Order, sink: Sink, cause: str) -> Episode:
+    def _failed(self, order: Order, sink: Sink, cause: str, blame: Blame) -> Episode:
         """The record of an episode that no worker brought to its end."""
         live = LiveEpisode(
             sink,
@@ -214,7 +215,7 @@ class RolloutWorkers:
             redactors=tuple(self._workflow.redactors),
             keep_token_ids=self._workflow.keep_token_ids,
         )
-        return live.end("error", error=cause)
+        return live.end("error", error=cause, blame=blame)
 
 
 def _check_same(workflow: Workflow, path: str, started: Started) -> None:
