@@ -38,8 +38,9 @@ demo: $(STAMP)
 demo-cluster: $(STAMP)
 	$(BIN)/python examples/plan_path/demo_cluster.py
 
+# Two workers: one has all tests that use Ray or vLLM (see tests/conftest.py), the other the rest meanwhile.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 # What `make test` does in a small form, with 10,000 cases each: answers, requests, records, manifests, metrics.
 test-long: $(STAMP)

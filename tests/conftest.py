@@ -1,4 +1,5 @@
-"""Order of the whole run: quick folders first, whatever starts servers and real frameworks last."""
+"""Order of the whole run: quick folders first, whatever starts servers and real frameworks last. On two workers the
+tests of a file stay together, and all tests that use Ray or vLLM, so that each of these starts once."""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ from cotune.integrations.ray_runtime import RayRuntime, open_ray
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parent
+ENGINES = {"ray_runtime", "vllm_url"}
+OWN_RAY = ("test_chaos", "test_cluster", "test_cluster_faults")
+"""Files whose runs start a Ray of their own."""
 ORDER = (".", "core", "trainer", "adapters", "integrations", "examples")
 
 
@@ -25,6 +29,12 @@ def ray_runtime() -> Iterator[RayRuntime]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _rank(item.path))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("engines" if _uses_engines(item) else str(item.path)))
+
+
+def _uses_engines(item: pytest.Item) -> bool:
+    return not ENGINES.isdisjoint(getattr(item, "fixturenames", ())) or item.path.stem in OWN_RAY
 
 
 def _rank(path: Path) -> int:
