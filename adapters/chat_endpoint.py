@@ -78,7 +78,7 @@ class ChatEndpoint:
         place, prompt = await self._prompt(request, served, long)
         params = request.sampling(self.local.max_model_len - len(prompt))
         completions = await self._sample(prompt, request.n or 1, params, served)
-        candidates = [self._candidate(i, c, params) for i, c in enumerate(completions)]
+        candidates = [self._candidate(request, prompt, params, i, c) for i, c in enumerate(completions)]
         self.conversations.keep(place, prompt, candidates[0].message, candidates[0].token_ids)
         return Reply(
             prompt_ids=prompt,
@@ -139,8 +139,11 @@ class ChatEndpoint:
             logger.error("The sampler failed: %s", error)
             raise RequestError(500, str(error), code="sampler_error") from None
 
-    def _candidate(self, index: int, sampled: Completion, params: SamplingParams) -> Candidate:
-        text, message, finish = self.local.chat.parse(sampled.token_ids, params.stop)
+    def _candidate(
+        self, request: ChatRequest, prompt: list[int], params: SamplingParams, index: int, sampled: Completion
+    ) -> Candidate:
+        parse, tools = self.local.chat.parse, request.tools_shown()
+        text, message, finish = parse(sampled.token_ids, params.stop, prompt=prompt, tools=tools)
         if malformed := finish == "malformed":
             finish = "tool_calls" if message.get("tool_calls") else "stop"
         return Candidate(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,7 +26,7 @@ from cotune.adapters.manifest import (
     write_manifest,
 )
 from cotune.adapters.model_card import model_card, serve_commands
-from cotune.adapters.trained import TrainedPolicy, latest_policies, other_roles_of
+from cotune.adapters.trained import TrainedPolicy, latest_policies, other_roles_of, tool_format_of
 from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.model_folder import locate_model, write_model
 from cotune.policies import LoraSpec, OtherRoles
@@ -35,7 +36,8 @@ from cotune.sampler import Weights, fingerprint
 def export_run(run: str | Path, to: str | Path) -> Manifest:
     """Export the newest checkpoint of a run. Raises RunError, ConfigError, AdapterError."""
     policies = latest_policies(run)
-    return write_export(to, policies, run=Path(run).resolve().name, other_roles=other_roles_of(run))
+    settings = {"other_roles": other_roles_of(run), "tool_format": tool_format_of(run)}
+    return write_export(to, policies, run=Path(run).resolve().name, **settings)
 
 
 def write_export(
@@ -44,11 +46,12 @@ def write_export(
     *,
     run: str | None = None,
     other_roles: OtherRoles = "provider",
+    tool_format: str = "auto",
 ) -> Manifest:
     """Write policies to a new folder, or in place of an earlier export.
 
-    `other_roles` is what plays a role that none of them does. The folder appears complete or not at all. Raises
-    ConfigError when `to` holds anything but an export.
+    `other_roles` is what plays a role that none of them does, `tool_format` how the model writes tool calls. The folder
+    appears complete or not at all. Raises ConfigError when `to` holds anything but an export.
     """
     target = Path(to).absolute()
     _check_target(target)
@@ -59,7 +62,7 @@ def write_export(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        manifest = _write(partial, policies, run, other_roles)
+        manifest = _write(partial, policies, run, other_roles=other_roles, tool_format=tool_format)
         _sync(partial)
         _put_in_place(partial, target)
     finally:
@@ -74,7 +77,7 @@ def _check_target(target: Path) -> None:
         raise ConfigError("to", str(target), "a new or empty folder, or an earlier export", "Choose another folder.")
 
 
-def _write(folder: Path, policies: Sequence[TrainedPolicy], run: str | None, other_roles: OtherRoles) -> Manifest:
+def _write(folder: Path, policies: Sequence[TrainedPolicy], run: str | None, **settings: Any) -> Manifest:
     bases: dict[str, Base] = {}
     exported = []
     for policy in policies:
@@ -92,7 +95,7 @@ def _write(folder: Path, policies: Sequence[TrainedPolicy], run: str | None, oth
         run=run,
         policies=tuple(exported),
         roles=roles,
-        other_roles=other_roles,
+        **settings,
     )
     manifest = msgspec.structs.replace(manifest, serve=serve_commands(manifest))
     write_manifest(folder, manifest)

@@ -13,6 +13,7 @@ from cotune.adapters.manifest import is_export
 from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.chat_format import ChatTemplate
 from cotune.integrations.model_folder import locate_model
+from cotune.integrations.tool_formats import AUTO, check_tool_format
 from cotune.policies import stand_in
 from cotune.records import PolicyRef
 from cotune.sampler import ChatFormat, Sampler
@@ -51,19 +52,27 @@ class Local:
         await self.sampler.aclose()
 
 
-async def open_local(source: str | Path, *, base: str | Path | None = None, names: Sequence[str] = ()) -> Local:
+async def open_local(
+    source: str | Path,
+    *,
+    base: str | Path | None = None,
+    names: Sequence[str] = (),
+    tool_format: str | None = None,
+) -> Local:
     """Open an export, or a model folder or Hugging Face id served under its own name and `names`.
 
+    `tool_format` is how the model writes tool calls; None for what the export says, or "auto".
     Raises AdapterError, ConfigError, SyncError before anything is served.
     """
+    check_tool_format(tool_format or AUTO)
     if is_export(Path(source)):
         if names:
             raise ConfigError("role", names[0], "no --role with an export: it names its own", "Leave --role out.")
-        return await _open_export(load_export(source, base))
-    return await _open_model(source, base, names)
+        return await _open_export(load_export(source, base), tool_format)
+    return await _open_model(source, base, names, tool_format)
 
 
-async def _open_export(export: Export) -> Local:
+async def _open_export(export: Export, tool_format: str | None) -> Local:
     if export.model is None:
         raise AdapterError(f"{export.folder} leaves every role to a provider.", "There is nothing to serve.")
     served = {}
@@ -73,7 +82,7 @@ async def _open_export(export: Export) -> Local:
             digest = policy.base.sha256.weights
             served[role] = Served(role, ref, policy.kind, policy.base.model, digest, policy.fingerprint or digest)
     left = [entry.role for entry in export.manifest.roles if entry.role not in served]
-    local = await _open(export.model, served, left, export)
+    local = await _open(export.model, served, left, tool_format or export.manifest.tool_format, export)
     base = next(policy.base for policy in export.manifest.policies if policy.base)
     if (ref := stand_in(export.manifest.other_roles)) is None:
         return local
@@ -81,7 +90,9 @@ async def _open_export(export: Export) -> Local:
     return replace(local, others=Served("any other", ref, "frozen", base.model, digest, digest))
 
 
-async def _open_model(source: str | Path, base: str | Path | None, names: Sequence[str]) -> Local:
+async def _open_model(
+    source: str | Path, base: str | Path | None, names: Sequence[str], tool_format: str | None
+) -> Local:
     if base is not None:
         raise ConfigError("model", str(base), "no --model with a plain model: it is the base itself", "Leave it out.")
     folder = locate_model(source)
@@ -91,15 +102,21 @@ async def _open_model(source: str | Path, base: str | Path | None, names: Sequen
     served = {
         name: Served(name, policy, "frozen", str(source), digest, digest) for name in dict.fromkeys([own, *names])
     }
-    return await _open(folder, served, [])
+    return await _open(folder, served, [], tool_format or AUTO)
 
 
-async def _open(model: Path, served: Mapping[str, Served], left: Sequence[str], export: Export | None = None) -> Local:
+async def _open(
+    model: Path,
+    served: Mapping[str, Served],
+    left: Sequence[str],
+    tool_format: str,
+    export: Export | None = None,
+) -> Local:
     from cotune.integrations.transformers_sampler import TransformersSampler
 
     starting = asyncio.create_task(TransformersSampler.open(model))
     try:
-        chat = await asyncio.to_thread(ChatTemplate.load, model)
+        chat = await asyncio.to_thread(ChatTemplate.load, model, tool_format)
         sampler = await starting
         if export is not None:
             await export.publish(sampler)

@@ -56,7 +56,7 @@ class ExportedRole(msgspec.Struct, frozen=True, kw_only=True):
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Content of roles.json. `serve` holds command lines by server, to be run in the folder of the export;
-    `other_roles` says what plays a role that is not among `roles`."""
+    `other_roles` says what plays a role that is not among `roles`, `tool_format` how the model writes tool calls."""
 
     format: int
     cotune: str
@@ -65,6 +65,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     policies: tuple[ExportedPolicy, ...]
     roles: tuple[ExportedRole, ...]
     other_roles: OtherRoles = "provider"
+    tool_format: str = "auto"
     serve: dict[str, list[str]] = {}
 
     def policy(self, role: str) -> ExportedPolicy:

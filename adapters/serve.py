@@ -80,14 +80,16 @@ def serving(
     token: str | None = None,
     base: str | Path | None = None,
     names: Sequence[str] = (),
+    tool_format: str | None = None,
 ) -> contextlib.AbstractContextManager[Endpoint]:
     """Serve an export, a model folder or a Hugging Face id from a background thread; port 0 takes a free one.
 
     A context manager that is entered once requests are answered. `base` names the base model of an export where
-    its recorded path does not hold; `names` are further names of a plain model. Raises ConfigError,
-    AdapterError, SyncError when it cannot start.
+    its recorded path does not hold; `names` are further names of a plain model, `tool_format` how it writes tool
+    calls. Raises ConfigError, AdapterError, SyncError when it cannot start.
     """
-    return serving_local(lambda: open_local(source, base=base, names=names), host=host, port=port, token=token)
+    settings = {"base": base, "names": names, "tool_format": tool_format}
+    return serving_local(lambda: open_local(source, **settings), host=host, port=port, token=token)
 
 
 def serving_local(

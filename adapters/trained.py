@@ -75,10 +75,18 @@ def latest_policies(run: str | Path) -> list[TrainedPolicy]:
 
 def other_roles_of(run: str | Path) -> OtherRoles:
     """What plays a role of a run that has no policy. Raises RunError."""
-    described = _read_json(Path(run) / "run.json", "Name a folder that cotune train wrote.")
-    config = described.get("config") if isinstance(described, dict) else None
-    found: OtherRoles = (config or {}).get("other_roles", "provider")
+    found: OtherRoles = _config_of(run).get("other_roles", "provider")
     return found
+
+
+def tool_format_of(run: str | Path) -> str:
+    """How the model of a run writes tool calls, as its configuration says. Raises RunError."""
+    return str(_config_of(run).get("tool_format", "auto"))
+
+
+def _config_of(run: str | Path) -> Mapping[str, Any]:
+    described = _read_json(Path(run) / "run.json", "Name a folder that cotune train wrote.")
+    return (described.get("config") if isinstance(described, dict) else None) or {}
 
 
 def read_weights(path: Path) -> Weights:

@@ -34,7 +34,8 @@ def add_serve(commands: Any) -> None:
         from cotune.adapters.serve import serve
 
         token = a.token or os.environ.get("COTUNE_TOKEN")
-        serve(a.folder, partial(print, flush=True), host=a.host, port=a.port, token=token, base=a.model, names=a.role)
+        options = {"base": a.model, "names": a.role, "tool_format": a.tool_format}
+        serve(a.folder, partial(print, flush=True), host=a.host, port=a.port, token=token, **options)
         return 0
 
     text = "serve an export (or a plain model) over an OpenAI-compatible API, one model name per role"
@@ -44,6 +45,12 @@ def add_serve(commands: Any) -> None:
     command.add_argument("--model", metavar="BASE", help="base model, where it lies elsewhere than the export says")
     command.add_argument(
         "--role", action="append", default=[], metavar="NAME", help="further model name for a plain model; repeatable"
+    )
+    command.add_argument(
+        "--tool-format",
+        metavar="FORMAT",
+        help="how the model writes tool calls: auto, hermes, qwen3_coder, mistral, mistral_v11, llama3_json, or "
+        "vllm:NAME for a tool parser of vLLM (default: as exported, or auto: as its chat template does)",
     )
 
 

@@ -68,7 +68,7 @@ class PolicyResponder:
     async def respond(self, call: LiveCall) -> Answer | None:
         """Answer with K scored candidates, or None for a role that no policy here plays.
 
-        A scorer that fails costs the candidate its rewards, never its siblings theirs or the application its answer.
+        A scorer that fails costs the call its rewards, never the application its answer.
         """
         policy = self._policy(call.role)
         if policy is None:
@@ -77,7 +77,7 @@ class PolicyResponder:
         self._require_answerable(call)
         prompt, params = self._request(call)
         completions = await self.sampler.sample(prompt, self._count(call), params, policy)
-        candidates = tuple(self._candidate(i, c, params) for i, c in enumerate(completions))
+        candidates = tuple(self._candidate(call, prompt, params, i, c) for i, c in enumerate(completions))
         rewards, error = await self._rewards(call, candidates)
         compared = attribute_siblings(rewards, self.attribution).tolist()
         select = self.plan.select if self.plan else "first"
@@ -155,8 +155,11 @@ class PolicyResponder:
         branches = self.plan is not None and self.plan.kind == "tree" and call.role in self.scorers
         return max(asked, self.plan.k) if branches and self.plan else asked
 
-    def _candidate(self, index: int, completion: Completion, params: SamplingParams) -> Candidate:
-        text, message, finish = self.chat.parse(completion.token_ids, params.stop)
+    def _candidate(
+        self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, index: int, completion: Completion
+    ) -> Candidate:
+        tools = tools_shown(call.params, call.tools)
+        text, message, finish = self.chat.parse(completion.token_ids, params.stop, prompt=prompt, tools=tools)
         if malformed := finish == "malformed":
             finish = "tool_calls" if message.get("tool_calls") else "stop"
         return Candidate(
@@ -175,13 +178,8 @@ class PolicyResponder:
         scorer = self.scorers.get(call.role)
         if scorer is None:
             return (), None
-        scored = await score(scorer, candidates, call, call.role)
-        errors = Counter(str(found) for found in scored if isinstance(found, WorkflowError))
-        if not errors:
-            return tuple(found for found in scored if not isinstance(found, WorkflowError)), None
-        self.scorer_errors.update(errors)
-        first, failed = next(iter(errors)), errors.total()
-        if failed == len(scored):
-            return (), first
-        rewards = tuple({} if isinstance(found, WorkflowError) else found for found in scored)
-        return rewards, f"{failed} of {len(scored)} candidates have no reward: {first}"
+        try:
+            return await score(scorer, candidates, call, call.role), None
+        except WorkflowError as error:
+            self.scorer_errors[str(error)] += 1
+            return (), str(error)

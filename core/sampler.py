@@ -164,9 +164,17 @@ class ChatFormat(Protocol):
         """
         ...
 
-    def parse(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, dict[str, Any], str]:
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        *,
+        prompt: Sequence[int] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[str, dict[str, Any], str]:
         """Return (text, assistant message in OpenAI form, finish reason: "stop", "tool_calls" or "malformed").
 
+        `prompt` is what the reply goes on from, as it may open the reasoning; `tools` are those offered.
         A tool call that cannot be read stays in the text: "malformed" says that there is one.
         """
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,28 +19,31 @@ from cotune.ids import pack_ids, unpack_ids
 from cotune.integrations.bounded import Bounded
 from cotune.integrations.earlier_ids import EarlierIds
 from cotune.integrations.grammar import Grammars
-from cotune.integrations.hermes import (
-    REASONING,
-    TOOL_CALL,
-    call_grammar,
-    has_unread_call,
-    is_call,
-    parse_hermes,
-    tool_call,
-)
+from cotune.integrations.hermes import REASONING
+from cotune.integrations.replies import Replies
 from cotune.integrations.reply_grammar import Syntax, reply_grammar
+from cotune.integrations.time_bound import TookTooLong, within
+from cotune.integrations.tool_formats import AUTO, HERMES, ToolFormat, recognised, spelled_by, tool_format
+
+log = logging.getLogger("cotune")
 
 
 class ChatTemplate:
     """The chat template, tokenizer and reply parser of one model: a `ChatFormat` for every sampler.
 
-    Replies are parsed by the tokenizer's own `response_template` where it has one, else as Hermes/Qwen:
-    `<think>` becomes `reasoning_content`, `<tool_call>{json}</tool_call>` becomes `tool_calls`.
-    Safe to use from several threads.
+    Replies are parsed by the tokenizer's own `response_template` where it has one. Else `<think>` becomes
+    `reasoning_content`, and tool calls are read in the format `tools`: one of `tool_formats`, or "auto" for the one in
+    which the chat template writes a call. Safe to use from several threads.
     """
 
     def __init__(
-        self, tokenizer: Any, end_token_ids: Sequence[int], *, cache: int = 2048, cache_bytes: int = 32 << 20
+        self,
+        tokenizer: Any,
+        end_token_ids: Sequence[int],
+        *,
+        tools: str = AUTO,
+        cache: int = 2048,
+        cache_bytes: int = 32 << 20,
     ) -> None:
         self.tokenizer = tokenizer
         self.end_token_ids = tuple(end_token_ids)
@@ -51,14 +55,18 @@ class ChatTemplate:
         self._rendered: Bounded[tuple[str, bytes]] = Bounded(cache, cache_bytes)
         self._lock = threading.Lock()
         self._encoder = msgspec.json.Encoder()
-        kept = {tokenizer.convert_tokens_to_ids(mark) for mark in (*REASONING, *TOOL_CALL)}
+        self.spelled: str | None = None
+        """How the chat template writes the call of a tool, where it shows one."""
+        self.tool_format = self._recognised() if tools == AUTO else tool_format(tools, tokenizer)
+        """How tool calls are written; None where the template writes them in no form that is known."""
+        self._replies = Replies(tokenizer, self.end_token_ids, self.tool_format, lambda: self._count("unparsed"))
         self._grammars = Grammars(tokenizer, len(tokenizer))
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
-        self._dropped = (set(tokenizer.all_special_ids) | set(self.end_token_ids)) - kept
 
     @classmethod
-    def load(cls, model: str | Path) -> ChatTemplate:
-        """Load from a model folder or hub id. Raises ConfigError when there is none, or no chat template."""
+    def load(cls, model: str | Path, tools: str = AUTO) -> ChatTemplate:
+        """Load from a model folder or hub id. Raises ConfigError when there is none, no chat template or one that does
+        not end, and for a format of tool calls that is unknown."""
         from transformers import AutoTokenizer
 
         path = Path(model)
@@ -77,7 +85,16 @@ class ChatTemplate:
                 "a model whose tokenizer has a chat template",
                 "Use an instruct model, or put a chat_template.jinja into the folder.",
             )
-        return cls(tokenizer, end_token_ids(str(model), tokenizer))
+        made = cls(tokenizer, end_token_ids(str(model), tokenizer), tools=tools)
+        try:
+            made._template([{"role": "user", "content": "hi"}], None, {})
+        except SamplerError as error:  # any other cause may be of this message alone
+            if isinstance(error.__cause__, TookTooLong):
+                allowed = f"a model whose chat template renders a message within {PATIENCE:g} s"
+                raise ConfigError("model", str(model), allowed, "Repair its chat_template.jinja.") from None
+        if made.tool_format is None and not made._replies.template:
+            log.warning("%s Calls with tools are refused. %s", made._unknown(), _NAME_IT)
+        return made
 
     def render(
         self,
@@ -98,11 +115,17 @@ class ChatTemplate:
         said, the prompt goes on from the reply as the model wrote it, however the template would spell it. `options`
         are variables for the template.
         """
+        if tools and self.tool_format is None and not self._replies.template:
+            raise SamplerError(self._unknown(), _NAME_IT)
         options = options or {}
         text, ids = self._render(messages, tools, options, most)
         if not earlier:
             return ids
-        known = EarlierIds(earlier, self._decode, lambda reply: self.parse(reply)[1], self.end_token_ids)
+
+        def parse(prompt: Sequence[int], reply: Sequence[int]) -> Mapping[str, Any]:
+            return self.parse(reply, prompt=prompt, tools=tools)[1]
+
+        known = EarlierIds(earlier, self._replies.decode, parse, self.end_token_ids)
         kept, rest = known.longest(text)
         if len(kept) < len(known.paths[0]):
             spelled = self._spelled(messages, tools, options, known, text)
@@ -128,23 +151,37 @@ class ChatTemplate:
             return known.spelled(messages, lambda chat: self._template(chat, tools, options), canonical)
         return None
 
-    def parse(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, dict[str, Any], str]:
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        *,
+        prompt: Sequence[int] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[str, dict[str, Any], str]:
         """Return (text, assistant message in OpenAI form, finish reason: "stop", "tool_calls" or "malformed").
 
+        `prompt` is what the reply goes on from: some templates open the reasoning there. `tools` are those offered.
         End tokens and everything from the first stop string on are not part of the text. A tool call that cannot be
-        read stays in the text, and the reason is "malformed", also where others beside it could be read.
+        read stays in the text, and the reason is "malformed", also where others beside it could be read. A reply that
+        ends within its reasoning has no content.
         """
-        text = _until(self._decode([t for t in token_ids if t not in self._dropped]), stop)
-        if self._response_template:
-            marked = _until(self._decode([t for t in token_ids if t not in self.end_token_ids]), stop)
-            message = self._parse_by_template(marked)
-            if message is None:
-                return text, {"role": "assistant", "content": text}, "malformed"
-        else:
-            message = parse_hermes(text)
-        if has_unread_call(message):
-            return text, message, "malformed"
-        return text, message, "tool_calls" if message.get("tool_calls") else "stop"
+        return self._replies.parse(token_ids, stop, prompt, tools or ())
+
+    def _unknown(self) -> str:
+        return f"The model's chat template writes tool calls as {self.spelled!r}, a form that is not known."
+
+    def _recognised(self) -> ToolFormat | None:
+        """The format in which the chat template writes tool calls; Hermes where it shows none."""
+
+        def template(messages: list[dict[str, Any]], generation: bool) -> str:
+            return self._template(messages, None, {}, generation=generation)
+
+        try:
+            self.spelled = spelled_by(template, [self.tokenizer.decode([end]) for end in self.end_token_ids])
+        except SamplerError:  # a template that refuses calls
+            return HERMES
+        return HERMES if self.spelled is None else recognised(self.spelled)
 
     def reads(self, option: str) -> bool:
         """Whether the template knows a variable of this name."""
@@ -160,11 +197,11 @@ class ChatTemplate:
 
     def _syntax(self, prompt: Sequence[int]) -> Syntax:
         """How replies to a prompt are written. It may have opened their reasoning, or closed it."""
-        tail = self._decode(list(prompt[-16:])).rstrip()
+        tail, format = self._replies.tail(prompt), self.tool_format or HERMES
         reasons = REASONING[0] in str(self.tokenizer.chat_template) and not tail.endswith(REASONING[1])
         return Syntax(
-            call_mark=TOOL_CALL[0],
-            call=self._call_grammar,
+            call_mark=format.marks[0] if format.marks else _NO_MARK,
+            call=lambda name, arguments: format.call(name, arguments, self._token),
             token=self._token,
             supports=self._grammars.supports,
             think=REASONING if reasons else None,
@@ -172,34 +209,9 @@ class ChatTemplate:
             ends=[token for token in self.end_token_ids if token != self.tokenizer.eos_token_id],
         )
 
-    def _call_grammar(self, name: str, arguments: str) -> str:
-        return call_grammar(name, arguments, self._token(TOOL_CALL[1]))
-
     def _token(self, mark: str) -> int | None:
         ids = self._encode(mark)
         return ids[0] if len(ids) == 1 and self._grammars.special(ids[0]) else None
-
-    @property
-    def _response_template(self) -> Any:
-        return getattr(self.tokenizer, "response_template", None)
-
-    def _parse_by_template(self, reply: str) -> dict[str, Any] | None:
-        try:
-            found = self.tokenizer.parse_response(reply, prefix="")
-        except (ValueError, KeyError, TypeError):
-            self.counts["unparsed"] += 1
-            return None
-        message: dict[str, Any] = {"role": "assistant", "content": found.get("content") or ""}
-        reasoning = found.get("reasoning_content") or found.get("thinking")
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        calls = [c.get("function", c) for c in found.get("tool_calls") or []]
-        if not all(is_call(c) for c in calls):
-            self.counts["unparsed"] += 1
-            return None
-        if calls:
-            message["tool_calls"] = [tool_call(c) for c in calls]
-        return message
 
     def _render(
         self,
@@ -236,14 +248,21 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         options: Mapping[str, Any],
+        *,
+        generation: bool = True,
     ) -> str:
         from jinja2 import TemplateError
 
         try:
-            chat = [_for_template(m) for m in messages]
-            return self.tokenizer.apply_chat_template(
-                chat, tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=False, **options
-            )
+            chat, shown = [_for_template(m) for m in messages], list(tools) if tools else None
+            with within(PATIENCE):
+                return self.tokenizer.apply_chat_template(
+                    chat, tools=shown, add_generation_prompt=generation, tokenize=False, **options
+                )
+        except TookTooLong as error:
+            raise SamplerError(
+                f"The chat template did not end within {PATIENCE:g} s.", "Repair the model's chat_template.jinja."
+            ) from error
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise SamplerError(
                 f"The chat template cannot render these messages: {_first_line(error)}.",
@@ -253,10 +272,12 @@ class ChatTemplate:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False) if text else []
 
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-
+PATIENCE = 10.0
+"""Seconds that a chat template has for one prompt."""
+_NAME_IT = "Name the format as tool_format: vllm:NAME is any tool parser of vLLM."
+_NO_MARK = "\0"
+"""Where a format marks no call: what no reply contains."""
 _OVERHEAD = 400
 """Bytes of a kept prompt beside its text and ids, about."""
 _REMEDY = "Check the path or id given as --model."
@@ -277,10 +298,6 @@ def _too_long(size: str, most: int) -> RequestRefused:
     return RequestRefused(
         f"The prompt has {size}; the model takes {most + 1} tokens with the reply.", "Send a shorter conversation."
     )
-
-
-def _until(text: str, stop: Sequence[str]) -> str:
-    return text[: min((at for mark in stop if mark and (at := text.find(mark)) >= 0), default=len(text))]
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:

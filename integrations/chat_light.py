@@ -8,20 +8,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cotune.integrations.chat_format import ChatTemplate
+from cotune.integrations.tool_formats import AUTO, VLLM
 
 _QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
-def load_chat_light(model: str) -> ChatTemplate:
+def load_chat_light(model: str, tools: str = AUTO) -> ChatTemplate:
     """`ChatTemplate.load`, where transformers finds no torch: a third of the memory and half the time.
 
-    In a process that has transformers or torch already it is the plain one. Afterwards transformers is imported anew
-    by whoever asks for it, with torch. Not to be run while another thread imports transformers. Raises ConfigError.
+    In a process that has transformers or torch already, and for a tool parser of vLLM, it is the plain one. Afterwards
+    transformers is imported anew by whoever asks for it, with torch. Not to be run while another thread imports
+    transformers. Raises ConfigError.
     """
-    if "transformers" in sys.modules or "torch" in sys.modules:
-        return ChatTemplate.load(model)
+    if "transformers" in sys.modules or "torch" in sys.modules or tools.startswith(VLLM):
+        return ChatTemplate.load(model, tools)
     with _without_torch():
-        return ChatTemplate.load(model)
+        return ChatTemplate.load(model, tools)
 
 
 @contextmanager

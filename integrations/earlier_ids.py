@@ -32,7 +32,7 @@ class EarlierIds:
         self,
         paths: Iterable[Path],
         decode: Callable[[list[int]], str],
-        parse: Callable[[list[int]], Mapping[str, Any]],
+        parse: Callable[[Sequence[int], Sequence[int]], Mapping[str, Any]],
         ends: Sequence[int],
     ) -> None:
         self.paths = sorted((list(path) for path in paths), key=len, reverse=True)
@@ -95,7 +95,7 @@ class EarlierIds:
                 continue
             if ids[-1] in self._ends:
                 text = text.removesuffix(self._decode(ids[-1:]))
-            message = self._parse(ids)
+            message = self._parse(prompt[0], ids)
             if message.get("reasoning_content"):
                 text = text.partition(REASONING[1])[2].lstrip("\n")
             found.append(Reply(_said(message), text))

@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 REASONING = ("<think>", "</think>")
@@ -16,48 +16,39 @@ _TOOL_CALL = re.compile(r"\s*<tool_call>(.*?)</tool_call>\s*", re.DOTALL)
 _ID_ALPHABET = string.ascii_letters + string.digits
 
 
-def parse_hermes(text: str) -> dict[str, Any]:
-    """Assistant message of a reply. A tool call that cannot be read, or is not closed, stays in the content."""
-    message: dict[str, Any] = {"role": "assistant"}
-    reasoning, text = split_reasoning(text)
+def read_hermes(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """The rest of a reply and its calls. A call that cannot be read, or is not closed, stays in the rest."""
     calls: list[dict[str, Any]] = []
 
     def take(match: re.Match[str]) -> str:
         call = _read_call(match.group(1))
         if call is None:
             return match.group(0)
-        calls.append(tool_call(call))
+        calls.append(call)
         return ""
 
-    rest = _TOOL_CALL.sub(take, text)
-    message["content"] = (rest.strip() or None) if calls else text
-    if calls:
-        message["tool_calls"] = calls
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    return message
+    return _TOOL_CALL.sub(take, text), calls
 
 
-def call_grammar(name: str, arguments: str, closing: int | None) -> str:
-    """The grammar of what follows the mark of a call, given that of its arguments; `closing` as `Syntax.token`."""
+def call_grammar(name: str, arguments: str, token: Callable[[str], int | None]) -> str:
+    """The grammar of what follows the mark of a call, given that of its arguments; `token` is the id of a mark that
+    stands outside of text, None for one that is text."""
     opened = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
+    closing = token(TOOL_CALL[1])
     end = json.dumps(TOOL_CALL[1]) if closing is None else f"<[{closing}]>"
     return rf'/\n?/ {opened} {arguments} "}}" /\n?/ {end}'
 
 
-def has_unread_call(message: Mapping[str, Any]) -> bool:
-    """Whether the content of a parsed reply still holds the mark of a tool call."""
-    return TOOL_CALL[0] in (message.get("content") or "")
-
-
-def split_reasoning(text: str) -> tuple[str, str]:
-    """(reasoning, rest). The template may have opened the reasoning in the prompt, or the reply never closed it."""
+def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
+    """(reasoning, rest); a reply that ends within its reasoning has no rest. `opened`: the prompt ends within it."""
     opening, closing = REASONING
     before, closed, after = text.partition(closing)
     if closed:
         return before.partition(opening)[2].strip() if opening in before else before.strip(), after.lstrip("\n")
     if text.lstrip().startswith(opening):
         return text.partition(opening)[2].strip(), ""
+    if opened:
+        return text.strip(), ""
     return "", text
 
 
@@ -70,11 +61,11 @@ def is_call(call: Any) -> bool:
 
 
 def tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call in OpenAI form, with an id of its own."""
+    """A call in OpenAI form, with the id that it brings, or one of its own."""
     arguments = call.get("arguments", {})
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    name = "".join(secrets.choice(_ID_ALPHABET) for _ in range(9))
+    name = call.get("id") or "".join(secrets.choice(_ID_ALPHABET) for _ in range(9))
     return {"id": name, "type": "function", "function": {"name": call["name"], "arguments": arguments}}
 
 

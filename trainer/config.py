@@ -13,6 +13,7 @@ import msgspec
 
 from cotune.collect import failure_reward
 from cotune.errors import ConfigError
+from cotune.integrations.tool_formats import check_tool_format
 from cotune.plans import Plan, PlanKind, Select
 from cotune.policies import ALL_LINEAR, LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
 from cotune.recipes import RECIPES, Recipe, recipe
@@ -96,8 +97,9 @@ class TrainConfig(_Table):
     other_roles: OtherRoles = "frozen"
     """What plays a role that has no policy, in training, evaluation and the export alike: frozen (the untrained model)
     | provider (what the application uses today). It is said, and counted."""
-    roles_by: str = ""
-    """module:function or file.py:function that names the role of each call, or caller; see docs/roles.md."""
+    tool_format: str = "auto"
+    """How the model writes tool calls: auto (as its chat template does) | hermes | qwen3_coder | mistral |
+    mistral_v11 | llama3_json | vllm:NAME (a tool parser of vLLM)."""
     recipe: str | None = None
     """at_grpo, dr_mas, ...; without a value: at_grpo under a tree plan, dr_mas under independent rollouts."""
     overrides: dict[str, Any] = {}
@@ -116,10 +118,8 @@ class TrainConfig(_Table):
     max_staleness: int = 1
     """In mode async, how many versions a sample may be behind the policy that trains on it; older ones are dropped
     and counted."""
-    on_failure: str = "lowest"
-    """The outcome of an episode that the policy has failed (bad output, prompt too long, too many calls, its time-out):
-    lowest (0, or the step's lowest outcome if that is below 0) | reward:<number> | exclude (it teaches nothing). One
-    that engine, network or store have failed has none."""
+    on_failure: str = "exclude"
+    """What a failed episode teaches: exclude (nothing) | reward:<number> (its calls train with that team reward)."""
     redact: str = ""
     """module:function that sees each message before it is stored; beside the workflow's own redactors."""
     keep_token_ids: bool = False
@@ -145,6 +145,7 @@ class TrainConfig(_Table):
         _positive("sampling.max_tokens", self.sampling.max_tokens)
         _positive("lora.rank", self.lora.rank)
         _failure("on_failure", self.on_failure)
+        check_tool_format(self.tool_format)
         if self.cluster.colocate and self.mode != "sync":
             raise ConfigError("mode", self.mode, "sync, where cluster.colocate is true")
         for name, count in Counter(p.name for p in self.policy).items():
@@ -302,7 +303,7 @@ def _failure(name: str, value: str) -> None:
     try:
         failure_reward(value)
     except ValueError:
-        raise ConfigError(name, value, "lowest, exclude or reward:<number>", "For example: reward:-1") from None
+        raise ConfigError(name, value, "exclude or reward:<number>", "For example: reward:-1") from None
 
 
 def _positive(name: str, value: float) -> None:

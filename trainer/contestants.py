@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cotune.adapters.load import load_export
 from cotune.adapters.manifest import is_export, read_manifest
-from cotune.adapters.trained import TrainedPolicy, latest_policies, other_roles_of
+from cotune.adapters.trained import TrainedPolicy, latest_policies, other_roles_of, tool_format_of
 from cotune.errors import AdapterError, SyncError
 from cotune.policies import OtherRoles
 from cotune.records import PolicyRef
@@ -23,6 +23,7 @@ class Contestants:
     model: str
     policies: Sequence[TrainedPolicy]
     other_roles: OtherRoles = "frozen"
+    tool_format: str = "auto"
 
     @property
     def roles(self) -> dict[str, PolicyRef]:
@@ -68,7 +69,7 @@ def open_contestants(source: str | Path, model: str | None = None) -> Contestant
         return _from_export(folder, model)
     policies = latest_policies(folder)
     base = model or next((policy.model for policy in policies if policy.model), None)
-    return Contestants(_needed(base, folder), policies, other_roles_of(folder))
+    return Contestants(_needed(base, folder), policies, other_roles_of(folder), tool_format_of(folder))
 
 
 def _from_export(folder: Path, model: str | None) -> Contestants:
@@ -87,7 +88,7 @@ def _from_export(folder: Path, model: str | None) -> Contestants:
         )
         for policy in manifest.policies
     ]
-    return Contestants(_needed(export.model, folder), policies, manifest.other_roles)
+    return Contestants(_needed(export.model, folder), policies, manifest.other_roles, manifest.tool_format)
 
 
 def _needed(model: str | Path | None, folder: Path) -> str:

@@ -54,6 +54,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """A Sampler that crosses processes, such as RaySampler; None leaves all calls to the application's provider."""
     model: str = ""
     """Folder or id whose chat template the workers use."""
+    tool_format: str = "auto"
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):

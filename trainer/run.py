@@ -184,7 +184,7 @@ async def _model(
     config: TrainConfig, stack: contextlib.AsyncExitStack, cluster: Cluster | None
 ) -> tuple[Sampler, ChatFormat]:
     """The sampler and the chat format: the sampler's process, or Ray, starts while this one imports torch."""
-    loading = asyncio.get_running_loop().run_in_executor(None, _chat, config.model)
+    loading = asyncio.get_running_loop().run_in_executor(None, _chat, config.model, config.tool_format)
     if cluster is not None:
         try:
             cluster.open_ray()
@@ -201,12 +201,12 @@ async def _model(
     return sampler, chat
 
 
-def _chat(model: str) -> ChatFormat:
+def _chat(model: str, tool_format: str) -> ChatFormat:
     """The chat format of `model`; what the learner imports is loaded along with it."""
     from cotune.integrations.chat_format import ChatTemplate
     from cotune.trainer import local_learner  # noqa: F401
 
-    return ChatTemplate.load(model)
+    return ChatTemplate.load(model, tool_format)
 
 
 def _untrained(policies: Policies) -> list[str]:

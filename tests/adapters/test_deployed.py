@@ -44,7 +44,7 @@ class Fixed:
     def render(self, messages: Any, tools: Any, **earlier: Any) -> list[int]:
         return [1]
 
-    def parse(self, token_ids: Any, stop: Any = ()) -> tuple[str, dict[str, Any], str]:
+    def parse(self, token_ids: Any, stop: Any = (), **_: Any) -> tuple[str, dict[str, Any], str]:
         return self.text, {"role": "assistant", "content": self.text}, "stop"
 
     async def info(self) -> SamplerInfo:

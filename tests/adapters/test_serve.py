@@ -77,7 +77,7 @@ class Bytes:
         shown = "".join(tool["function"]["name"] for tool in tools or [])
         return list((shown + "".join(message["content"] or "" for message in messages)).encode())
 
-    def parse(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, dict[str, Any], str]:
+    def parse(self, token_ids: Sequence[int], stop: Sequence[str] = (), **_: Any) -> tuple[str, dict[str, Any], str]:
         text = bytes(token_ids).decode()
         if not text.startswith("call "):
             return text, {"role": "assistant", "content": text}, "stop"

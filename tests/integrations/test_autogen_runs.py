@@ -283,7 +283,7 @@ class Letters:
 
         return [Completion((i,), (-0.1,), "stop") for i in range(n)]
 
-    def parse(self, token_ids: Any, stop: Any = ()) -> tuple[str, dict[str, Any], str]:
+    def parse(self, token_ids: Any, stop: Any = (), **_: Any) -> tuple[str, dict[str, Any], str]:
         text = "xyz"[token_ids[0]]
         return text, {"role": "assistant", "content": text}, "stop"
 

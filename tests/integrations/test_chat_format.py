@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cotune.errors import ConfigError, SamplerError
 from cotune.integrations.chat_format import ChatTemplate
-from cotune.integrations.hermes import parse_hermes
+from cotune.integrations.hermes import read_hermes, split_reasoning
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
@@ -123,8 +121,9 @@ def test_a_tool_call_is_in_openai_form(chat: ChatTemplate) -> None:
     assert len(call["id"]) == 9
 
 
-def test_two_tool_calls_have_ids_of_their_own_and_no_content() -> None:
-    message = parse_hermes('<tool_call>{"name": "a"}</tool_call>\n<tool_call>{"name": "b"}</tool_call>')
+def test_two_tool_calls_have_ids_of_their_own_and_no_content(chat: ChatTemplate) -> None:
+    reply = '<tool_call>{"name": "a"}</tool_call>\n<tool_call>{"name": "b"}</tool_call>'
+    _, message, _ = chat.parse(ids(chat, reply))
     assert message["content"] is None
     assert [c["function"] for c in message["tool_calls"]] == [
         {"name": "a", "arguments": "{}"},
@@ -147,7 +146,7 @@ def test_two_tool_calls_have_ids_of_their_own_and_no_content() -> None:
 )
 def test_a_malformed_tool_call_stays_in_the_text(body: str) -> None:
     reply = f"<tool_call>{body}</tool_call>"
-    assert parse_hermes(reply) == {"role": "assistant", "content": reply}
+    assert read_hermes(reply) == (reply, [])
 
 
 @pytest.mark.parametrize("reply", ["<tool_call>{oops</tool_call>", '<tool_call>{"name": "go"}', "Now <tool_call>"])
@@ -164,23 +163,26 @@ def test_a_developer_is_the_system_to_a_template(chat: ChatTemplate) -> None:
 
 
 def test_a_good_call_beside_a_malformed_one_counts() -> None:
-    message = parse_hermes('<tool_call>{"name": "a"}</tool_call> <tool_call>oops</tool_call>')
-    assert [c["function"]["name"] for c in message["tool_calls"]] == ["a"]
-    assert message["content"] == "<tool_call>oops</tool_call>"
+    rest, calls = read_hermes('<tool_call>{"name": "a"}</tool_call> <tool_call>oops</tool_call>')
+    assert [call["name"] for call in calls] == ["a"]
+    assert rest == "<tool_call>oops</tool_call>"
 
 
 @pytest.mark.parametrize(
-    ("reply", "message"),
+    ("reply", "opened", "parts"),
     [
-        ("<think>\nwhy\n</think>\n\nso", {"content": "so", "reasoning_content": "why"}),
-        ("why\n</think>\n\nso", {"content": "so", "reasoning_content": "why"}),
-        ("<think>why not", {"content": "", "reasoning_content": "why not"}),
-        ("<think>\n\n</think>\n\nso", {"content": "so"}),
-        (" plain ", {"content": " plain "}),
+        ("<think>\nwhy\n</think>\n\nso", False, ("why", "so")),
+        ("why\n</think>\n\nso", False, ("why", "so")),
+        ("why\n</think>\n\nso", True, ("why", "so")),
+        ("<think>why not", False, ("why not", "")),
+        ("<think>why not", True, ("why not", "")),
+        ("why not", True, ("why not", "")),
+        ("<think>\n\n</think>\n\nso", False, ("", "so")),
+        (" plain ", False, ("", " plain ")),
     ],
 )
-def test_reasoning_is_split_off(reply: str, message: Mapping[str, Any]) -> None:
-    assert parse_hermes(reply) == {"role": "assistant", **message}
+def test_reasoning_is_split_off(reply: str, opened: bool, parts: tuple[str, str]) -> None:
+    assert split_reasoning(reply, opened=opened) == parts
 
 
 def test_the_tokenizers_own_response_template_comes_first(folder: Path) -> None:

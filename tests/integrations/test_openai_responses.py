@@ -245,7 +245,7 @@ class OneToken:
     def render(self, messages, tools, *, earlier=()):
         return [1]
 
-    def parse(self, token_ids, stop=()):
+    def parse(self, token_ids, stop=(), **_):
         return "x", {"role": "assistant", "content": "x"}, "stop"
 
     async def sample(self, prompt, n, params, policy):

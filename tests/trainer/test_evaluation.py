@@ -31,7 +31,7 @@ class Letters:
     def render(self, messages: Sequence[Mapping[str, Any]], tools: object, **earlier: object) -> list[int]:
         return [ord(letter) for letter in messages[-1]["content"]]
 
-    def parse(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, dict[str, Any], str]:
+    def parse(self, token_ids: Sequence[int], stop: Sequence[str] = (), **_: Any) -> tuple[str, dict[str, Any], str]:
         text = "".join(map(chr, token_ids))
         return text, {"role": "assistant", "content": text}, "stop"
 
