@@ -29,7 +29,7 @@ def advantages(
 
     Raises GroupError when a sample lacks a reward that a term needs; `prepare` leaves such samples out.
     """
-    returns = [attribute(samples, term.attribution) for term in terms]
+    returns = [attribute(samples, term.attribution, term.key) for term in terms]
     if any(np.isnan(r).any() for r in returns):
         raise GroupError("A sample lacks a reward component that the recipe needs.", "Leave it out before.")
     return combine(samples, returns, terms, state or AdvantageState())

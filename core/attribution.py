@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cotune.recipes import Attribution
+from cotune.recipes import PROMPT_KEY, Attribution
 from cotune.samples import Sample
 
 Floats = npt.NDArray[np.float64]
@@ -32,28 +32,47 @@ def keys(samples: Sequence[Sample], fields: tuple[str, ...]) -> list[Hashable]:
     return [(get(s),) for s in samples] if len(fields) == 1 else [get(s) for s in samples]
 
 
-def attribute(samples: Sequence[Sample], attribution: Attribution) -> Floats:
+def attribute(samples: Sequence[Sample], attribution: Attribution, key: tuple[str, ...] = PROMPT_KEY) -> Floats:
     """[n] reward of each sample, NaN where a component that it needs never arrived.
 
-    A component that any candidate of a role carries is needed of all candidates of that role, and one that any
-    episode carries of all episodes; a component of weight 0 is never needed. `samples` must be all of a step:
+    A component that any candidate of a role carries is needed of all candidates of that role in its group (by `key`,
+    within a task; of the role in the task for `reward_to_go`, which sums over groups), and one that any episode of a
+    task carries of all episodes of that task; a component of weight 0 is never needed. `samples` must be all of a step:
     later turns and other roles are looked up among the chosen ones.
     """
-    own = _mix([s.rewards for s in samples], codes([s.role for s in samples])[0], attribution, {})
-    if attribution.horizon == "own_turn" and not attribution.outcome:
-        value, some = own.value, own.some
+    own, outcome = _mixed(samples, attribution, key)
+    if attribution.horizon == "terminal":
+        value, some = outcome.value, outcome.some
+    elif attribution.horizon == "own_turn":
+        value, some = own.value + outcome.value, own.some | outcome.some
     else:
-        taken = own.carried if attribution.horizon != "terminal" else {}
-        outcome = _mix([s.outcome for s in samples], np.zeros(len(samples), np.int64), attribution, taken)
-        if attribution.horizon == "terminal":
-            value, some = outcome.value, outcome.some
-        elif attribution.horizon == "own_turn":
-            value, some = own.value + outcome.value, own.some | outcome.some
-        else:
-            value = _reward_to_go(samples, own.value, outcome.value, attribution.gamma)
-            some = own.some | outcome.some
+        value = _reward_to_go(samples, own.value, outcome.value, attribution.gamma)
+        some = own.some | outcome.some
     reward = np.where(some, value, np.nan)
     return reward if attribution.scope == "own" else _over_roles(samples, reward, mean=attribution.scope == "mean")
+
+
+def lacking(
+    samples: Sequence[Sample], attribution: Attribution, key: tuple[str, ...] = PROMPT_KEY
+) -> set[tuple[str, str]]:
+    """(role, component) where a sample of the role has other components, but not this one, which it needs."""
+    return {
+        (samples[i].role, name)
+        for mixed in _mixed(samples, attribution, key)
+        for name, misses in mixed.lacks.items()
+        for i in np.flatnonzero(misses)
+    }
+
+
+def _mixed(samples: Sequence[Sample], attribution: Attribution, key: tuple[str, ...]) -> tuple[_Mixed, _Mixed]:
+    """The own components and those of the outcome, as far as the horizon takes them in."""
+    within = () if attribution.horizon == "reward_to_go" else key
+    peers = codes(keys(samples, tuple(dict.fromkeys(("task", "role", *within)))))[0]
+    task = codes([s.task for s in samples])[0]
+    own_turn = attribution.horizon == "own_turn" and not attribution.outcome
+    own = _mix([{} if attribution.horizon == "terminal" else s.rewards for s in samples], peers, attribution, {})
+    outcome = _mix([{} if own_turn else s.outcome for s in samples], task, attribution, own.carried)
+    return own, outcome
 
 
 def attribute_siblings(rewards: Sequence[Mapping[str, float]], attribution: Attribution) -> Floats:
@@ -69,6 +88,8 @@ class _Mixed(NamedTuple):
     """Whether any component is needed."""
     carried: Mapping[str, Bools]
     """By component: whether anyone in the sample's group carries it."""
+    lacks: Mapping[str, Bools]
+    """By component: whether the sample needs it and has others, but not this one."""
 
 
 def _mix(
@@ -77,6 +98,8 @@ def _mix(
     value = np.zeros(len(rewards))
     some = np.zeros(len(rewards), np.bool_)
     carried: dict[str, Bools] = {}
+    lacks: dict[str, Bools] = {}
+    arrived = np.array([bool(components) for components in rewards], np.bool_)
     for name in dict.fromkeys(name for components in rewards for name in components):
         weight = attribution.weight(name)
         if weight == 0.0:
@@ -84,9 +107,12 @@ def _mix(
         column = np.array([components.get(name, np.nan) for components in rewards])
         carried[name] = (np.bincount(group, ~np.isnan(column)) > 0)[group]
         needed = carried[name] & ~taken[name] if name in taken else carried[name]
+        if attribution.absent is not None:
+            column = np.where(np.isnan(column) & arrived, attribution.absent, column)
+        lacks[name] = needed & arrived & np.isnan(column)
         value = value + np.where(needed, weight * column, 0.0)
         some |= needed
-    return _Mixed(value, some, carried)
+    return _Mixed(value, some, carried, lacks)
 
 
 def _reward_to_go(samples: Sequence[Sample], own: Floats, outcome: Floats, gamma: float) -> Floats:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from cotune.advantages import FLAT, AdvantageState, Spread, combine, spread, units
-from cotune.attribution import Codes, Floats, attribute, codes
+from cotune.attribution import Codes, Floats, attribute, codes, lacking
 from cotune.collect import Collected, temperature
 from cotune.errors import GroupError
 from cotune.filters import group_reasons
@@ -64,13 +64,17 @@ def prepare(
     """
     state = state or AdvantageState()
     left_out: Counter[str] = Counter()
-    returns = [attribute(samples, term.attribution) for term in recipe.terms]
+    returns = [attribute(samples, term.attribution, term.key) for term in recipe.terms]
     complete = ~np.isnan(np.sum(returns, axis=0)) if samples else np.zeros(0, np.bool_)
     left_out["missing_reward"] = int((~complete).sum())
     rewarded = [sample for sample, done in zip(samples, complete.tolist(), strict=True) if done]
     built = build_groups(rewarded, recipe)
     left_out.update(built.left_out)
-    warnings = [*_missing(samples, complete), *_alone(recipe, left_out["group_of_one"], len(rewarded))]
+    warnings = [
+        *_missing(samples, complete),
+        *_lacking(samples, recipe),
+        *_alone(recipe, left_out["group_of_one"], len(rewarded)),
+    ]
 
     place = {sample.id: i for i, sample in enumerate(samples)}
     members = [sample for group in built.groups for sample in group.samples]
@@ -147,6 +151,16 @@ def _missing(samples: Sequence[Sample], complete: np.ndarray[tuple[int, ...], np
         yield (
             f"Role {role!r} has no reward that the recipe uses. Its candidates carry {own or 'none'}, its episodes "
             f"{outcome or 'none'}. Add a scorer for it, or name its components in `weights`."
+        )
+
+
+def _lacking(samples: Sequence[Sample], recipe: Recipe) -> Iterable[str]:
+    """Names the components for lack of which samples are left out while others of their group carry them."""
+    found = {pair for term in recipe.terms for pair in lacking(samples, term.attribution, term.key)}
+    for role, name in sorted(found):
+        yield (
+            f"Candidates of role {role!r} are left out as missing_reward: they lack {name!r}, which others that they "
+            "are compared with carry. If it is optional, set absent = 0 under [overrides]."
         )
 
 

@@ -49,6 +49,8 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     `horizon`: `own_turn` takes the candidate's own components, `terminal` the episode's outcome, `reward_to_go`
     the own components of this and all later turns of the role, discounted by `gamma` per turn, with the outcome
     at its last turn. `outcome` lets `own_turn` add those components that only the episode has.
+    `absent` is what a component counts where a candidate, or its episode, lacks it while others of its group, or
+    episodes of its task, carry it; None leaves such candidates out.
     `scope` joins the roles of an episode on the turn: own reward, or sum or mean over the roles.
     """
 
@@ -59,6 +61,7 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     outcome: bool = False
     gamma: float = 1.0
     scope: Scope = "own"
+    absent: float | None = None
 
     def __post_init__(self) -> None:
         _within("gamma", self.gamma, 0.0, 1.0)

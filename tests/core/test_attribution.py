@@ -5,18 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cotune.attribution import attribute
+from cotune.attribution import attribute, lacking
 from cotune.recipes import Attribution
 from cotune.records import PolicyRef
 from cotune.samples import Sample
 
 
 def sample(
-    id: str = "c.0", role: str = "a", turn: int = 0, rollout: str = "e", rewards=None, outcome=None, chosen: bool = True
+    id: str = "c.0",
+    role: str = "a",
+    turn: int = 0,
+    rollout: str = "e",
+    rewards=None,
+    outcome=None,
+    chosen: bool = True,
+    task: str = "q",
 ) -> Sample:
     return Sample(
         id=id,
-        task="q",
+        task=task,
         rollout=rollout,
         role=role,
         turn=turn,
@@ -91,6 +98,26 @@ def test_a_component_that_siblings_carry_is_missed():
     late = sample("c.1", rewards={"local": 1.0})
     other_role = sample("d.0", role="b", rewards={"local": 1.0})
     np.testing.assert_array_equal(attribute([full, late, other_role], Attribution()), [2.0, np.nan, 1.0])
+
+
+def test_what_another_task_or_group_carries_is_not_missed():
+    """Two kinds of tasks with outcomes of their own names; a scorer that gives a bonus in one call only."""
+    solved = [sample(f"c{i}.0", rollout=f"e{i}", task="q", outcome={"solved": i}) for i in (0.0, 1.0)]
+    correct = [sample(f"d{i}.0", rollout=f"f{i}", task="r", outcome={"correct": i}) for i in (0.0, 1.0)]
+    assert attribute(solved + correct, Attribution(horizon="terminal")).tolist() == [0.0, 1.0, 0.0, 1.0]
+    plain, bonus = sample("c.0", rewards={"local": 1.0}), sample("d.0", turn=1, rewards={"local": 1.0, "bonus": 2.0})
+    assert attribute([plain, bonus], Attribution()).tolist() == [1.0, 3.0]
+
+
+def test_absent_is_what_an_optional_component_counts():
+    three = [sample(f"c.{i}", rewards={"local": 1.0}) for i in range(3)]
+    four = [*three, sample("c.3", rewards={"local": 1.0, "bonus": 2.0})]
+    np.testing.assert_array_equal(attribute(four, Attribution()), [np.nan, np.nan, np.nan, 3.0])
+    assert lacking(four, Attribution()) == {("a", "bonus")}
+    assert attribute(four, Attribution(absent=0.0)).tolist() == [1.0, 1.0, 1.0, 3.0]
+    assert lacking(four, Attribution(absent=0.0)) == set()
+    failed = [*four, sample("c.4")]  # a scorer that failed has given nothing at all
+    assert np.isnan(attribute(failed, Attribution(absent=0.0))).tolist() == [False, False, False, False, True]
 
 
 def test_a_component_of_weight_zero_is_never_missed():

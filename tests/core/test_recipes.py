@@ -184,7 +184,7 @@ def test_at_grpo_over_independent_rollouts_takes_in_the_outcome():
             {},
             "recipe = 'at_grop': allowed is one of at_grpo, cispo, dapo, dr_grpo, dr_mas, grpo, gspo, rloo",
         ),
-        ("grpo", {"clip": 0.2}, r"recipe.clip = 0.2: allowed is one of aggregation, alpha, "),
+        ("grpo", {"clip": 0.2}, r"recipe.clip = 0.2: allowed is one of absent, aggregation, alpha, "),
         ("grpo", {"plan": "tree"}, "compares whole rollouts"),
         ("grpo", {"plan": "forest"}, "recipe.plan = 'forest': allowed is tree or independent"),
         ("grpo", {"baseline": "median"}, "recipe.baseline = 'median': allowed is one of none, mean, leave_one_out"),
