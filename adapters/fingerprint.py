@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from cotune.adapters.hashes import file_sha256
 from cotune.errors import AdapterError
 
 _CHUNK = 1 << 22
@@ -31,12 +32,6 @@ class BaseFingerprint(msgspec.Struct, frozen=True, kw_only=True):
     def differences(self, other: BaseFingerprint) -> list[str]:
         """Names of the parts that differ."""
         return [name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name)]
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def base_fingerprint(folder: Path) -> BaseFingerprint:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from cotune.adapters.hashes import changed
 from cotune.errors import AdapterError, RunError
 from cotune.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.sampler import Weights
@@ -52,7 +53,9 @@ def latest_policies(run: str | Path) -> list[TrainedPolicy]:
     latest = folder / "checkpoints" / "latest"
     if not latest.is_file():
         raise RunError(f"{folder} has no checkpoint yet.", "Let the run finish a step.")
-    checkpoint = latest.parent / latest.read_text().strip()
+    checkpoint = latest.parent / Path(latest.read_text(errors="replace").strip() or "?").name
+    if wrong := changed(checkpoint):
+        raise RunError(f"The checkpoint {checkpoint} is broken: {wrong}.", _RESUME)
     try:
         saved = msgspec.convert(_read_json(checkpoint / "policies.json", _RESUME), list[_Saved])
     except msgspec.ValidationError as error:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from cotune.adapters.hashes import changed, write_hashes
 from cotune.advantages import AdvantageState
 from cotune.errors import RunError
 from cotune.policies import Policies
@@ -45,7 +46,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, learner: Learner, *, k
     learner.save(partial)
     write_atomically(partial / "checkpoint.json", msgspec.json.encode(checkpoint))
     write_atomically(partial / "policies.json", json.dumps(_policies(checkpoint), indent=2).encode())
-    for file in partial.iterdir():
+    write_hashes(partial)
+    for file in partial.rglob("*"):
         _sync_file(file)
     sync_folder(partial)
     partial.rename(target)
@@ -57,17 +59,29 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, learner: Learner, *, k
 
 
 def load_checkpoint(folder: Path) -> tuple[Checkpoint, Path] | None:
-    """The newest complete checkpoint and its folder; None when there is none yet."""
+    """The newest complete checkpoint and its folder; None when there is none yet.
+
+    Raises RunError where a file of it is not what was written, naming the newest older one that is.
+    """
     latest = folder / "latest"
     if not latest.is_file():
         return None
-    path = folder / latest.read_text().strip()
-    try:
-        return msgspec.json.decode((path / "checkpoint.json").read_bytes(), type=Checkpoint), path
-    except (OSError, msgspec.DecodeError) as error:
-        raise RunError(
-            f"The checkpoint {path} is broken: {error}.", f"Write the name of an older one into {latest}."
-        ) from None
+    path = folder / Path(latest.read_text(errors="replace").strip() or "?").name
+    wrong = changed(path)
+    if wrong is None:
+        try:
+            return msgspec.json.decode((path / "checkpoint.json").read_bytes(), type=Checkpoint), path
+        except (OSError, msgspec.DecodeError) as error:
+            wrong = f"checkpoint.json: {error}"
+    raise RunError(f"The checkpoint {path} is broken: {wrong}.", _way_back(folder, path))
+
+
+def _way_back(folder: Path, broken: Path) -> str:
+    older = sorted((path for path in folder.glob("step-*") if path.name != broken.name), reverse=True)
+    found = next((path for path in older if changed(path) is None), None)
+    if found is None:
+        return "No other checkpoint of this run is whole: start a new run."
+    return f"Go on from {found.name}, which is whole: echo {found.name} > {folder / 'latest'}, and --resume."
 
 
 def _policies(checkpoint: Checkpoint) -> list[dict[str, Any]]:

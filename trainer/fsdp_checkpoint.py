@@ -1,4 +1,7 @@
-"""Optimizer states in PyTorch's distributed checkpoints: each rank writes its own part, any number of ranks reads."""
+"""Optimizer states in parts: each rank writes its own as safetensors, any number of ranks reads them.
+
+PyTorch's distributed checkpoint in the form of Hugging Face: its own form keeps a pickle, which runs code when read.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,17 @@ from cotune.errors import RunError
 
 
 def write_sharded(folder: Path, state: dict[str, Tensor]) -> None:
-    """Write this rank's part into `folder`; called by all ranks at once. Files are synced to disk."""
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
+    """Write this rank's part into `folder`; called by all ranks at once. Files are synced to disk. Raises OSError."""
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        dcp.save(state, storage_writer=writer)
+    except dcp.api.CheckpointException as error:
+        raise OSError(f"{folder}: {_causes(error)}") from error
 
 
 def sharded_names(folder: Path) -> set[str]:
     """Names of the tensors in `folder`."""
-    return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+    return set(dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
 
 
 def read_sharded(folder: Path, state: dict[str, Tensor]) -> None:
@@ -26,8 +33,22 @@ def read_sharded(folder: Path, state: dict[str, Tensor]) -> None:
 
     Raises RunError when it is incomplete.
     """
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    written = reader.read_metadata().state_dict_metadata
+    for name, tensor in state.items():
+        there = sum(chunk.sizes.numel() for chunk in written[name].chunks) if name in written else 0
+        if there != tensor.numel():
+            raise RunError(
+                f"The optimizer state in {folder} is not whole: {there} of {tensor.numel()} values of {name}.",
+                "Use another checkpoint.",
+            )
     try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=not dist.is_initialized())
+        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     except dcp.api.CheckpointException as error:
-        causes = "; ".join(str(failure[0]) for failure in error.failures.values())
-        raise RunError(f"Cannot read the optimizer state in {folder}: {causes}", "Use another checkpoint.") from error
+        raise RunError(
+            f"Cannot read the optimizer state in {folder}: {_causes(error)}", "Use another checkpoint."
+        ) from error
+
+
+def _causes(error: dcp.api.CheckpointException) -> str:
+    return "; ".join(str(failure[0]) for failure in error.failures.values())

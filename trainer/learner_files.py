@@ -4,13 +4,15 @@
 |---|---|
 | `learner.json` | the policies |
 | `<i>.safetensors` | weights of the i-th trained policy, whole |
-| `<i>.optimizer.pt` or `<i>.optimizer/` | its optimizer state: of a learner of one process, or sharded |
-| `<i>.rng.pt` | the state of its row order, and how many steps it has made |
+| `<i>.optimizer.safetensors` or `<i>.optimizer/` | its optimizer state: of a learner of one process, or in parts |
+| `<i>.progress.safetensors` | the state of its row order, and how many steps it has made |
+
+All are JSON or safetensors, so that reading a file that someone else made runs no code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,15 +43,13 @@ def check_identity(folder: Path, specs: Sequence[PolicySpec]) -> None:
 
 def write_weights(folder: Path, policy: PolicyModel, ranks: Ranks) -> None:
     """`<i>.safetensors`, by the first rank; each tensor is gathered in turn."""
-    from safetensors.torch import save_file
-
     state = {}
     for name, tensor in policy.state().items():
         gathered = whole(tensor)
         if ranks.rank == 0:
-            state[name] = gathered.contiguous().cpu()
+            state[name] = gathered
     if ranks.rank == 0:
-        save_file(state, folder / f"{policy.index}.safetensors")
+        _write(folder / f"{policy.index}.safetensors", state)
 
 
 def read_weights(folder: Path, policy: PolicyModel) -> None:
@@ -65,44 +65,44 @@ def read_weights(folder: Path, policy: PolicyModel) -> None:
 
 def write_optimizer(folder: Path, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
     parameters = policy.parameters()
+    state = _state(parameters, optimizer)
     if any(is_sharded(parameter) for parameter in parameters.values()):
         from cotune.trainer.fsdp_checkpoint import write_sharded
 
-        write_sharded(folder / f"{policy.index}.optimizer", _state(parameters, optimizer))
+        write_sharded(folder / f"{policy.index}.optimizer", state)
     else:
-        torch.save(optimizer.state_dict(), folder / f"{policy.index}.optimizer.pt")
+        _write(folder / f"{policy.index}.optimizer.safetensors", state)
 
 
 def read_optimizer(folder: Path, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
     """Restore moments and step counts, written by whichever learner, into this one's parts of the tensors."""
+    from safetensors import safe_open
+
     parameters = policy.parameters()
     optimizer.state.clear()
-    if (folder / f"{policy.index}.optimizer").is_dir():
+    if (path := folder / f"{policy.index}.optimizer").is_dir():
         from cotune.trainer.fsdp_checkpoint import read_sharded, sharded_names
 
-        path = folder / f"{policy.index}.optimizer"
-        known = {name.partition("/")[2] for name in sharded_names(path)}
-        for name in known:
-            optimizer.state[parameters[name]] = _blank(parameters[name])
+        _open_state(parameters, optimizer, sharded_names(path))
         read_sharded(path, _state(parameters, optimizer))
         return
-    saved = torch.load(folder / f"{policy.index}.optimizer.pt", map_location="cpu", mmap=True, weights_only=True)
-    tensors = list(parameters.values())
-    for index, found in saved["state"].items():
-        state = optimizer.state[tensors[index]] = _blank(tensors[index])
-        for name, tensor in state.items():
-            fill(tensor, found[name])
+    with safe_open(folder / f"{policy.index}.optimizer.safetensors", "pt") as file:
+        _open_state(parameters, optimizer, file.keys())
+        for name, tensor in _state(parameters, optimizer).items():
+            fill(tensor, file.get_tensor(name))
 
 
 def write_progress(folder: Path, policy: PolicyModel, order: torch.Generator, steps: int) -> None:
-    torch.save({"order": order.get_state(), "steps": steps}, folder / f"{policy.index}.rng.pt")
+    _write(folder / f"{policy.index}.progress.safetensors", {"order": order.get_state(), "steps": torch.tensor(steps)})
 
 
 def read_progress(folder: Path, policy: PolicyModel, order: torch.Generator) -> int:
     """Restore the order of rows; returns the steps made."""
-    found = torch.load(folder / f"{policy.index}.rng.pt", weights_only=True)
+    from safetensors.torch import load_file
+
+    found = load_file(folder / f"{policy.index}.progress.safetensors")
     order.set_state(found["order"])
-    return found["steps"]
+    return int(found["steps"])
 
 
 @contextmanager
@@ -110,20 +110,35 @@ def restoring(folder: Path) -> Iterator[None]:
     """Whatever breaks while `folder` is read becomes a RunError that names it."""
     from safetensors import SafetensorError
 
+    broken = (OSError, LookupError, RuntimeError, ValueError, TypeError, AssertionError, SafetensorError)
     try:
         yield
-    except (OSError, KeyError, IndexError, RuntimeError, ValueError, msgspec.DecodeError, SafetensorError) as error:
+    except broken as error:
         raise RunError(f"Cannot restore the learner from {folder}: {error}", "Use another checkpoint.") from error
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises OSError, as other ways to write a file do."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
 
 
 def _identity(specs: Sequence[PolicySpec]) -> dict[str, Any]:
     return {spec.name: msgspec.to_builtins(spec) for spec in specs}
 
 
-def _blank(parameter: nn.Parameter) -> dict[str, Tensor]:
-    """AdamW's state of one tensor, sharded like it."""
-    moments = {name: torch.zeros_like(parameter.detach()) for name in MOMENTS}
-    return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}
+def _open_state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+    """Give the parameters in these "kind/parameter" a blank state of AdamW, sharded like they are."""
+    for name in {name.partition("/")[2] for name in names}:
+        parameter = parameters[name]
+        moments = {kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS}
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        optimizer.state[parameter] = {"step": step, **moments}
 
 
 def _state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

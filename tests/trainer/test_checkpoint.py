@@ -124,5 +124,35 @@ def test_a_broken_checkpoint_names_the_way_out(tmp_path):
     (tmp_path / "step-000001" / "checkpoint.json").write_text("{")
     with pytest.raises(RunError) as caught:
         load_checkpoint(tmp_path)
-    assert f"The checkpoint {tmp_path / 'step-000001'} is broken" in caught.value.cause
-    assert caught.value.remedy == f"Write the name of an older one into {tmp_path / 'latest'}."
+    assert f"The checkpoint {tmp_path / 'step-000001'} is broken: checkpoint.json has SHA-256" in caught.value.cause
+    assert caught.value.remedy == "No other checkpoint of this run is whole: start a new run."
+
+
+@pytest.mark.parametrize("name", ["learner", "checkpoint.json", "policies.json", "hashes.json"])
+def test_one_flipped_byte_anywhere_is_refused_and_the_one_before_is_offered(tmp_path, name):
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=9)
+    for step in (2, 3):
+        file = tmp_path / f"step-{step:06d}" / name
+        raw = bytearray(file.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        file.write_bytes(raw)
+    with pytest.raises(RunError) as caught:
+        load_checkpoint(tmp_path)
+    assert "step-000003 is broken" in caught.value.cause
+    assert caught.value.remedy == (
+        f"Go on from step-000001, which is whole: echo step-000001 > {tmp_path / 'latest'}, and --resume."
+    )
+    (tmp_path / "latest").write_text("step-000001\n")
+    assert loaded(tmp_path) == 1
+
+
+def test_a_missing_file_and_a_name_that_leads_outside_are_refused(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "step-000002" / "learner").unlink()
+    with pytest.raises(RunError, match=r"learner is missing.*Go on from step-000001"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "latest").write_text("../../elsewhere")
+    with pytest.raises(RunError, match=r"hashes.json cannot be read: No such file.*Go on from step-000001"):
+        load_checkpoint(tmp_path)
