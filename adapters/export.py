@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cotune.adapters.fingerprint import base_fingerprint, file_sha256
+from cotune.adapters.fingerprint import base_fingerprint
+from cotune.adapters.hashes import hashes_of
 from cotune.adapters.manifest import (
     ADAPTER_FILE,
     FORMAT,
@@ -130,7 +131,7 @@ def _write_policy(folder: Path, policy: TrainedPolicy, base: Base | None, taken:
         version=policy.version,
         base=base,
         folder=name,
-        files={path.name: file_sha256(path) for path in sorted((folder / name).glob("*.safetensors"))},
+        files=hashes_of(folder / name),
         fingerprint=fingerprint(policy.weights),
         lora=policy.lora if policy.kind == "lora" else None,
     )

@@ -75,11 +75,7 @@ def _tokenizer_sha256(folder: Path) -> str:
 def _weights_sha256(folder: Path) -> str:
     tensors = {name: digest for path in sorted(folder.glob("*.safetensors")) for name, digest in _tensors(path)}
     if not tensors:
-        tensors = {path.name: file_sha256(path) for path in folder.glob("pytorch_model*.bin")}
-    if not tensors:
-        raise AdapterError(
-            f"{folder} holds no weights.", "Name a folder with *.safetensors or pytorch_model*.bin files."
-        )
+        raise AdapterError(f"{folder} holds no weights.", "Name a folder with *.safetensors files.")
     lines = "".join(f"{name} {tensors[name]}\n" for name in sorted(tensors))
     return hashlib.sha256(lines.encode()).hexdigest()
 

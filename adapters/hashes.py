@@ -29,12 +29,14 @@ def hashes_of(folder: Path, names: Iterable[str] | None = None) -> dict[str, str
 
 
 def write_hashes(folder: Path) -> None:
-    """Write `hashes.json` of all that is in the folder."""
+    """Write `hashes.json` of all else that is in the folder."""
+    (folder / HASHES).unlink(missing_ok=True)
     (folder / HASHES).write_bytes(msgspec.json.format(msgspec.json.encode(hashes_of(folder)), indent=2))
 
 
-def changed(folder: Path, expected: Mapping[str, str] | None = None) -> str | None:
-    """What differs from the `expected` hashes, or from those in `hashes.json`; None where nothing does."""
+def changed(folder: Path, expected: Mapping[str, str] | None = None, source: str = HASHES) -> str | None:
+    """What differs from the `expected` hashes (by default those in `hashes.json`), as `source` has them; None where
+    nothing does."""
     if expected is None:
         try:
             expected = msgspec.json.decode((folder / HASHES).read_bytes(), type=dict[str, str])
@@ -47,5 +49,5 @@ def changed(folder: Path, expected: Mapping[str, str] | None = None) -> str | No
         if name not in found:
             return f"{name} is missing"
         if found[name] != digest:
-            return f"{name} has SHA-256 {found[name]}, not the {digest} that it was written with"
+            return f"{name} has SHA-256 {found[name]}, {source} says {digest}"
     return None

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cotune.adapters.fingerprint import base_fingerprint, file_sha256
-from cotune.adapters.manifest import ADAPTER_FILE, Base, ExportedPolicy, Manifest, read_manifest
+from cotune.adapters.fingerprint import base_fingerprint
+from cotune.adapters.hashes import changed
+from cotune.adapters.manifest import ADAPTER_FILE, MANIFEST, Base, ExportedPolicy, Manifest, read_manifest
 from cotune.adapters.trained import read_weights
 from cotune.errors import AdapterError, ConfigError, SyncError
 from cotune.integrations.model_folder import locate_model, read_parameters
 from cotune.records import PolicyRef
 from cotune.sampler import Sampler, Weights, fingerprint
+
+_UNREAD = (".md", ".gitattributes", ".gitignore", ".DS_Store")
+"""Ends of names of files that no loader reads: they may be added to an export."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Export:
 
 
 def load_export(folder: str | Path, base: str | Path | None = None, *, roles: Sequence[str] = ()) -> Export:
-    """Open an export and check it: manifest, hash of every weights file, base model, and that it has `roles`.
+    """Open an export and check it: manifest, hash of every file, base model, and that it has `roles`.
 
     `base` replaces the recorded path of the base model; its content must be the same. Raises AdapterError.
     """
@@ -77,16 +81,26 @@ def load_export(folder: str | Path, base: str | Path | None = None, *, roles: Se
 
 
 def _check_files(export: Path, policy: ExportedPolicy) -> None:
-    for name, expected in policy.files.items():
-        file = export / str(policy.folder) / name
-        if not file.is_file():
-            raise AdapterError(f"Policy {policy.name!r}: {file} is missing.", "Export the run again.")
-        found = file_sha256(file)
-        if found != expected:
-            raise AdapterError(
-                f"Policy {policy.name!r}: {file} has SHA-256 {found}, roles.json says {expected}.",
-                "The file was changed or damaged: export the run again.",
-            )
+    """What the manifest lists is there, as it was written, inside the export; and nothing else that a loader reads."""
+    if policy.folder is None:
+        return
+    folder, where = export / policy.folder, f"Policy {policy.name!r}"
+    outside = next((path for path in (folder, *folder.rglob("*")) if not _is_inside(path, export)), None)
+    if outside is not None:
+        raise AdapterError(f"{where}: {outside} leads outside the export.", "Replace the link by what it leads to.")
+    if wrong := changed(folder, policy.files, MANIFEST):
+        raise AdapterError(f"{where}: {folder}: {wrong}.", "The file was changed or damaged: export the run again.")
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    added = sorted(name for name in names if name not in policy.files and not name.endswith(_UNREAD))
+    if added:
+        raise AdapterError(
+            f"{where}: {folder / added[0]} is not in roles.json, and what loads the folder may read it.",
+            "Remove it, or export the run again.",
+        )
+
+
+def _is_inside(path: Path, export: Path) -> bool:
+    return path.resolve().is_relative_to(export.resolve())
 
 
 def _model_folder(export: Path, manifest: Manifest, given: str | Path | None) -> Path | None:

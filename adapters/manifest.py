@@ -27,8 +27,8 @@ class Base(msgspec.Struct, frozen=True, kw_only=True):
 class ExportedPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """One policy of an export.
 
-    `folder` is relative to the export; None for policies without trained weights. `files` maps weight files in
-    it to their SHA-256, `fingerprint` is that of the weights in memory (`cotune.sampler.fingerprint`). `base` is
+    `folder` is relative to the export; None for policies without trained weights. `files` maps all files in it to
+    their SHA-256, `fingerprint` is that of the weights in memory (`cotune.sampler.fingerprint`). `base` is
     None for a provider policy.
     """
 
@@ -102,7 +102,7 @@ def read_manifest(folder: Path) -> Manifest:
                 "Export again with this version, or load it with the version that wrote it.",
             )
         manifest = msgspec.convert(raw, Manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise AdapterError(f"{path} is broken: {error}.", "Export the run again.") from None
     _check(manifest, path)
     return manifest
@@ -135,9 +135,10 @@ def _check_policy(policy: ExportedPolicy, path: Path, remedy: str) -> None:
         raise AdapterError(f"{where} is a LoRA without lora.", remedy)
     if policy.kind != "provider" and policy.base is None:
         raise AdapterError(f"{where} has no base.", remedy)
-    if policy.kind in ("lora", "full"):
-        if not policy.folder or not policy.files or not policy.fingerprint:
-            raise AdapterError(f"{where} has no folder, files or fingerprint.", remedy)
-        for name in (policy.folder, *policy.files):
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise AdapterError(f"{where} names {name!r}, outside the export.", remedy)
+    if policy.kind in ("lora", "full") and not (policy.folder and policy.files and policy.fingerprint):
+        raise AdapterError(f"{where} has no folder, files or fingerprint.", remedy)
+    if policy.kind in ("frozen", "provider") and (policy.folder or policy.files or policy.fingerprint):
+        raise AdapterError(f"{where} is {policy.kind} and names a folder, files or a fingerprint.", remedy)
+    for name in filter(None, (policy.folder, *policy.files)):
+        if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+            raise AdapterError(f"{where} names {name!r}, outside the export.", remedy)

@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     sys.path.insert(0, str(Path.cwd()))
+    if getattr(arguments, "trust_remote_code", False):
+        os.environ["COTUNE_TRUST_REMOTE_CODE"] = "1"
     try:
         run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)

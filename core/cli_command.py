@@ -54,6 +54,15 @@ def add_command(
     return command
 
 
+def add_trust(command: Any) -> None:
+    """Add `--trust-remote-code` of a command that loads models."""
+    command.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run code that the model folder brings along (auto_map), which may do anything; refused without",
+    )
+
+
 def add_address(command: Any, port: int) -> None:
     """Add `--host`, `--port` (default: `port`) and `--token` of a command that listens."""
     command.add_argument(

@@ -7,7 +7,7 @@ import os
 from functools import partial
 from typing import Any
 
-from cotune.cli_command import FUNCTION, REDACT, add_address, add_command
+from cotune.cli_command import FUNCTION, REDACT, add_address, add_command, add_trust
 
 
 def add_export(commands: Any) -> None:
@@ -23,6 +23,7 @@ def add_export(commands: Any) -> None:
 
     text = "write the trained policies as PEFT folders (or models) with roles.json and a model card"
     command = add_command(commands, "export", run, text, "cotune export runs/r1 --to adapters/", extra="train")
+    add_trust(command)
     command.add_argument("run_folder", metavar="RUN", help="run folder")
     command.add_argument("--to", required=True, metavar="DIR", help="folder to write; must be empty, new, or an export")
 
@@ -40,6 +41,7 @@ def add_serve(commands: Any) -> None:
 
     text = "serve an export (or a plain model) over an OpenAI-compatible API, one model name per role"
     command = add_command(commands, "serve", run, text, "cotune serve adapters/ --port 8000", extra="train")
+    add_trust(command)
     command.add_argument("folder", metavar="DIR", help="export, or model folder or Hugging Face id")
     add_address(command, port=8000)
     command.add_argument("--model", metavar="BASE", help="base model, where it lies elsewhere than the export says")

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from cotune.cli_command import APP, FUNCTION, REDACT, TASKS, add_command, prices, printing_aside, settings
+from cotune.cli_command import APP, FUNCTION, REDACT, TASKS, add_command, add_trust, prices, printing_aside, settings
 from cotune.errors import ConfigError
 
 _CLUSTER = "run on Ray: local (its own, for this run), auto or HOST:PORT of a cluster; see docs/cluster.md"
@@ -104,6 +104,7 @@ def add_doctor(commands: Any) -> None:
 
     text = "look at this machine or a Ray cluster and say whether a configuration fits; starts nothing"
     command = add_command(commands, "doctor", run, text, "cotune doctor --config train.toml --cluster local")
+    add_trust(command)
     command.add_argument("--config", help="TOML file of the training run; see docs/config.md")
     command.add_argument("--model", help="folder or Hugging Face id of the base model")
     command.add_argument("--cluster", metavar="ADDRESS", help=_CLUSTER)
@@ -140,6 +141,7 @@ def add_train(commands: Any) -> None:
     text = "train the policies of an application's roles"
     example = "cotune train app:solve --tasks tasks.jsonl --model base/"
     command = add_command(commands, "train", _run_train, text, example, extra="train")
+    add_trust(command)
     command.add_argument("workflow", nargs="?", help=APP)
     command.add_argument("--tasks", help=TASKS)
     command.add_argument("--config", help="TOML file; see docs/config.md. Flags go before it")
@@ -232,6 +234,7 @@ def add_eval(commands: Any) -> None:
     text = "evaluate trained policies against the base, with confidence intervals"
     example = "cotune eval app:solve --tasks held_out.jsonl --run runs/r1"
     command = add_command(commands, "eval", run, text, example, extra="train")
+    add_trust(command)
     command.add_argument("workflow", help=APP)
     command.add_argument("--tasks", required=True, help=TASKS)
     command.add_argument("--run", dest="run_folder", required=True, help="run folder or export")

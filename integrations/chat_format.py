@@ -20,6 +20,7 @@ from cotune.integrations.bounded import Bounded
 from cotune.integrations.earlier_ids import EarlierIds
 from cotune.integrations.grammar import Grammars
 from cotune.integrations.hermes import REASONING
+from cotune.integrations.model_folder import loading, reading
 from cotune.integrations.replies import Replies
 from cotune.integrations.reply_grammar import Syntax, reply_grammar
 from cotune.integrations.time_bound import TookTooLong, within
@@ -72,12 +73,9 @@ class ChatTemplate:
         path = Path(model)
         if path.exists() and not (path / "config.json").exists():
             raise ConfigError("model", str(model), "a folder with config.json, tokenizer and weights", _REMEDY)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(model))
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(
-                "model", str(model), f"a model folder or hub id ({_first_line(error)})", _REMEDY
-            ) from error
+        with reading(model):
+            tokenizer = AutoTokenizer.from_pretrained(str(model), **loading())
+            ends = end_token_ids(str(model), tokenizer)
         if not tokenizer.chat_template:
             raise ConfigError(
                 "model",
@@ -85,7 +83,7 @@ class ChatTemplate:
                 "a model whose tokenizer has a chat template",
                 "Use an instruct model, or put a chat_template.jinja into the folder.",
             )
-        made = cls(tokenizer, end_token_ids(str(model), tokenizer), tools=tools)
+        made = cls(tokenizer, ends, tools=tools)
         try:
             made._template([{"role": "user", "content": "hi"}], None, {})
         except SamplerError as error:  # any other cause may be of this message alone
@@ -287,7 +285,7 @@ def end_token_ids(model: str, tokenizer: Any) -> list[int]:
     """Ids that end a reply: of the generation config, the model config and the tokenizer, without repeats."""
     from transformers import AutoConfig, GenerationConfig
 
-    sources = [AutoConfig.from_pretrained(model).get_text_config().eos_token_id, tokenizer.eos_token_id]
+    sources = [AutoConfig.from_pretrained(model, **loading()).get_text_config().eos_token_id, tokenizer.eos_token_id]
     with contextlib.suppress(OSError):  # a folder without generation_config.json
         sources.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
     ids = [i for s in sources if s is not None for i in (s if isinstance(s, list) else [s])]

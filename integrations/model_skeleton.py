@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from cotune.errors import RequestRefused, SamplerError
-from cotune.integrations.model_folder import locate_model
+from cotune.integrations.model_folder import loading, locate_model, reading
 from cotune.policies import ALL_LINEAR, LoraSpec
 from cotune.records import PolicyRef
 from cotune.sampler import Weights
@@ -22,8 +22,9 @@ class ModelSkeleton:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.folder = locate_model(model)
-        with torch.device("meta"):
-            self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.folder))
+        with reading(self.folder), torch.device("meta"):
+            config = AutoConfig.from_pretrained(self.folder, **loading())
+            self._model = AutoModelForCausalLM.from_config(config, **loading())
 
     def check(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> None:
         """Raises RequestRefused for weights that are not finite, or do not fit, with the name of the first."""

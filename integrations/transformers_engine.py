@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from cotune.errors import ConfigError, SamplerError
+from cotune.errors import SamplerError
+from cotune.integrations.model_folder import loading, loading_weights, reading
 from cotune.integrations.sampler_wire import (
     Cancel,
     Close,
@@ -302,14 +303,12 @@ def load(source: ModelSource, emit: Callable[[list[Reply]], None]) -> Engine:
     disable_progress_bar()
     device = source.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = source.dtype or ("float32" if device == "cpu" else "bfloat16")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source.model, dtype=getattr(torch, dtype)).to(device)
+    with reading(source.model):
+        model = AutoModelForCausalLM.from_pretrained(source.model, dtype=getattr(torch, dtype), **loading_weights())
+        model = model.to(device)
         tokenizer = source.tokenizer
         if tokenizer is None and not _bare(source.model):
-            tokenizer = AutoTokenizer.from_pretrained(source.model)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError("model", source.model, f"a model folder or hub id ({reason})", "Check --model.") from error
+            tokenizer = AutoTokenizer.from_pretrained(source.model, **loading())
     ends = source.end_token_ids
     if ends is None:
         ends = ids_of(model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None))

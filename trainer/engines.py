@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from cotune.errors import ConfigError
+from cotune.integrations.model_folder import loading
 from cotune.integrations.ray_sampler import RaySampler, start_sampler
 from cotune.integrations.router_settings import RouterSettings
 from cotune.integrations.sampler_router import RoutedSampler
@@ -113,7 +114,7 @@ def _vocabulary(model: str) -> int:
     """How many token ids the model has."""
     from transformers import AutoConfig
 
-    return int(AutoConfig.from_pretrained(model).get_text_config().vocab_size)
+    return int(AutoConfig.from_pretrained(model, **loading()).get_text_config().vocab_size)
 
 
 async def _engine(config: ClusterConfig, arguments: dict[str, Any]) -> Sampler:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cotune.errors import ConfigError, GroupError, LearnerError
+from cotune.errors import ConfigError, GroupError, LearnerError, RunError
 from cotune.policies import Policies
 from cotune.recipes import LossSpec
 from cotune.sampler import Weights
@@ -163,6 +163,8 @@ class LocalLearner:
                 files.read_weights(folder, policy)
                 files.read_optimizer(folder, policy, self._optimizers[name])
                 self._movement[name].steps = files.read_progress(folder, policy, self._order[name])
+                if self._movement[name].steps and not self._optimizers[name].state:
+                    raise RunError(f"{folder} holds no optimizer state of {name!r}.", "Use another checkpoint.")
 
     def _mini_batches(self, policy: str, rows: Sequence[TrainRow]) -> list[list[int]]:
         return mini_batches(rows, self._settings.mini_batch, self._order[policy])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cotune.errors import ConfigError
+from cotune.integrations.model_folder import loading_weights, reading
 from cotune.policies import Policies, PolicySpec
 from cotune.trainer.learner_settings import LearnerSettings
 from cotune.trainer.policy_model import PolicyModel
@@ -63,10 +64,8 @@ def _load(path: str, dtype: str, device: torch.device, settings: LearnerSettings
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    try:
-        network = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-    except (OSError, ValueError) as error:
-        raise ConfigError("model", path, f"a folder or id of a causal language model ({error})") from None
+    with reading(path):
+        network = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **loading_weights())
     return network.to(device).eval()
 
 

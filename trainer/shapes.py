@@ -9,6 +9,7 @@ import torch
 
 from cotune.errors import LearnerError, SamplerError
 from cotune.integrations.grammar import Grammars
+from cotune.integrations.model_folder import loading
 from cotune.samples import TrainRow
 from cotune.trainer.logprobs import Shapes
 
@@ -53,5 +54,5 @@ class RowShapes:
         if self._grammars is None:
             from transformers import AutoTokenizer
 
-            self._grammars = Grammars(AutoTokenizer.from_pretrained(self._model), vocabulary)
+            self._grammars = Grammars(AutoTokenizer.from_pretrained(self._model, **loading()), vocabulary)
         return self._grammars

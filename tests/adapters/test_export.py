@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cotune.adapters.export import export_run, write_export
+from cotune.adapters.hashes import write_hashes
 from cotune.adapters.load import load_export
 from cotune.adapters.manifest import read_manifest
 from cotune.adapters.trained import TrainedPolicy
@@ -75,7 +76,7 @@ def test_manifest_names_roles_base_version_hash_metrics_and_commands(
     assert (planner["version"], planner["kind"], planner["folder"]) == (3, "lora", "planner")
     assert planner["base"]["model"] == str(base)
     assert planner["fingerprint"] == fingerprint(policies[0].weights)
-    assert list(planner["files"]) == ["adapter_model.safetensors"]
+    assert list(planner["files"]) == ["adapter_config.json", "adapter_model.safetensors"]
     assert manifest["serve"]["vllm"] == [
         f"vllm serve {base} --enable-lora --max-loras 2 --max-lora-rank 8 "
         "--lora-modules planner=./planner writer=./writer"
@@ -168,6 +169,7 @@ def write_run(run: Path, base: Path, lora: LoraSpec, weights: Weights) -> None:
         "weights_file": "planner.safetensors",
     }
     (step / "policies.json").write_text(json.dumps([saved]))
+    write_hashes(step)
 
 
 def test_a_run_is_exported_from_its_newest_checkpoint(

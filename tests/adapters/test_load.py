@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from cotune.adapters.export import write_export
 from cotune.adapters.fingerprint import base_fingerprint
 from cotune.adapters.load import load_export
 from cotune.adapters.trained import TrainedPolicy
 from cotune.errors import AdapterError
+from cotune.integrations.model_folder import read_parameters
 from cotune.records import PolicyRef
 from cotune.sampler import fingerprint
 
@@ -43,6 +45,56 @@ def test_tampered_weights(copy: Path) -> None:
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(AdapterError, match=r"Policy 'writer'.*SHA-256 \w{64}, roles.json says \w{64}.*export the run"):
+        load_export(copy)
+
+
+@pytest.fixture(scope="module")
+def full(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export of a policy with all weights."""
+    policy = TrainedPolicy(
+        name="all", kind="full", version=1, roles=["planner"], model=str(base), weights=read_parameters(base)
+    )
+    folder = tmp_path_factory.mktemp("full") / "export"
+    write_export(folder, [policy])
+    return folder
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"])
+def test_any_changed_file_of_a_full_export_is_refused(full: Path, tmp_path: Path, name: str) -> None:
+    copy = shutil.copytree(full, tmp_path / "export")
+    load_export(copy)
+    file = copy / "all" / name
+    file.write_bytes(file.read_bytes().replace(b"e", b"i", 1))
+    with pytest.raises(AdapterError, match=rf"Policy 'all'.*{name} has SHA-256 .*, roles.json says"):
+        load_export(copy)
+
+
+def test_a_file_that_was_added_is_refused_unless_nothing_reads_it(full: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(full, tmp_path / "export")
+    (copy / "all" / "README.md").write_text("a model card")
+    load_export(copy)
+    (copy / "all" / "added_tokens.json").write_text("{}")
+    with pytest.raises(AdapterError, match=r"added_tokens.json is not in roles.json"):
+        load_export(copy)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "provider"])
+def test_only_trained_policies_name_a_folder(copy: Path, kind: str) -> None:
+    edit(copy, lambda manifest: manifest["policies"][0].update(kind=kind, folder="/etc"))
+    with pytest.raises(AdapterError, match=rf"'planner' is {kind} and names a folder, files or a fingerprint"):
+        load_export(copy)
+
+
+def test_links_that_lead_outside_are_refused(copy: Path, tmp_path: Path) -> None:
+    (copy / "writer").rename(tmp_path / "elsewhere")
+    (copy / "writer").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(AdapterError, match="leads outside the export"):
+        load_export(copy)
+    (copy / "writer").unlink()
+    (copy / "writer").mkdir()
+    for file in (tmp_path / "elsewhere").iterdir():
+        (copy / "writer" / file.name).symlink_to(file)
+    with pytest.raises(AdapterError, match="leads outside the export"):
         load_export(copy)
 
 

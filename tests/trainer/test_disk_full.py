@@ -8,14 +8,20 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cotune.errors import RunError
+from cotune.policies import policies_for
+from cotune.recipes import LossSpec
 from cotune.trainer.checkpoint import _sync_file
+from cotune.trainer.learner_files import write_progress
+from cotune.trainer.local_learner import LocalLearner
 from tests.trainer.conftest import Trainer
+from tests.trainer.learner_rows import FAST, SMALL, make_rows
 from tests.trainer.tiny_app import TASKS, application, letters
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +45,31 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     assert trainer.resume(app).finished
     assert [line["step"] for line in trainer.metrics()] == list(range(4))
+
+
+@pytest.fixture
+def room() -> Iterator[Callable[[int], None]]:
+    """Bounds how far this process may write a file, as a full disk does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("name", ["safetensors", "optimizer.safetensors", "progress.safetensors"])
+def test_each_file_of_a_learner_tells_the_cause(base: str, tmp_path: Path, room: Any, name: str) -> None:
+    learner = LocalLearner.open(base, policies_for("full", ["a"], SMALL), FAST, LossSpec())
+    learner.update("a", make_rows())
+    learner.save(tmp_path)
+    size = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert size["0.progress.safetensors"] < size["0.safetensors"] < size["0.optimizer.safetensors"]
+    (tmp_path / "again").mkdir()
+    policy, order = learner._policies["a"], learner._order["a"]
+    with pytest.raises(OSError, match=rf"again/0.{name}.*File too large"):
+        room(size[f"0.{name}"] - 1)
+        if name.startswith("progress"):
+            write_progress(tmp_path / "again", policy, order, 1)
+        else:
+            learner.save(tmp_path / "again")
 
 
 def test_records_that_cannot_be_written_stop_the_run_before_it_trains(tiny_base: Path, tmp_path: Path) -> None:
