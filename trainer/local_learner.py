@@ -72,7 +72,8 @@ class LocalLearner:
         """All epochs and mini-batches of one step. Raises GroupError for unusable rows, LearnerError when the
         update does not train what it should.
 
-        Where no token counts, the loss's mask having rejected them all, there is no optimizer step.
+        Where no token counts, the loss's mask having rejected them all, there is no optimizer step. A token that the
+        row's grammar forced does not count either.
 
         Metrics are means over response tokens that count, over all optimizer steps: `loss` and `grad_norm` (before
         clipping) over steps; `clip_share`, `tis_clipped_share`, `entropy` (nats), `ratio_mean`, `ratio_max`; `kl` to
@@ -86,6 +87,7 @@ class LocalLearner:
         with self._lock:
             check_rows(rows)
             model = self._model(policy)
+            rows = model.drawn(rows)
             epochs = [self._mini_batches(policy, rows) for _ in range(self._settings.epochs)]
             old = self._anchor(model, rows, epochs)
             counted = self._counted(rows, old)

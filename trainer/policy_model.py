@@ -80,6 +80,11 @@ class PolicyModel:
         with self.peft.disable_adapter():
             return self._look(self.scorer, rows)
 
+    def drawn(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
+        """The rows of an update: tokens that a grammar forced do not count. Masks of earlier rows are dropped."""
+        self.scorer.shapes.forget()
+        return self.scorer.shapes.drawn(rows, self.network.config.get_text_config().vocab_size)
+
     def weights(self, *, keep: bool = True) -> Weights:
         """Trainable weights as fp32 copies on the CPU: PEFT state-dict names for a LoRA, else parameter names.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
 
 import torch
@@ -46,6 +48,37 @@ def tokenizer() -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>")
     fast.chat_template = TEMPLATE
     return fast
+
+
+def byte_tokenizer(size: int = 8192) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, as most models have it, with the chat marks."""
+    from tokenizers import trainers
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    chance = random.Random(0)
+    words = ["".join(chance.choices("etaoinshrdlu", k=chance.randint(2, 9))) for _ in range(4000)]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - len(MARKS), special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator([json.dumps({word: [word, 17, None, True]}) for word in words], trainer)
+    inner.add_tokens(MARKS)
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def build_bytes(folder: Path, *, hidden: int = 64, size: int = 8192) -> None:
+    """Save a Qwen3 with a byte-level tokenizer into `folder`."""
+    torch.manual_seed(0)
+    tok = byte_tokenizer(size)
+    changed = Qwen3Config(
+        **{**config("qwen3", len(tok)).to_dict(), "hidden_size": hidden, "intermediate_size": 2 * hidden}
+    )
+    Qwen3ForCausalLM(changed).eval().save_pretrained(folder)
+    tok.save_pretrained(folder)
 
 
 def config(architecture: str, vocabulary: int) -> object:

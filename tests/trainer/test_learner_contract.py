@@ -13,8 +13,10 @@ from transformers import Qwen3ForCausalLM
 from cotune.errors import ConfigError, GroupError, LearnerError, RunError
 from cotune.policies import LoraSpec, Policies, PolicySpec, policies_for
 from cotune.recipes import LossSpec, recipe
+from cotune.samples import TrainRow
 from cotune.trainer.learner_settings import LearnerSettings
 from cotune.trainer.local_learner import LocalLearner
+from tests.integrations import tiny_models
 from tests.trainer.learner_rows import FAST, SMALL, VOCABULARY, change, make_rows, on_policy, same, snapshot
 
 
@@ -46,6 +48,36 @@ def test_logprobs_are_those_of_the_model_at_the_rows_temperature(opened, base):
         expected = logp.gather(1, torch.tensor(row.response_ids)[:, None]).squeeze(1)
         np.testing.assert_allclose(values, expected.numpy(), atol=2e-5)
         assert values.dtype == np.float32
+
+
+def test_logprobs_are_those_of_the_grammar_and_the_biases_that_a_row_was_drawn_under(opened, tmp_path):
+    network = tiny_models.build("qwen3", tmp_path / "base")
+    tokenizer = tiny_models.tokenizer()
+    grammar, bias = 'start: /[a-f]{2}/ "." /[0-9]/', ((tokenizer.convert_tokens_to_ids("c"), 2.5), (9, -100.0))
+    ids = [tuple(tokenizer.encode(text)) for text in ("ab.7<|im_end|>", "cc.0<|im_end|>", "free text")]
+    rows = [
+        TrainRow(
+            id=str(i), role="a", prompt_ids=(8, 9), response_ids=reply, logprobs=(0.0,) * len(reply), advantage=1.0 - i,
+            temperature=0.8, grammar=grammar if i < 2 else "", logit_bias=bias if i else (),
+        )
+        for i, reply in enumerate(ids)
+    ]  # fmt: skip
+    letters, point, digits, end = (
+        [*map(tokenizer.convert_tokens_to_ids, some)] for some in ("abcdef", ".", "0123456789", ["<|im_end|>"])
+    )
+    allowed = [letters, letters, point, digits, end]
+    found = opened(str(tmp_path / "base")).logprobs("a", rows)
+    for row, values in zip(rows, found, strict=True):
+        with torch.no_grad():
+            logits = network(torch.tensor([row.prompt_ids + row.response_ids])).logits[0, 1:-1]
+        for token, value in row.logit_bias:
+            logits[:, token] += value
+        for at, tokens in enumerate(allowed if row.grammar else ()):
+            kept = logits[at, tokens].clone()
+            logits[at] = -torch.inf
+            logits[at, tokens] = kept
+        expected = (logits / 0.8).log_softmax(-1).gather(1, torch.tensor(row.response_ids)[:, None]).squeeze(1)
+        np.testing.assert_allclose(values, expected.numpy(), atol=2e-5)
 
 
 def test_gradients_do_not_depend_on_the_micro_batches(opened, base):

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
+import numpy as np
 import pytest
 
 from cotune.errors import LearnerError
@@ -90,6 +92,46 @@ def test_check_names_what_training_replaces() -> None:
     )
     said = [finding.text for finding in found.findings if finding.about == "planner"]
     assert "asks for presence_penalty 1.5; training samples without it." in said
+
+
+DIGIT = 'start: "{" /[1-3]/ "}"'
+"""After the digit all is forced, the end too: one of four tokens is drawn."""
+
+
+def digit_rows(base: Path, grammar: str = DIGIT, **changes: Any) -> list[TrainRow]:
+    from transformers import AutoTokenizer
+
+    replies = [tuple(AutoTokenizer.from_pretrained(base).encode(f"{{{n}}}<|im_end|>")) for n in (1, 2)]
+    return [
+        TrainRow(
+            id=f"c.{i}", role="planner", prompt_ids=(7, 8), response_ids=ids, logprobs=(0.0, -1.1, 0.0, 0.0),
+            advantage=1.0 - 2 * i, grammar=grammar, **changes,
+        )
+        for i, ids in enumerate(replies)
+    ]  # fmt: skip
+
+
+def updated(base: Path, rows: list[TrainRow], kind: str = "full", **loss: Any) -> tuple[Any, Any]:
+    policies = Policies({"p": PolicySpec(name="p", kind=kind)}, {"planner": "p"})
+    learner = LocalLearner.open(str(base), policies, FAST, msgspec.structs.replace(recipe("dr_mas").loss, **loss))
+    return learner.update("p", rows), learner.weights("p")
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_forced_tokens_are_in_no_gradient_and_no_denominator(speaking: Path, aggregation: str) -> None:
+    figures, moved = updated(speaking, digit_rows(speaking), aggregation=aggregation)
+    assert figures["tokens"] == 2.0
+    only = (False, True, False, False)
+    _, by_hand = updated(speaking, digit_rows(speaking, loss_mask=only), aggregation=aggregation)
+    assert all(np.array_equal(moved[name], by_hand[name]) for name in by_hand)
+    three = figures["entropy"]
+    assert 0.0 < three <= np.log(3) + 1e-6
+
+
+def test_a_reply_that_is_forced_throughout_moves_nothing(speaking: Path) -> None:
+    one = digit_rows(speaking, 'start: "{1}"')[:1]
+    figures, _ = updated(speaking, one)
+    assert figures["steps"] == 0.0
 
 
 def test_a_reply_that_its_grammar_forbids_is_not_trained_on(speaking: Path) -> None:
