@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
 
 from cotune.adapters.conversations import Conversations, Place
 from cotune.adapters.local import Local, Served
 from cotune.adapters.openai_http import ChatRequest, Reply, completion, decode_request, events
+from cotune.asked import fixes_form, template_options, tools_shown
 from cotune.errors import RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.http_requests import (
     Access,
@@ -74,9 +79,8 @@ class ChatEndpoint:
 
     async def _reply(self, request: ChatRequest, long: bool) -> Reply:
         served = self.find(request.model)
-        self._note(request)
         place, prompt = await self._prompt(request, served, long)
-        params = request.sampling(self.local.max_model_len - len(prompt))
+        params = await asyncio.to_thread(self._params, request, prompt)
         completions = await self._sample(prompt, request.n or 1, params, served)
         candidates = [self._candidate(request, prompt, params, i, c) for i, c in enumerate(completions)]
         self.conversations.keep(place, prompt, candidates[0].message, candidates[0].token_ids)
@@ -105,8 +109,21 @@ class ChatEndpoint:
         self.unlisted[model] += 1
         return self.local.others
 
-    def _note(self, request: ChatRequest) -> None:
-        for name in request.not_enforced():
+    def _params(self, request: ChatRequest, prompt: list[int]) -> SamplingParams:
+        """How a reply is sampled, its form included, which may take a while to compile."""
+        asked = request.asked()
+        try:
+            params = request.sampling(self.local.max_model_len - len(prompt))
+            if fixes_form(asked, request.tools):
+                params = msgspec.structs.replace(params, grammar=self.local.chat.grammar(asked, request.tools, prompt))
+        except SamplerError as error:
+            raise RequestError(400, str(error), code="invalid_value") from None
+        return params
+
+    def _note(self, request: ChatRequest, options: Mapping[str, Any]) -> None:
+        """Count what a request asks and does not get."""
+        names = [name for name in options if not self.local.chat.reads(name)]
+        for name in [*names, *(["top_logprobs"] if request.top_logprobs else [])]:
             if not self.not_enforced[name]:
                 logger.warning("A request sets %s, which is not enforced: its answers are sampled without.", name)
             self.not_enforced[name] += 1
@@ -125,7 +142,12 @@ class ChatEndpoint:
     def _render(self, request: ChatRequest, served: Served) -> tuple[Place, list[int]]:
         place = self.conversations.find(served.name, request.messages)
         most = self.local.max_model_len - 1
-        prompt = self.local.chat.render(request.messages, request.tools_shown(), earlier=place.paths, most=most)
+        asked = request.asked()
+        options = template_options(asked)
+        self._note(request, options)
+        shown: dict[str, Any] = {"options": options} if options else {}
+        tools = tools_shown(asked, request.tools)
+        prompt = self.local.chat.render(request.messages, tools, earlier=place.paths, most=most, **shown)
         if len(prompt) > most:  # earlier ids may be more than the template's
             raise RequestRefused(f"The prompt has {len(prompt)} tokens; the model takes {most + 1} with the reply.")
         return place, prompt
@@ -135,6 +157,8 @@ class ChatEndpoint:
             return await self.local.sampler.sample(prompt, n, params, served.policy)
         except SampleTimeout as error:
             raise RequestError(504, str(error), code="timeout") from None
+        except RequestRefused as error:
+            raise RequestError(400, str(error), code="invalid_value") from None
         except SamplerError as error:
             logger.error("The sampler failed: %s", error)
             raise RequestError(500, str(error), code="sampler_error") from None

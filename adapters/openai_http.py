@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from cotune.asked import request_params
 from cotune.ids import new_id
 from cotune.integrations.http_requests import RequestError
 from cotune.integrations.sse import to_stream
@@ -43,41 +44,26 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     response_format: dict[str, Any] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    parallel_tool_calls: bool | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
 
+    def asked(self) -> dict[str, Any]:
+        """The body again, as the readers of `cotune.asked` take it."""
+        return msgspec.structs.asdict(self)
+
     def sampling(self, room: int) -> SamplingParams:
-        """Sampling parameters, with at most `room` new tokens (which is also the default)."""
-        asked = self.max_completion_tokens or self.max_tokens or room
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
-            max_tokens=min(asked, room),
-            stop=tuple(mark for mark in stop if mark),
-            seed=self.seed,
-        )
-
-    def tools_shown(self) -> list[dict[str, Any]] | None:
-        """Tools that the prompt shows: none where the request forbids their use."""
-        return None if self.tool_choice == "none" else self.tools or None
-
-    def not_enforced(self) -> list[str]:
-        """Fields that ask for something that the sampler does not do: it answers without them."""
-        asked = {
-            "tool_choice": self.tool_choice not in (None, "auto", "none"),
-            "response_format": (self.response_format or {}).get("type", "text") != "text",
-            "presence_penalty": bool(self.presence_penalty),
-            "frequency_penalty": bool(self.frequency_penalty),
-            "logit_bias": bool(self.logit_bias),
-            "top_logprobs": bool(self.top_logprobs),
-        }
-        return [name for name, set_ in asked.items() if set_]
+        """Sampling parameters, with at most `room` new tokens (which is also the default). Raises RequestRefused."""
+        params = request_params(self.asked(), SamplingParams(max_tokens=room))
+        return msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
 
 
 _decoder = msgspec.json.Decoder(ChatRequest)

@@ -71,8 +71,14 @@ def fixes_form(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | Non
     choice = body.get("tool_choice") or "auto"
     if not tools:
         return choice not in ("auto", "none")
-    strict = any((tool.get("function") or {}).get("strict") for tool in tools)
+    strict = any(function_of(tool).get("strict") for tool in tools)
     return choice != "auto" or strict or body.get("parallel_tool_calls") is False
+
+
+def function_of(tool: Any) -> Mapping[str, Any]:
+    """The function of a tool in OpenAI form; empty for what is none."""
+    found = tool.get("function") if isinstance(tool, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def form_type(body: Mapping[str, Any]) -> str:

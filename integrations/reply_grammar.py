@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cotune.asked import form_type
+from cotune.asked import form_type, function_of
 from cotune.errors import RequestRefused
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -132,12 +132,12 @@ def _named(names: Sequence[str], tools: list[Mapping[str, Any]]) -> list[Mapping
 
 
 def _name(tool: Mapping[str, Any]) -> str:
-    return str((tool.get("function") or tool).get("name"))
+    return str(function_of(tool).get("name") or tool.get("name"))
 
 
 def _call(tool: Mapping[str, Any], syntax: Syntax, *, forced: bool) -> str:
     """One function's call: its schema where it is strict, or is the only way to answer and can be enforced."""
-    function = tool.get("function") or tool
+    function = function_of(tool)
     schema = function.get("parameters") or ANY_OBJECT
     grammar = json_grammar(schema)
     if not function.get("strict") and not (forced and syntax.supports(f"start: {grammar}")):

@@ -77,6 +77,12 @@ class Bytes:
         shown = "".join(tool["function"]["name"] for tool in tools or [])
         return list((shown + "".join(message["content"] or "" for message in messages)).encode())
 
+    def grammar(self, asked: Any, tools: Any, prompt: Any) -> str:
+        return "start: /[a-z0-9 ]*/"
+
+    def reads(self, option: str) -> bool:
+        return False
+
     def parse(self, token_ids: Sequence[int], stop: Sequence[str] = (), **_: Any) -> tuple[str, dict[str, Any], str]:
         text = bytes(token_ids).decode()
         if not text.startswith("call "):
@@ -202,12 +208,12 @@ def test_what_is_not_enforced_is_said_once_and_counted(
     client: openai.OpenAI, server: tuple[Endpoint, Scripted], caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
-        client.chat.completions.create(model="writer", messages=HELLO, response_format={"type": "json_object"})
+        client.chat.completions.create(model="writer", messages=HELLO, logprobs=True, top_logprobs=3)
     health = httpx.get(server[0].url.replace("/v1", "/health")).json()
     assert health["status"] == "ok"
-    assert health["not_enforced"]["response_format"] == 2
-    assert [r.getMessage() for r in caplog.records if "response_format" in r.getMessage()] == [
-        "A request sets response_format, which is not enforced: its answers are sampled without."
+    assert health["not_enforced"]["top_logprobs"] == 2
+    assert [r.getMessage() for r in caplog.records if "top_logprobs" in r.getMessage()] == [
+        "A request sets top_logprobs, which is not enforced: its answers are sampled without."
     ]
 
 
