@@ -73,6 +73,8 @@ def add_gateway(commands: Any) -> None:
             token=a.token or os.environ.get("COTUNE_TOKEN"),
             key=os.environ.get("COTUNE_UPSTREAM_KEY"),
             limits=Limits(body=a.max_body, in_flight=a.max_inflight, seconds=a.timeout),
+            anthropic=a.anthropic_upstream,
+            anthropic_key=os.environ.get("COTUNE_ANTHROPIC_KEY"),
             redactors=[load_redactor(a.redact)] if a.redact else [],
         )
         return 0
@@ -81,6 +83,11 @@ def add_gateway(commands: Any) -> None:
     example = "cotune gateway --upstream https://api.openai.com/v1"
     command = add_command(commands, "gateway", run, text, example, extra="gateway")
     command.add_argument("--upstream", required=True, metavar="URL", help="base URL of the provider's OpenAI API")
+    command.add_argument(
+        "--anthropic-upstream",
+        metavar="URL",
+        help="base URL for Anthropic's Messages API, such as https://api.anthropic.com/v1 (default: --upstream)",
+    )
     command.add_argument(
         "--records", default="runs/gateway", metavar="PATH", help="folder or records file (default: %(default)s)"
     )

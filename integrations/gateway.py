@@ -25,14 +25,14 @@ from cotune.errors import WorkflowError
 from cotune.integrations.gateway_address import address_of
 from cotune.integrations.gateway_control import control_app
 from cotune.integrations.gateway_episodes import Episodes
-from cotune.integrations.gateway_proxy import Limits, Proxy
+from cotune.integrations.gateway_proxy import KEYS, Limits, Proxy
 from cotune.integrations.gateway_upstream import Upstream, checked_url
 from cotune.integrations.http_requests import Access, RequestError, send_error
 from cotune.integrations.http_server import App, Receive, Running, Scope, Send, running, stopped_by_signals
 from cotune.redaction import Redactor
 from cotune.sqlite_store import SqliteStore
 
-_TOKENS = (b"x-cotune-token", b"authorization")
+_TOKENS = (b"x-cotune-token", *KEYS)
 
 
 class Gateway:
@@ -47,15 +47,19 @@ class Gateway:
         limits: Limits | None = None,
         key: str | None = None,
         redactors: Sequence[Redactor] = (),
+        anthropic: str | None = None,
+        anthropic_key: str | None = None,
     ) -> None:
-        """`upstream` is the base URL of the provider, `key` its key for clients that send `token` as theirs."""
+        """`upstream` is the base URL of the provider, `key` its key for clients that send `token` as theirs;
+        `anthropic` and its key are those for Anthropic's interface, where another provider serves it."""
         limits = limits or Limits()
         access = Access(token, _TOKENS)
         self.loop = asyncio.get_running_loop()
         self.store = store
         self.upstream = None if upstream is None else Upstream(upstream, key)
         self.episodes = Episodes(store, redactors=redactors)
-        self.proxy = Proxy(self.upstream, self.episodes, access, limits)
+        self.anthropic = None if anthropic is None else Upstream(anthropic, anthropic_key)
+        self.proxy = Proxy(self.upstream, self.episodes, access, limits, self.anthropic)
         self._control = control_app(self.episodes, self.proxy, access, store, limits.body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,8 +86,8 @@ class Gateway:
     async def close(self) -> None:
         """End what is open and close the connections to the provider; the store stays open."""
         self.episodes.close()
-        if self.upstream is not None:
-            await self.upstream.close()
+        for upstream in filter(None, (self.upstream, self.anthropic)):
+            await upstream.close()
 
 
 def running_gateway(
@@ -96,19 +100,22 @@ def running_gateway(
     limits: Limits | None = None,
     key: str | None = None,
     redactors: Sequence[Redactor] = (),
+    anthropic: str | None = None,
+    anthropic_key: str | None = None,
 ) -> AbstractContextManager[Running[Gateway]]:
     """Run a gateway in a background thread; `records` is a folder or a records file, None records nothing by itself.
 
     Raises ConfigError, RunError when it cannot start.
     """
-    if upstream is not None:
-        checked_url(upstream)
+    for url in filter(None, (upstream, anthropic)):
+        checked_url(url)
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[tuple[App, Gateway]]:
         store = None if records is None else _opened(Path(records))
         try:
-            made = Gateway(upstream, store, token=token, limits=limits, key=key, redactors=redactors)
+            providers = {"key": key, "anthropic": anthropic, "anthropic_key": anthropic_key}
+            made = Gateway(upstream, store, token=token, limits=limits, redactors=redactors, **providers)
             try:
                 yield made, made
             finally:
@@ -124,6 +131,8 @@ def serve(upstream: str, records: str | Path, say: Callable[[str], None], **opti
     """Run a gateway until Ctrl-C or SIGTERM; `options` are those of `running_gateway`."""
     with stopped_by_signals(), running_gateway(upstream, records, **options) as found:
         say(f"Gateway at {found.url}/v1 for {upstream}")
+        if options.get("anthropic"):
+            say(f"Anthropic's interface at {found.url} for {options['anthropic']}")
         say(f"Records: {found.opened.store.path}")  # type: ignore[union-attr]
         say("Ctrl-C stops it.")
         found.wait()
@@ -151,9 +160,9 @@ def gateway(upstream: str | None = None) -> Iterator[Gate]:
     """The gateway of this process, for the episode that runs here; use it inside a workflow.
 
     Its calls are recorded in the episode and answered by whatever answers the episode's other calls; those that no
-    policy answers go to `upstream` (without it, to the environment's OPENAI_BASE_URL, else the OpenAI API). One server
-    per provider runs in a background thread, on loopback, for the life of the process. Raises WorkflowError outside an
-    episode.
+    policy answers go to `upstream` (without it, to the environment's OPENAI_BASE_URL, else the OpenAI API; those of
+    Anthropic's interface to its ANTHROPIC_BASE_URL, else Anthropic's API). One server per provider runs in a background
+    thread, on loopback, for the life of the process. Raises WorkflowError outside an episode.
     """
     episode = current_episode.get()
     if episode is None:
@@ -161,7 +170,8 @@ def gateway(upstream: str | None = None) -> Iterator[Gate]:
             "gateway() was used where no episode runs.",
             "Use it inside a @cotune.workflow function that cotune runs; elsewhere start `cotune gateway`.",
         )
-    found = _shared(upstream or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1")
+    anthropic = (os.environ.get("ANTHROPIC_BASE_URL") or "https://api.anthropic.com").rstrip("/") + "/v1"
+    found = _shared(upstream or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1", upstream or anthropic)
     made = found.opened
     made.on_loop(lambda: made.episodes.attach(episode))
     try:
@@ -171,19 +181,19 @@ def gateway(upstream: str | None = None) -> Iterator[Gate]:
 
 
 _opening = threading.Lock()
-_running: dict[str, Running[Gateway]] = {}
+_running: dict[tuple[str, str], Running[Gateway]] = {}
 
 
-def _shared(upstream: str) -> Running[Gateway]:
-    """The gateway of this process for a provider, started when it is first used and stopped at exit."""
+def _shared(upstream: str, anthropic: str) -> Running[Gateway]:
+    """The gateway of this process for two providers, started when it is first used and stopped at exit."""
     with _opening:
-        if upstream not in _running:
+        if (upstream, anthropic) not in _running:
             stack = contextlib.ExitStack()
             # In an empty context: the server's thread outlives the episode that happens to start it.
-            start = functools.partial(stack.enter_context, running_gateway(upstream, None))
-            _running[upstream] = contextvars.Context().run(start)
+            start = functools.partial(stack.enter_context, running_gateway(upstream, None, anthropic=anthropic))
+            _running[upstream, anthropic] = contextvars.Context().run(start)
             atexit.register(stack.close)
-        return _running[upstream]
+        return _running[upstream, anthropic]
 
 
 def _opened(records: Path) -> SqliteStore:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import unquote
 
+from cotune.integrations.anthropic_answers import MESSAGES
 from cotune.integrations.http_requests import RequestError
 from cotune.integrations.http_server import Scope
 from cotune.integrations.openai_forms import FORMS, Form
@@ -20,13 +21,15 @@ _REMEMBERED = 512
 """Most bytes of a path that is remembered."""
 _MEMBER = b"cotune."
 
-_CALLS = {form.path.strip("/"): form for form in FORMS}
+_CALLS = {form.path.strip("/"): form for form in (*FORMS, MESSAGES)}
 _METHODS = {
     "chat/completions": ("POST", "GET"),
     "chat/completions/": ("GET", "POST", "DELETE"),
     "completions": ("POST",),
     "responses": ("POST",),
     "responses/": ("GET", "POST", "DELETE"),
+    "messages": ("POST",),
+    "messages/count_tokens": ("POST",),
     "models": ("GET",),
     "models/": ("GET", "DELETE"),
     "embeddings": ("POST",),
@@ -55,7 +58,7 @@ class Identity:
 
 
 def address_of(scope: Scope) -> Address | None:
-    """The address of a request; None where its path is not one of an OpenAI interface.
+    """The address of a request; None where its path is of none of the interfaces.
 
     Raises RequestError (400) for a path that cannot be forwarded, (404) for one that is not served, (405) for another
     method than those served there.

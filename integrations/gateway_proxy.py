@@ -31,6 +31,8 @@ from cotune.integrations.http_requests import (
 from cotune.integrations.http_server import Receive, Scope, Send
 from cotune.integrations.openai_forms import Form
 
+KEYS = (b"authorization", b"x-api-key")
+"""Headers that carry a client's API key."""
 _RETRIED = (408, 409, 429)
 _STATUSES = frozenset(HTTPStatus)
 
@@ -57,6 +59,7 @@ class _Passage:
     address: Address
     receive: Receive
     _send: Send
+    upstream: Upstream | None = None
     headers: Any = None
     """What is sent to the provider."""
     started: bool = False
@@ -73,10 +76,19 @@ class _Passage:
 
 
 class Proxy:
-    """Answers requests to the OpenAI interfaces. `counts` tells requests by outcome."""
+    """Answers requests to the interfaces of OpenAI and Anthropic. `counts` tells requests by outcome."""
 
-    def __init__(self, upstream: Upstream | None, episodes: Episodes, access: Access, limits: Limits) -> None:
+    def __init__(
+        self,
+        upstream: Upstream | None,
+        episodes: Episodes,
+        access: Access,
+        limits: Limits,
+        anthropic: Upstream | None = None,
+    ) -> None:
+        """`anthropic` is the provider of Anthropic's interface, where it is not `upstream`."""
         self.upstream = upstream
+        self.anthropic = anthropic or upstream
         self.episodes = episodes
         self.access = access
         self.limits = limits
@@ -146,17 +158,23 @@ class Proxy:
     async def _pass(self, passage: _Passage) -> None:
         scope, address = passage.scope, passage.address
         if self.upstream is not None:
-            own_key = self.access.given(scope, b"authorization")
-            passage.headers = self.upstream.request_headers(scope["headers"], own_key)
+            own_key = any(self.access.given(scope, name) for name in KEYS)
+            passage.upstream = self._provider(scope, address)
+            passage.headers = passage.upstream.request_headers(scope["headers"], own_key)
         if address.form is not None and scope["method"] == "POST":
             raw = await read_body(scope, passage.receive, self.limits.body)
             content = inflated(raw, header(scope, b"content-encoding").decode("latin-1"), self.limits.body)
             self._open(passage, address.form, read_call(address.form, content), raw)
-        elif scope["method"] == "POST" and address.tail == "embeddings":
+        elif scope["method"] == "POST" and address.tail in ("embeddings", "messages/count_tokens"):
             raw = await read_body(scope, passage.receive, self.limits.body)
         else:
             raw = await read_any(scope, passage.receive, self.limits.body)
         await unless_gone(passage.receive, functools.partial(self._answer, passage, raw))
+
+    def _provider(self, scope: Scope, address: Address) -> Upstream | None:
+        """The provider of a request: Anthropic's clients say which version of its interface they speak."""
+        theirs = address.tail.startswith("messages") or header(scope, b"anthropic-version")
+        return self.anthropic if theirs else self.upstream
 
     def _open(self, passage: _Passage, form: Form, asked: dict[str, Any], raw: bytes) -> None:
         scope = passage.scope
@@ -176,11 +194,11 @@ class Proxy:
         exchange = passage.exchange
         if exchange is not None and exchange.call.episode.responder is not None and await self._played(passage):
             return
-        if self.upstream is None:
+        if passage.upstream is None:
             raise RequestError(
                 404, "There is no provider behind this gateway, only the policies of a workflow.", code="no_upstream"
             )
-        await self._forward(passage, self.upstream, raw)
+        await self._forward(passage, passage.upstream, raw)
 
     async def _played(self, passage: _Passage) -> bool:
         """Answer by the episode's policies; False where its provider answers the role."""

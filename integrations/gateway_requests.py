@@ -23,7 +23,8 @@ def read_call(form: Form, raw: bytes) -> dict[str, Any]:
     _need(body, "tools", list, "a list of objects")
     if not all(isinstance(tool, dict) for tool in body.get("tools") or ()):
         raise _wrong("tools", "a list of objects")
-    if form.name == "chat":
+    if form.name in ("chat", "messages"):
+        _need(body, "system", (str, list), "a text or a list of blocks")
         _need_messages("messages", body.get("messages"))
     elif form.name == "responses":
         _need(body, "input", (str, list), "a text or a list of objects")

@@ -60,7 +60,7 @@ class UpstreamAnswer:
 
 
 class Upstream:
-    """Forwards to the base URL of an OpenAI-compatible provider."""
+    """Forwards to the base URL of a provider."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         """`key` is sent where a client sent the gateway's own token as its key. Opens connections when used."""
@@ -106,9 +106,11 @@ class Upstream:
         codings = [coding for coding in _READABLE if coding in accepted]
         kept.append((b"accept-encoding", ", ".join(codings).encode() or b"identity"))
         if own_key:
-            kept = [(name, value) for name, value in kept if name != b"authorization"]
+            plain = any(name == b"x-api-key" for name, _ in kept)
+            kept = [(name, value) for name, value in kept if name not in (b"authorization", b"x-api-key")]
             if self._key:
-                kept.append((b"authorization", b"Bearer " + self._key.encode()))
+                key = self._key.encode()
+                kept.append((b"x-api-key", key) if plain else (b"authorization", b"Bearer " + key))
         return CIMultiDict(_decoded(kept))
 
     async def close(self) -> None:
