@@ -21,6 +21,7 @@ from cotune.errors import CotuneError
 from cotune.recorder import Answer, LiveCall, LiveEpisode
 from cotune.records import Call, Record, Task
 from cotune.respond import PolicyResponder
+from cotune.roles import RolesFunction, roles_function
 from cotune.sampler import SamplingParams
 from cotune.threads import carry_context
 
@@ -33,25 +34,30 @@ def deployed(
     base: str | Path | None = None,
     temperature: float | None = None,
     max_tokens: int | None = None,
+    roles: RolesFunction | str | None = None,
 ) -> Deployment:
     """Answer every LLM call that the application makes inside by the policy of its role, from an export.
 
     Use it as `with` or `async with`. `base` names the base model where the recorded path does not hold;
-    `temperature` and `max_tokens` replace what the application asks for. Calls of roles that the export does not
-    have are answered as its run was configured (`other_roles`): by the untrained model, or by the application's own
-    provider. Each role is logged once and counted in `unlisted`, and where the provider answers in `passed_through`.
+    `temperature` and `max_tokens` replace what the application asks for; `roles` names the role of each call, as in
+    training (`cotune.workflow`). Calls of roles that the export does not have are answered as its run was configured
+    (`other_roles`): by the untrained model, or by the application's own provider. Each role is logged once and counted
+    in `unlisted`, and where the provider answers in `passed_through`.
 
     A `with` covers the code inside it, and threads and tasks started there. Elsewhere in the process (a web
     server's request handlers) use `with deployment.here():`. Raises AdapterError, ConfigError, SyncError.
     """
     override = {"temperature": temperature, "max_tokens": max_tokens}
-    return Deployment(source, base, {name: value for name, value in override.items() if value is not None})
+    given = {name: value for name, value in override.items() if value is not None}
+    return Deployment(source, base, given, roles_function(roles))
 
 
 class Deployment:
     """Trained policies in this process. `served` tells by role what answers."""
 
-    def __init__(self, source: str | Path, base: str | Path | None, override: Mapping[str, Any]) -> None:
+    def __init__(
+        self, source: str | Path, base: str | Path | None, override: Mapping[str, Any], roles: RolesFunction | None
+    ) -> None:
         self.source = source
         self.calls: Counter[tuple[str, str]] = Counter()
         """Ended calls by (role, status)."""
@@ -62,6 +68,7 @@ class Deployment:
         self.served: Mapping[str, Served] = {}
         self._base = base
         self._override = override
+        self._roles = roles
         self._loop: _Loop | None = None
         self._local: Local | None = None
         self._responder: PolicyResponder | None = None
@@ -150,15 +157,24 @@ class Deployment:
         if self._responder is None or self._local is None or self._loop is None:
             raise CotuneError(f"{self.source} is not open.", "Enter it first: with cotune.deployed(...) as deployment.")
         task = Task(id="deployed", input=None)
-        return _Unrecorded(self, task, workflow="deployed", responder=self._responder, loop=self._loop.loop)
+        answering: dict[str, Any] = {"responder": self._responder, "loop": self._loop.loop, "roles": self._roles}
+        return _Unrecorded(self, task, workflow="deployed", **answering)
 
 
 class _Unrecorded(LiveEpisode):
     """An episode without an end: each call is its own, so that nothing of earlier calls is kept."""
 
     def start(self, mark: Mark, body: Mapping[str, Any]) -> LiveCall:
+        if self.forked:
+            return super().start(mark, body)
         alone = LiveEpisode(
-            self.sink, self.task, workflow=self.workflow, responder=self.responder, loop=self.loop, phase=self.phase
+            self.sink,
+            self.task,
+            workflow=self.workflow,
+            responder=self.responder,
+            loop=self.loop,
+            phase=self.phase,
+            roles=self.roles,
         )
         return alone.start(mark, body)
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from types import FrameType
 
+from cotune.blame import blame
 from cotune.context import current_episode
 from cotune.errors import CotuneError, SamplerError, WorkflowError
 from cotune.recorder import Answer, LiveCall
@@ -103,6 +104,7 @@ def failed(call: LiveCall, error: BaseException) -> int:
     What is neither the sampler's doing nor a cancellation fails the whole episode, even if the application swallows it.
     """
     status, text = reason_of(error)
+    call.episode.outage = blame(error) == "infrastructure" or not isinstance(error, (CotuneError, *_CANCELLED))
     code = {"timeout": 504, "cancelled": 409}.get(status, 400 if isinstance(error, SamplerError) else 500)
     if code == 500:
         fatal = error if isinstance(error, CotuneError) else None

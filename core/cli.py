@@ -9,12 +9,15 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from cotune.cli_command import Formatter
 from cotune.cli_records import add_otel, add_sft, add_show
 from cotune.cli_serve import add_export, add_gateway, add_serve
 from cotune.cli_train import add_check, add_doctor, add_eval, add_trace, add_train
 from cotune.errors import CotuneError
+from cotune.process_end import leave, own_process
+from cotune.user_code import origin
 
 _DESCRIPTION = """Train the agents you already have.
 
@@ -64,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except SystemExit as error:
+        return _failed(arguments, f"the application called sys.exit({error.code!r}){origin(error)}.")
     except (CotuneError, OSError) as error:
         return _failed(arguments, str(error))
     except ModuleNotFoundError as error:
@@ -80,5 +85,11 @@ def _failed(arguments: argparse.Namespace, said: str) -> int:
     return 1
 
 
+def run() -> NoReturn:
+    """The process of the command line: run the command, and end whatever the application has left running."""
+    own_process()
+    leave(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

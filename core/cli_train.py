@@ -7,7 +7,18 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from cotune.cli_command import APP, FUNCTION, REDACT, TASKS, add_command, add_trust, prices, printing_aside, settings
+from cotune.cli_command import (
+    APP,
+    FUNCTION,
+    REDACT,
+    ROLES,
+    TASKS,
+    add_command,
+    add_trust,
+    prices,
+    printing_aside,
+    settings,
+)
 from cotune.errors import ConfigError
 
 _CLUSTER = "run on Ray: local (its own, for this run), auto or HOST:PORT of a cluster; see docs/cluster.md"
@@ -22,6 +33,7 @@ _FLAGS = (
     "mode",
     "on_failure",
     "redact",
+    "roles_by",
 )
 
 
@@ -35,7 +47,7 @@ def add_check(commands: Any) -> None:
         from cotune.trainer.check_report import render
         from cotune.trainer.config import load_config
 
-        flags = {k: v for k, v in vars(a).items() if "." in k or k in ("policies", "recipe")}
+        flags = {k: v for k, v in vars(a).items() if "." in k or k in ("policies", "recipe", "roles_by")}
         config = load_config(a.config, {**flags, "model": a.model or "none", **settings(a.set)})
         bounds = {"limit": a.limit, "calls": a.calls, "timeout": a.timeout}
         with printing_aside() if a.json else nullcontext():
@@ -71,6 +83,7 @@ def add_check(commands: Any) -> None:
     command.add_argument("--no-tools", action="store_true", help="never answer with a tool call: no tool is run")
     command.add_argument("--calls", type=int, default=64, help="most calls of an episode (default: %(default)s)")
     command.add_argument("--timeout", type=float, default=60.0, help="seconds for one episode (default: %(default)s)")
+    command.add_argument("--roles", dest="roles_by", metavar="WHO", help=ROLES)
     command.add_argument(
         "--json",
         nargs="?",
@@ -119,6 +132,7 @@ def add_trace(commands: Any) -> None:
         from cotune.trainer.trace import trace
 
         settings = {"concurrency": a.concurrency, "limit": a.limit, "timeout": a.timeout, "redact": a.redact}
+        settings["roles_by"] = a.roles_by
         return trace(a.workflow, a.tasks, a.out, otlp=a.otlp, otlp_content=a.otlp_content, **settings)
 
     text = "record episodes of an application with the model that it uses today"
@@ -132,6 +146,7 @@ def add_trace(commands: Any) -> None:
     command.add_argument("--limit", type=int, help="take only the first N tasks")
     command.add_argument("--timeout", type=float, default=600.0, help="seconds for one episode (default: %(default)s)")
     command.add_argument("--redact", metavar=FUNCTION, help=REDACT)
+    command.add_argument("--roles", dest="roles_by", metavar="WHO", help=ROLES)
     command.add_argument("--otlp", metavar="URL", help="also send each episode's spans to this OTLP/HTTP endpoint")
     command.add_argument("--otlp-content", action="store_true", help="with --otlp, send messages and task inputs too")
 
@@ -180,9 +195,10 @@ def add_train(commands: Any) -> None:
         "--on-failure",
         dest="on_failure",
         metavar="HOW",
-        help="what failed episodes teach: exclude (nothing) or reward:NUMBER (default: exclude)",
+        help="outcome of episodes that the policy has failed: lowest, reward:NUMBER or exclude (default: lowest)",
     )
     command.add_argument("--redact", metavar=FUNCTION, help=REDACT)
+    command.add_argument("--roles", dest="roles_by", metavar="WHO", help=ROLES)
     command.add_argument("--mode", choices=("sync", "async"), help="async: roll out the next steps while one trains")
     command.add_argument("--cluster", dest="cluster.address", metavar="ADDRESS", help=_CLUSTER)
     command.add_argument(
@@ -227,6 +243,7 @@ def add_eval(commands: Any) -> None:
         from cotune.trainer.evaluation_report import render
 
         settings = {"limit": a.limit, "concurrency": a.concurrency, "out": a.out, "prices": prices(a.price)}
+        settings["roles_by"] = a.roles_by
         report = evaluate(a.run_folder, a.workflow, a.tasks, modes=tuple(a.modes.split(",")), **settings)
         Console().print(render(report))
         return 1 if report.broken else 0
@@ -255,3 +272,4 @@ def add_eval(commands: Any) -> None:
     command.add_argument("--limit", type=int, help="take only the first N tasks")
     command.add_argument("--concurrency", type=int, default=64, help="episodes in flight (default: %(default)s)")
     command.add_argument("--out", metavar="DIR", help="also write the records and evaluation.json to this new folder")
+    command.add_argument("--roles", dest="roles_by", metavar="WHO", help=f"{ROLES} (default: the run's)")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal, cast
 
 import msgspec
 
@@ -12,6 +13,8 @@ from cotune.plans import PlanKind
 from cotune.records import Call, Candidate, Episode, candidate_id
 from cotune.samples import Sample
 from cotune.store import Store
+
+OnFailure = float | Literal["lowest", "exclude"]
 
 COMPLETE = ("stop", "length", "tool_calls", "function_call")
 """Finish reasons of an answer that ended by itself or at the length limit."""
@@ -34,23 +37,26 @@ def collect(
     versions: Mapping[str, int] | None = None,
     max_lag: int = 0,
     drop_truncated: bool = False,
-    on_failure: float | None = None,
+    on_failure: OnFailure = "lowest",
 ) -> Collected:
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
 
     Under a tree plan all candidates of a call are samples and need rewards of their own; under independent rollouts
     only the chosen one is, and the episode's outcome will do. `roles` are the trained roles (None: all). `versions`
     is the version of each policy that is trained now; a candidate from more than `max_lag` versions before it, or
-    from a version after it (of a run that was rolled back), is stale. `on_failure` is the outcome of an episode that
-    failed, under every name that the others' outcomes have, else `team`; None leaves such episodes out. A call that
-    failed is left out of every episode.
+    from a version after it (of a run that was rolled back), is stale.
+
+    `on_failure` is the outcome of an episode that the policy has failed, under every name that the other outcomes of
+    its task (or else of the step) have, else `team`: a number, or `lowest`: 0, or the step's lowest outcome of that
+    name where that is below 0. An episode that the infrastructure has failed has no outcome: independent rollouts
+    leave it out, while under a tree plan the candidates of its calls are compared with each other all the same.
+    `exclude` leaves out all episodes that failed. A call that failed is left out of every episode.
     """
     left_out: Counter[str] = Counter()
     usable: list[tuple[Episode, Call]] = []
     for episode in episodes:
         for call in store.calls(episode.id):
-            lost = episode.status != "ok" and not _punished(episode, on_failure)
-            reason = "failed_episode" if lost else _call_reason(call, roles, versions or {}, max_lag)
+            reason = _episode_reason(episode, plan, on_failure) or _call_reason(call, roles, versions or {}, max_lag)
             if reason is None:
                 usable.append((episode, call))
             else:
@@ -58,13 +64,13 @@ def collect(
     targets = list(dict.fromkeys(episode.id for episode, _ in usable))
     targets += [candidate_id(call.id, c.index) for _, call in usable for c in call.candidates]
     rewards = store.rewards(targets)
-    names = {name: None for episode, _ in usable if episode.status == "ok" for name in rewards.get(episode.id) or ()}
-    failure = {} if on_failure is None else dict.fromkeys(names or ("team",), on_failure)
+    outcomes = {episode.id: (episode, rewards.get(episode.id) or {}) for episode, _ in usable}
+    failures = _Failures([(e.task.id, found) for e, found in outcomes.values() if e.status == "ok"], on_failure)
     samples: list[Sample] = []
     for episode, call in usable:
-        outcome = rewards.get(episode.id) or {}
-        if episode.status != "ok":
-            outcome = {**failure, **outcome}
+        outcome = outcomes[episode.id][1]
+        if episode.status != "ok" and episode.blame != "infrastructure":
+            outcome = {**failures.outcome(episode.task.id), **outcome}
         for candidate in call.candidates:
             own = rewards.get(candidate_id(call.id, candidate.index)) or {}
             reason = _candidate_reason(candidate, call, plan, drop_truncated) or _reward_reason(
@@ -85,22 +91,47 @@ def temperature(call: Call) -> float:
     return 1.0
 
 
-def failure_reward(on_failure: str) -> float | None:
-    """The reward of failed episodes under `on_failure`: None for `exclude`, the number of `reward:<number>`.
-
-    Raises ValueError for anything else.
-    """
-    if on_failure == "exclude":
-        return None
+def failure_reward(on_failure: str) -> OnFailure:
+    """What `on_failure` says: `lowest`, `exclude`, or the number of `reward:<number>`. Raises ValueError for others."""
+    if on_failure in ("lowest", "exclude"):
+        return cast(OnFailure, on_failure)
     kind, _, number = on_failure.partition(":")
     if kind != "reward" or not math.isfinite(float(number)):
-        raise ValueError(f"{on_failure!r} is neither exclude nor reward:<number>")
+        raise ValueError(f"{on_failure!r} is neither lowest, exclude nor reward:<number>")
     return float(number)
 
 
-def _punished(episode: Episode, on_failure: float | None) -> bool:
-    """Whether the episode failed by itself and has a reward for it; one that was cancelled has none."""
-    return on_failure is not None and episode.status == "error"
+def is_outcome(episode: Episode) -> bool:
+    """Whether the episode came to an end that says something of its policies: a good one, or a failure of theirs."""
+    return episode.status == "ok" or (episode.status == "error" and episode.blame != "infrastructure")
+
+
+class _Failures:
+    """Outcomes of failed episodes, made from those of the episodes that ended well (task, components)."""
+
+    def __init__(self, outcomes: Sequence[tuple[str, Mapping[str, float]]], on_failure: OnFailure) -> None:
+        self._value = on_failure
+        self._of_task: dict[str, dict[str, None]] = {}
+        self._lowest: dict[str, float] = {}
+        for task, components in outcomes:
+            self._of_task.setdefault(task, {}).update(dict.fromkeys(components))
+            for name, value in components.items():
+                self._lowest[name] = min(value, self._lowest.get(name, 0.0))
+
+    def outcome(self, task: str) -> dict[str, float]:
+        """What a failed episode of `task` ends with."""
+        names = self._of_task.get(task) or self._lowest or ("team",)
+        if self._value == "lowest":
+            return {name: self._lowest.get(name, 0.0) for name in names}
+        return dict.fromkeys(names, float(self._value))
+
+
+def _episode_reason(episode: Episode, plan: PlanKind, on_failure: OnFailure) -> str | None:
+    if episode.status == "ok":
+        return None
+    if episode.status == "cancelled" or on_failure == "exclude":
+        return "failed_episode"
+    return "outage" if plan == "independent" and not is_outcome(episode) else None
 
 
 _FAILED = {"timeout": "timed_out_call", "cancelled": "cancelled_call", "malformed": "malformed_call"}

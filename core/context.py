@@ -34,6 +34,8 @@ class Mark(msgspec.Struct):
     """Calls that were made under this mark."""
 
 
+OVERRIDE = "override"
+"""Integration of a mark that `role` made: nothing overrules it."""
 current_episode: ContextVar[LiveEpisode | None] = ContextVar("cotune_episode", default=None)
 current_mark: ContextVar[Mark | None] = ContextVar("cotune_mark", default=None)
 opened_call: ContextVar[LiveCall | None] = ContextVar("cotune_call", default=None)
@@ -75,7 +77,7 @@ def identify() -> Mark:
     if name is None:
         return mark
     mark.calls += 1
-    return Mark(name, "override", state=mark.state, read=mark.read, output=mark.output)
+    return Mark(name, OVERRIDE, state=mark.state, read=mark.read, output=mark.output)
 
 
 def _scope_around() -> Mark | None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
-import traceback
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,19 +11,22 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from cotune.blame import Blame, blame
 from cotune.errors import CotuneError, WorkflowError
+from cotune.loop_watch import REMEDY, Blocked, interruptible, watched
 from cotune.parts import Parts
 from cotune.recorder import LiveEpisode, Responder, Sink
 from cotune.records import Episode, Task
 from cotune.scoring import components
 from cotune.threads import carry_context
+from cotune.user_code import Stopped, in_thread, origin, running
 from cotune.workflow import Workflow
 
 activators: list[Callable[[], None]] = []
 """Run before every episode, cheaply: what installs the integrations."""
 
 _THREADS = 1024
-_executors: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ThreadPoolExecutor] = weakref.WeakKeyDictionary()
+_grown: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ async def run_episode(
     """Run `workflow` on `task` and record it; errors of the workflow are in the outcome, not raised.
 
     `responder` answers the calls in place of the application's provider. A sync workflow runs in a thread: at
-    `timeout` (seconds) the thread cannot be stopped, but its open calls are cancelled and further ones refused.
+    `timeout` (seconds) the thread cannot be stopped, but its open calls are cancelled and further ones refused. An
+    async one that blocks its event loop for that long is interrupted (`loop_watch`), and so is an async scorer.
     Cancelling records the episode as cancelled. `offline` refuses what the responder leaves to the provider. `parts`
     is told what the application is made of.
     """
@@ -77,10 +79,12 @@ async def run_episode(
         redactors=tuple(workflow.redactors),
         keep_token_ids=workflow.keep_token_ids,
         parts=parts,
+        roles=workflow.roles,
     )
     try:
         async with asyncio.timeout(timeout) as limit:
-            value = await _run(workflow.fn, task.input, live)
+            with watched(limit, timeout):
+                value = await _run(workflow, task, live)
         if live.fatal is not None:
             raise live.fatal
         rewards, metrics = outcome_of(value, f"The workflow {workflow.name!r}")
@@ -92,8 +96,7 @@ async def run_episode(
         raise
     except TimeoutError as error:
         if limit.expired():
-            message = f"The workflow {workflow.name!r} did not finish within {timeout} seconds."
-            return _failed(live, WorkflowError(message, "Raise the episode's time-out."))
+            return _failed(live, _late(workflow, live, timeout, error))
         return _failed(live, _raised(workflow, error))
     except CotuneError as error:
         return _failed(live, error)
@@ -127,14 +130,13 @@ def outcome_of(value: Any, source: str) -> tuple[dict[str, float], dict[str, flo
     return components(named, source), metrics
 
 
-async def _run(fn: Callable[[Any], Any], task: Any, live: LiveEpisode) -> Any:
-    threads = _threads()
-    with live:
-        if inspect.iscoroutinefunction(fn):
-            return await _stoppable(fn(task), live)
-        context = contextvars.copy_context()
-        value = await live.loop.run_in_executor(threads, context.run, fn, task)  # type: ignore[union-attr]
-        return await _stoppable(value, live) if inspect.isawaitable(value) else value
+async def _run(workflow: Workflow, task: Task, live: LiveEpisode) -> Any:
+    _grow_threads()
+    with live, running(f"The workflow {workflow.name!r} on task {task.id!r}"):
+        if inspect.iscoroutinefunction(workflow.fn):
+            return await _stoppable(interruptible(workflow.fn(task.input)), live)
+        value = await in_thread(workflow.fn, task.input)
+        return await _stoppable(interruptible(value), live) if inspect.isawaitable(value) else value
 
 
 async def _stoppable(work: Awaitable[Any], live: LiveEpisode) -> Any:
@@ -150,32 +152,45 @@ async def _stoppable(work: Awaitable[Any], live: LiveEpisode) -> Any:
         raise
 
 
-def _threads() -> ThreadPoolExecutor:
-    """The running loop's own pool, grown on demand: one thread per sync episode or node that really runs.
+class _Threads(ThreadPoolExecutor):
+    """A loop's default threads. The loop's end does not wait for code in them that may never end."""
 
-    It also becomes the loop's default where the application has set none, because frameworks run an application's sync
-    nodes there, and scorers run there while they wait: asyncio's own default (a few threads per core) would lock up.
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
+
+
+def _grow_threads() -> None:
+    """Give the running loop a default pool that grows on demand, where the application has set none of its own.
+
+    Frameworks run an application's sync nodes there, and other code while they wait: asyncio's own default (a few
+    threads per core) would lock up.
     """
     loop = asyncio.get_running_loop()
-    pool = _executors.get(loop)
-    if pool is None:
-        pool = _executors[loop] = ThreadPoolExecutor(_THREADS, thread_name_prefix="cotune")
-        default = getattr(loop, "_default_executor", None)
-        if default is None or getattr(default, "_thread_name_prefix", "") == "asyncio":
-            loop.set_default_executor(pool)
-            if default is not None:
-                default.shutdown(wait=False)
-    return pool
+    if loop in _grown:
+        return
+    _grown.add(loop)
+    default = getattr(loop, "_default_executor", None)
+    if default is None or getattr(default, "_thread_name_prefix", "") == "asyncio":
+        loop.set_default_executor(_Threads(_THREADS, thread_name_prefix="cotune"))
+        if default is not None:
+            default.shutdown(wait=False)
+
+
+def _late(workflow: Workflow, live: LiveEpisode, timeout: float | None, error: TimeoutError) -> WorkflowError:
+    at = "; ".join([*live.pending(), *getattr(error.__cause__, "__notes__", ())])
+    cause = f"The workflow {workflow.name!r} did not finish within {timeout} seconds{': ' if at else ''}{at}."
+    return WorkflowError(cause, "Raise the episode's time-out.")
 
 
 def _failed(live: LiveEpisode, error: CotuneError) -> Outcome:
-    return Outcome(live.end("error", error=str(error)), {}, error, live)
+    whose: Blame = "infrastructure" if live.outage else blame(error)
+    return Outcome(live.end("error", error=str(error), blame=whose), {}, error, live)
 
 
 def _raised(workflow: Workflow, error: BaseException) -> WorkflowError:
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    what = f"{type(error).__name__}: {error}"
-    failed = WorkflowError(f"The workflow {workflow.name!r} raised {what}{where}.", "Fix the workflow.")
+    if isinstance(error.__cause__, Blocked):
+        return WorkflowError(f"The workflow {workflow.name!r} {error.__cause__}.", REMEDY)
+    what = str(error) if isinstance(error, Stopped) else f"{type(error).__name__}: {error}"
+    failed = WorkflowError(f"The workflow {workflow.name!r} raised {what}{origin(error)}.", "Fix the workflow.")
     failed.__cause__ = error
     return failed

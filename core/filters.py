@@ -9,7 +9,8 @@ from cotune.groups import Group
 from cotune.recipes import Filters
 
 REASONS: Mapping[str, str] = {
-    "failed_episode": "the workflow raised, timed out or was cancelled",
+    "failed_episode": "the episode was cancelled, or it failed and such episodes are excluded",
+    "outage": "the engine, network or store failed the episode, not its policies",
     "failed_call": "the request failed, so there is no answer to learn from",
     "timed_out_call": "the request timed out",
     "cancelled_call": "the request was cancelled, or its answer not read to the end",

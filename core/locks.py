@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from cotune.errors import RunError
+from cotune.forks import survives_fork
 
 
 class FileLock:
@@ -27,9 +28,14 @@ class FileLock:
             ) from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, str(os.getpid()).encode(), 0)
+        survives_fork(self)
 
     def release(self) -> None:
         """Give the lock back; safe to call twice. In a forked child it only lets go of the child's share."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def after_fork(self) -> None:
+        """A child does not hold its parent's lock, least of all when the parent is gone."""
+        self.release()

@@ -34,8 +34,11 @@ def open_call(request: Callable[[], Mapping[str, Any]]) -> LiveCall | None:
 
 
 def warn_unrecorded(episode: LiveEpisode, error: Exception) -> None:
-    """Count a call that is not recorded: `late_call` for a RecordError, `unread_call` for an unreadable request."""
-    if isinstance(error, RecordError):
+    """Count a call that is not recorded: `forked_call` in a forked child, else `late_call` for a RecordError and
+    `unread_call` for an unreadable request."""
+    if episode.forked:
+        episode.warn("forked_call", f"It is not recorded: {error}")
+    elif isinstance(error, RecordError):
         episode.warn("late_call", f"A call was made after its episode had ended and is not recorded. {error}")
     else:
         episode.warn("unread_call", "A request could not be read and is not recorded.", error)

@@ -11,13 +11,16 @@ from typing import Any, Protocol
 
 import msgspec
 
+from cotune.blame import Blame
 from cotune.call_records import CallRecords
 from cotune.context import Mark, current_episode
 from cotune.errors import CotuneError, RecordError
+from cotune.forks import survives_fork
 from cotune.ids import new_id
 from cotune.parts import Parts
 from cotune.records import CallStatus, Candidate, Episode, EpisodeStatus, PolicyRef, Record, Reward, Task, Usage
 from cotune.redaction import Redaction, Redactor
+from cotune.roles import RolesFunction, named
 from cotune.wellformed import well_formed
 
 log = logging.getLogger("cotune")
@@ -60,7 +63,7 @@ class LiveCall:
 
     __slots__ = (
         "attempts", "cancel", "copies", "ended", "episode", "id", "mark", "messages", "model", "obstacle", "on_wire",
-        "params", "parents", "role", "started", "step", "streamed", "tools", "turn",
+        "params", "parents", "role", "stage", "started", "step", "streamed", "tools", "turn",
     )  # fmt: skip
 
     def __init__(self, episode: LiveEpisode, mark: Mark, step: int, turn: int, body: Mapping[str, Any]) -> None:
@@ -79,6 +82,8 @@ class LiveCall:
         """Whether a wire request has been made for it."""
         self.obstacle = ""
         """What in the request no policy can serve, so that only the application's own provider can answer it."""
+        self.stage = "no answer yet"
+        """How far it is, in words."""
         self.cancel: Callable[[], object] | None = None
         """Stops whatever is answering the call, when its episode ends first. Safe from any thread."""
         self.parents: tuple[str, ...] = ()
@@ -148,6 +153,7 @@ class LiveEpisode:
         redactors: Sequence[Redactor] = (),
         keep_token_ids: bool = False,
         parts: Parts | None = None,
+        roles: RolesFunction | None = None,
     ) -> None:
         self.id = new_id()
         self.sink = sink
@@ -161,6 +167,8 @@ class LiveEpisode:
         self.rollout = rollout
         self.offline = offline
         """Whether a call that the responder leaves is refused instead of going to the application's provider."""
+        self.roles = roles
+        """Names the roles of calls that `cotune.role` does not name."""
         self.started = time.time()
         self.failures: dict[str, int] = {}
         """Calls that did not end well, by status; also those whose failure the application swallowed."""
@@ -170,6 +178,8 @@ class LiveEpisode:
         """The first message of each kind of warning."""
         self.fatal: CotuneError | None = None
         """An error that must fail the episode even when the application swallows it."""
+        self.outage = False
+        """Whether the last call to end failed by the infrastructure's doing, so that what the episode does now may."""
         self.notes: dict[str, Any] = {}
         """Working state of integrations, by integration; goes with the episode."""
         self.parts = parts
@@ -182,14 +192,27 @@ class LiveEpisode:
         self._steps = 0
         self._turns: dict[str, int] = {}
         self._open: dict[str, LiveCall] = {}
+        self._stopped: list[LiveCall] = []
         self.redaction = Redaction(redactors, keep_token_ids, self.warn) if redactors else None
         """What is stored goes through it first; scorers, responders and the application see everything as it is."""
         self._records = CallRecords(self.redaction, self._lock)
         self._token: Any = None
+        self.gateway = ""
+        """Address at which a child process reaches this episode, while `cotune.gateway()` is open."""
+        self.forked = False
+        """Whether this is a copy in a child process that the application forked: nothing can be recorded in it."""
+        survives_fork(self)
 
     def start(self, mark: Mark, body: Mapping[str, Any]) -> LiveCall:
         """Open a call; step and turn are taken here, under the lock. Raises RecordError once the episode has ended."""
+        if self.roles is not None:
+            mark = named(self.roles, mark, body, self)
         with self._lock:
+            if self.forked:
+                raise RecordError(
+                    "The call was made in a child process that the application forked, where no run reaches it.",
+                    "Make it in a thread, or let the child call the address that `with cotune.gateway()` gives.",
+                )
             if self.ended:
                 raise RecordError(f"Episode {self.id} has ended.", "Wait for every call before the workflow returns.")
             step, self._steps = self._steps, self._steps + 1
@@ -236,15 +259,33 @@ class LiveEpisode:
     def __exit__(self, *exc: object) -> None:
         current_episode.reset(self._token)
 
+    def pending(self) -> list[str]:
+        """The calls that are open, or were when the episode was stopped, in words."""
+        with self._lock:
+            return [
+                f"turn {c.turn} of role {c.role!r} was open ({c.stage})" for c in self._stopped or self._open.values()
+            ]
+
     def stop(self) -> None:
         """Cancel the calls that are open, and refuse any further one; the episode has yet to `end`."""
         with self._lock:
             self.ended = True
             unanswered = list(self._open.values())
+            self._stopped += unanswered
         for call in unanswered:
             if call.cancel is not None:
                 call.cancel()
             call.fail("cancelled", "the episode ended before the call did")
+
+    def after_fork(self) -> None:
+        """In a forked child: locks of its own, and no more calls. What the parent records is its business alone."""
+        self.forked = self.ended = True
+        self._lock = threading.RLock()
+        self._idle = threading.Condition(self._lock)
+        self._ending = 0
+        self._open = {}
+        self._records = CallRecords(self.redaction, self._lock)
+        self.sink = _Nowhere()
 
     def end(
         self,
@@ -253,6 +294,7 @@ class LiveEpisode:
         rewards: Mapping[str, float] | None = None,
         metrics: Mapping[str, float] | None = None,
         error: str | None = None,
+        blame: Blame | None = None,
     ) -> Episode:
         """Record the end of the episode with its team rewards. Calls still open are recorded as cancelled."""
         self.stop()
@@ -267,6 +309,7 @@ class LiveEpisode:
             rollout=self.rollout,
             status=status,
             error=error if self.redaction is None else self.redaction.text(error),
+            blame=blame,
             started=self.started,
             latency=time.time() - self.started,
             calls=self._steps,
@@ -289,6 +332,8 @@ class LiveEpisode:
             self._open.pop(call.id, None)
             if status != "ok":
                 self.failures[status] = self.failures.get(status, 0) + 1
+            else:
+                self.outage = False
         try:
             try:
                 records = self._records.ended(call, answer, status, error)
@@ -310,3 +355,7 @@ class LiveEpisode:
             self.sink.write(records)
         except Exception as broken:  # noqa: BLE001
             self.warn("lost", f"The store refused {len(records)} records.", broken)
+
+
+class _Nowhere:
+    def write(self, records: Sequence[Record]) -> None: ...

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from cotune.blame import Blame
 from cotune.ids import unpack_ids
 
 CallStatus = Literal["ok", "error", "timeout", "cancelled", "malformed"]
@@ -128,7 +129,8 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     """One run of a workflow on one task; written when it has ended, so a stored episode is a finished one.
 
     `phase` tells what it was run for ("train", "eval", "trace", ...), `training_step` the step of the loop it
-    belongs to, `rollout` its number among the episodes of the same task in that step.
+    belongs to, `rollout` its number among the episodes of the same task in that step. `blame` is whose doing a failure
+    is: an outcome of the policy, or of the infrastructure.
     """
 
     id: str
@@ -139,6 +141,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     rollout: int = 0
     status: EpisodeStatus = "ok"
     error: str | None = None
+    blame: Blame | None = None
     started: float = 0.0
     latency: float = 0.0
     calls: int = 0

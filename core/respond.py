@@ -68,7 +68,7 @@ class PolicyResponder:
     async def respond(self, call: LiveCall) -> Answer | None:
         """Answer with K scored candidates, or None for a role that no policy here plays.
 
-        A scorer that fails costs the call its rewards, never the application its answer.
+        A scorer that fails costs the candidate its rewards, never its siblings theirs or the application its answer.
         """
         policy = self._policy(call.role)
         if policy is None:
@@ -178,8 +178,13 @@ class PolicyResponder:
         scorer = self.scorers.get(call.role)
         if scorer is None:
             return (), None
-        try:
-            return await score(scorer, candidates, call, call.role), None
-        except WorkflowError as error:
-            self.scorer_errors[str(error)] += 1
-            return (), str(error)
+        scored = await score(scorer, candidates, call, call.role)
+        errors = Counter(str(found) for found in scored if isinstance(found, WorkflowError))
+        if not errors:
+            return tuple(found for found in scored if not isinstance(found, WorkflowError)), None
+        self.scorer_errors.update(errors)
+        first, failed = next(iter(errors)), errors.total()
+        if failed == len(scored):
+            return (), first
+        rewards = tuple({} if isinstance(found, WorkflowError) else found for found in scored)
+        return rewards, f"{failed} of {len(scored)} candidates have no reward: {first}"

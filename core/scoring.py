@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
+from cotune.loop_watch import REMEDY, Blocked, interruptible
 from cotune.recorder import LiveCall
 from cotune.records import Candidate
+from cotune.user_code import Stopped, in_thread, origin, running
 
 Scorer = Callable[..., Any]
+MOST_NAMES = 256
+"""Reward components that a scorer or workflow may return: each is stored per candidate, and shown."""
 
 
 def components(value: Any, source: str, name: str = "local") -> dict[str, float]:
@@ -36,30 +40,71 @@ def components(value: Any, source: str, name: str = "local") -> dict[str, float]
             raise WorkflowError(f"{source} returned {key} = {number!r}.", "Return finite numbers only.")
     if not named:
         raise WorkflowError(f"{source} returned an empty dict.", "Return at least one named number.")
+    if len(named) > MOST_NAMES:
+        some = ", ".join(list(named)[:3])
+        raise WorkflowError(
+            f"{source} returned {len(named)} numbers ({some}, ...): at most {MOST_NAMES} are allowed.",
+            "Return their mean or their sum under one name.",
+        )
     return named
 
 
 async def score(
     scorer: Scorer, candidates: Sequence[Candidate], call: LiveCall, role: str
-) -> tuple[dict[str, float], ...]:
-    """Score every candidate; a sync scorer runs in a thread so that it never blocks the loop.
+) -> tuple[dict[str, float] | WorkflowError, ...]:
+    """Components of every candidate, or why the scorer could not say: it raised, or returned no reward.
 
-    The scorer's own LLM calls are not part of the episode. Raises WorkflowError when a scorer raises or returns
-    something that is no reward.
+    A sync scorer runs in a thread so that it never blocks the loop. The scorer's own LLM calls are not part of the
+    episode.
     """
     source = f"The scorer of role {role!r}"
-    task = call.task.input
-    context = contextvars.copy_context()
-    context.run(current_episode.set, None)
-    try:
+    call.stage = "its scorer was running"
+    with _outside(f"{source} on task {call.task.id!r}"):
         if inspect.iscoroutinefunction(scorer):
-            tasks = [asyncio.create_task(scorer(c, call, task), context=context.copy()) for c in candidates]
-            values = await asyncio.gather(*tasks)
+            work = [asyncio.create_task(interruptible(scorer(c, call, call.task.input))) for c in candidates]
+            values: list[Any] = await asyncio.gather(*work, return_exceptions=True)
         else:
-            loop = asyncio.get_running_loop()
-            values = await loop.run_in_executor(None, context.run, lambda: [scorer(c, call, task) for c in candidates])
-    except WorkflowError:
-        raise
-    except Exception as error:
-        raise WorkflowError(f"{source} raised {type(error).__name__}: {error}.", "Fix the scorer.") from error
-    return tuple(components(value, source) for value in values)
+            values = [await _tried(in_thread(scorer, c, call, call.task.input)) for c in candidates]
+    return tuple(_components(value, source) for value in values)
+
+
+async def _tried(work: Awaitable[Any]) -> Any:
+    """What `work` returns, or the exception that it raises."""
+    try:
+        return await work
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
+def _components(value: Any, source: str) -> dict[str, float] | WorkflowError:
+    """Components of what a scorer returned, or what is wrong with what it returned or raised."""
+    if isinstance(value, WorkflowError):
+        return value
+    if isinstance(value, Stopped) and isinstance(value.__cause__, Blocked):
+        return _caused(WorkflowError(f"{source} {value.__cause__}.", REMEDY), value)
+    if isinstance(value, Stopped):
+        return _caused(WorkflowError(f"{source} raised {value}{origin(value)}.", "Fix the scorer."), value)
+    if isinstance(value, Exception):
+        return _caused(WorkflowError(f"{source} raised {type(value).__name__}: {value}.", "Fix the scorer."), value)
+    if isinstance(value, BaseException):
+        raise value
+    try:
+        return components(value, source)
+    except WorkflowError as error:
+        return error
+
+
+def _caused(error: WorkflowError, cause: BaseException) -> WorkflowError:
+    error.__cause__ = cause
+    return error
+
+
+@contextmanager
+def _outside(what: str) -> Iterator[None]:
+    """Inside, the application's code `what` runs outside its episode."""
+    token = current_episode.set(None)
+    try:
+        with running(what):
+            yield
+    finally:
+        current_episode.reset(token)

@@ -98,7 +98,7 @@ def _count(
 ) -> None:
     episodes = store.episodes(phase=phase, training_step=step)
     config = _config_of(store)
-    on_failure = failure_reward(config.get("on_failure", "exclude"))
+    on_failure = failure_reward(config.get("on_failure", "lowest"))
     collected = collect(store, episodes, plan=chosen.plan, on_failure=on_failure)
     tally.left_out.update(collected.left_out)
     tally.candidates += len(collected.samples) + sum(collected.left_out.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sqlite3
 import struct
 import weakref
@@ -15,6 +14,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from cotune.errors import RecordError, RunError
+from cotune.forks import survives_fork
 from cotune.locks import FileLock
 from cotune.records import Call, Episode, Record
 from cotune.sqlite_damage import is_the_files, unusable
@@ -49,7 +49,7 @@ class SqliteStore:
         self._readers: list[sqlite3.Connection] = []
         self._unreadable = 0
         self._shut = weakref.finalize(self, _shut, writer, self._readers, lock)
-        _open_stores.add(self)
+        survives_fork(self)
 
     @classmethod
     def open(cls, path: Path | str, read_only: bool = False) -> Self:
@@ -58,7 +58,7 @@ class SqliteStore:
         Raises RunError when another process writes it, when it is missing (read_only), or is not a records file of
         this version.
         """
-        path = Path(path)
+        path = Path(path).absolute()
         if path.is_dir():
             path = path / FILE_NAME
         if read_only:
@@ -243,13 +243,11 @@ class SqliteStore:
         else:
             db.close()
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
         """A child process may read with connections of its own; the file belongs to the parent."""
         self._readers = []
         if self._writer:
             self._writer.abandon()
-        if self._lock:
-            self._lock.release()
 
 
 def _connect_writer(path: Path) -> sqlite3.Connection:
@@ -310,14 +308,3 @@ def _shut(writer: Writer | None, readers: list[sqlite3.Connection], lock: FileLo
         writer.close()
     if lock:
         lock.release()
-
-
-_open_stores: weakref.WeakSet[SqliteStore] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for store in list(_open_stores):
-        store._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)

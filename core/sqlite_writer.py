@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sqlite3
 import struct
 import threading
@@ -86,9 +87,10 @@ class Writer:
     """Takes records from any thread and commits them in order. `put` neither raises nor waits for the disk."""
 
     def __init__(self, connection: sqlite3.Connection, name: str) -> None:
-        """Own `connection` from now on; `name` is what log messages call the file."""
+        """Own `connection` to the file `name` from now on."""
         self._db = connection
         self._name = name
+        self._opened = os.stat(name)  # noqa: PTH116
         self._known = RecentIds(RECENT_IDS)
         self._queue: deque[Batch | Ledger] = deque()
         self._lock = threading.RLock()
@@ -273,6 +275,8 @@ class Writer:
     def _commit(self, taken: Batch | Ledger) -> None:
         """One transaction. Addresses count as known, rewards as refused and rows as lost, only after it."""
         counted, lost, refused = dict(self._counted), 0, 0
+        if not self._is_there():
+            raise sqlite3.OperationalError("the file has been removed or replaced")
         self._db.execute("BEGIN IMMEDIATE")
         try:
             if isinstance(taken, Ledger):
@@ -297,6 +301,13 @@ class Writer:
             self._known.add(taken.tables["segments"][:: WIDTHS["segments"]])
         if refused:
             self._report("a reward came after its group was consumed and is refused")
+
+    def _is_there(self) -> bool:
+        """Whether the path still leads to the file that is open: SQLite goes on writing to one that was removed."""
+        try:
+            return os.path.samestat(os.stat(self._name), self._opened)  # noqa: PTH116
+        except OSError:
+            return False
 
     def _write_rows(self, tables: Mapping[str, list[Any]]) -> tuple[int, int]:
         """Insert rows; return how many could not be stored, and how many rewards were refused."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from cotune.callers import hand_on
 from cotune.context import current_episode
 
 _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
@@ -36,7 +37,9 @@ def carry_context() -> None:
     def start_in_context(self: threading.Thread) -> None:
         # A pool's worker outlives the episode that happens to start it, so the worker itself must not inherit it.
         if current_episode.get() is not None and not _is_pool_worker(self):
-            _bind(self, contextvars.copy_context())
+            context = contextvars.copy_context()
+            hand_on(context)
+            _bind(self, context)
         start(self)
 
     @functools.wraps(submit)  # type: ignore[arg-type]
@@ -46,9 +49,13 @@ def carry_context() -> None:
         if current_episode.get() is None:
             return submit(self, fn, *args, **kwargs)
         inner = fn.func if type(fn) is functools.partial else fn
-        if type(getattr(inner, "__self__", None)) is contextvars.Context:  # as asyncio and LangChain submit
+        given = getattr(inner, "__self__", None)
+        if type(given) is contextvars.Context:  # as asyncio and LangChain submit
+            hand_on(given)
             return submit(self, fn, *args, **kwargs)
-        return submit(self, contextvars.copy_context().run, fn, *args, **kwargs)
+        context = contextvars.copy_context()
+        hand_on(context)
+        return submit(self, context.run, fn, *args, **kwargs)
 
     threading.Thread.start = start_in_context  # type: ignore[method-assign]
     ThreadPoolExecutor.submit = submit_in_context  # type: ignore[method-assign, assignment]
@@ -62,6 +69,7 @@ def _queued_in_context(original: Callable[..., Any]) -> Callable[..., Any]:
         if current_episode.get() is None:
             return original(self, func, *args, **kwargs)
         context = contextvars.copy_context()
+        hand_on(context)
 
         @functools.wraps(func, updated=())
         def in_context(*given: Any, **named: Any) -> Any:

@@ -18,6 +18,7 @@ from cotune.errors import RecordError, WorkflowError
 from cotune.recorder import LiveCall, LiveEpisode
 from cotune.records import Call, CallStatus, Reward, Task
 from cotune.redaction import Redactor, check_redactor
+from cotune.roles import RolesFunction, roles_function
 from cotune.scoring import components
 from cotune.tasks import as_task
 from cotune.threads import carry_context
@@ -61,23 +62,35 @@ def trace(
     task: Any = None,
     name: str = "trace",
     redactor: Redactor | None = None,
+    roles: RolesFunction | str | None = None,
 ) -> Trace:
     """Record every LLM call made inside a `with` or `async with` block, in any thread or task that it starts.
 
     With a `path`, into that records file (or `records.db` in that folder), to which it adds; without one in memory.
     `task` names what is being done: a text, or any JSON value as in a tasks file. Inside an episode, calls belong to
-    the episode as they did before, and are recorded here as well. Raises RunError for a file that cannot be used.
+    the episode as they did before, and are recorded here as well. `roles` names the role of each call: a function of
+    a CallRequest (see `cotune.roles`), or `"caller"` for the name of the function of yours that makes it. Raises
+    RunError for a file that cannot be used, WorkflowError for what is no roles function.
     """
-    return Trace(path, task=task, name=name, redactor=redactor)
+    return Trace(path, task=task, name=name, redactor=redactor, roles=roles)
 
 
 class Trace:
     """What `cotune.trace` returns; one block each."""
 
-    def __init__(self, path: str | Path | None, *, task: Any, name: str, redactor: Redactor | None) -> None:
+    def __init__(
+        self,
+        path: str | Path | None,
+        *,
+        task: Any,
+        name: str,
+        redactor: Redactor | None,
+        roles: RolesFunction | str | None,
+    ) -> None:
         self.path = None if path is None else Path(path)
         self.name = name
         self.task = Task(id=task, input=task) if isinstance(task, str) else as_task(task, 1)
+        self._roles = roles_function(roles)
         self._redactors = () if redactor is None else (check_redactor(redactor),)
         self._sink: MemoryRecords | FileRecords | None = None
         self._live: LiveEpisode | None = None
@@ -130,10 +143,11 @@ class Trace:
         inherited = outer.redaction.redactors if outer and outer.redaction else ()
         redactors = (*inherited, *self._redactors)
         self._sink = MemoryRecords() if self.path is None else FileRecords(self.path)
+        options: dict[str, Any] = {"workflow": self.name, "redactors": redactors}
         if outer is None:
-            self._live = LiveEpisode(self._sink, self.task, workflow=self.name, redactors=redactors)
+            self._live = LiveEpisode(self._sink, self.task, roles=self._roles, **options)
         else:
-            self._live = Within(outer, self._sink, self.task, workflow=self.name, redactors=redactors)
+            self._live = Within(outer, self._sink, self.task, roles=self._roles or outer.roles, **options)
         self._live.__enter__()
         return self
 

@@ -8,13 +8,15 @@ import inspect
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, overload
 
 from cotune.context import current_episode
 from cotune.errors import ConfigError, WorkflowError
 from cotune.redaction import Redactor, check_redactor, load_redactor
+from cotune.roles import CALLER, RolesFunction, roles_function
 from cotune.scoring import Scorer
 
 GraphRunner = Callable[[Any], Awaitable[Any]]
@@ -23,6 +25,7 @@ runners: list[Callable[[object], GraphRunner | None]] = []
 """Integrations that run an application object: each returns a coroutine function of its input, or None."""
 
 _ACCEPTED = "a function of a task, or a compiled LangGraph graph, AutoGen team or Crew with inputs= and reward="
+_ABSENT: Any = object()
 _EXAMPLE = "@cotune.workflow\nasync def solve(task): return float(...)"
 
 
@@ -36,6 +39,8 @@ class Workflow:
     redactors: list[Redactor] = field(default_factory=list)
     keep_token_ids: bool = False
     """Whether token ids of redacted messages are stored."""
+    roles: RolesFunction | None = None
+    """Names the roles of calls that `cotune.role` does not name."""
 
     def redactor(self, fn: Redactor) -> Redactor:
         """Decorate a function that sees each message before it is stored, and returns the message to store.
@@ -49,6 +54,13 @@ class Workflow:
         """This workflow with one redactor more, `module:function` (if any). Raises ConfigError where there is none."""
         more = [load_redactor(redact)] if redact else []
         return replace(self, redactors=[*self.redactors, *more], keep_token_ids=keep_token_ids or self.keep_token_ids)
+
+    def named_by(self, roles: str | None) -> Workflow:
+        """This workflow with roles by `module:function`, `file.py:function` or `caller` instead of its own (if any).
+
+        Raises ConfigError for what is not there, WorkflowError for what is no roles function.
+        """
+        return replace(self, roles=load_roles(roles)) if roles else self
 
     def scorer(self, role: str) -> Callable[[Scorer], Scorer]:
         """Decorate the scorer of `role`: `(candidate, call, task)` -> a number (the component `local`) or a dict of
@@ -79,19 +91,37 @@ class WorkflowFunction(Protocol):
     def redactor(self, fn: Redactor) -> Redactor: ...
 
 
+@overload
+def workflow(*, roles: RolesFunction | str | None = ...) -> Callable[[Any], WorkflowFunction]: ...
+@overload
 def workflow(
-    app: Any, *, inputs: Callable[[Any], Any] | None = None, reward: Callable[[Any, Any], Any] | None = None
-) -> WorkflowFunction:
-    """Make a workflow of a function of a task, or of a compiled LangGraph graph.
+    app: Any,
+    *,
+    inputs: Callable[[Any], Any] | None = ...,
+    reward: Callable[[Any, Any], Any] | None = ...,
+    roles: RolesFunction | str | None = ...,
+) -> WorkflowFunction: ...
+def workflow(
+    app: Any = _ABSENT,
+    *,
+    inputs: Callable[[Any], Any] | None = None,
+    reward: Callable[[Any, Any], Any] | None = None,
+    roles: RolesFunction | str | None = None,
+) -> Any:
+    """Make a workflow of a function of a task, or of a compiled LangGraph graph. Without one: a decorator.
 
     A function (sync or async) is returned as it is, with `.scorer` and `.cotune` attached: it behaves as before. For a
     graph, `inputs(task)` gives the graph's input (the task itself without it) and `reward(state, task)` the outcome
     from its final state. An outcome is a number (the reward `team`), a bool (the same, and the metric `success`), or a
-    dict of named numbers. Raises WorkflowError for anything else.
+    dict of named numbers. `roles` names the role of each call, see `cotune.roles`: a function of a CallRequest, or
+    `"caller"` for the name of the application's function that makes it. Raises WorkflowError for anything else.
     """
+    naming = roles_function(roles)
+    if app is _ABSENT:
+        return partial(workflow, inputs=inputs, reward=reward, roles=roles)
     runner = next((run for make in runners if (run := make(app)) is not None), None)
     if runner is not None:
-        return _attach(_of_graph(runner, inputs, reward), str(getattr(app, "name", None) or "graph"))
+        return _attach(_of_graph(runner, inputs, reward), str(getattr(app, "name", None) or "graph"), naming)
     if not callable(app) or isinstance(app, type):
         raise WorkflowError(f"{app!r} is not a workflow: accepted is {_ACCEPTED}.", f"For example: {_EXAMPLE}")
     if inputs is not None or reward is not None:
@@ -99,7 +129,7 @@ def workflow(
     if not _takes(app, 1):
         remedy = "Take the task's input as the only required argument."
         raise WorkflowError(f"The workflow {_name(app)} cannot be called with one argument.", remedy)
-    return _attach(app, _name(app))
+    return _attach(app, _name(app), naming)
 
 
 def workflow_of(obj: object) -> Workflow:
@@ -132,8 +162,26 @@ def load_workflow(spec: str) -> Workflow:
     return workflow_of(found)
 
 
-def _attach(fn: Any, name: str) -> WorkflowFunction:
-    made = Workflow(name, fn)
+def load_roles(spec: str) -> RolesFunction:
+    """Import a roles function: `package.module:name`, `path/to/file.py:name`, or `caller`.
+
+    Raises ConfigError for what is not there, WorkflowError for what is no roles function.
+    """
+    if spec == CALLER:
+        return cast(RolesFunction, roles_function(spec))
+    source, _, name = spec.rpartition(":")
+    allowed = 'module:function, file.py:function or "caller"'
+    if not source or not name:
+        raise ConfigError("roles", spec, allowed, "For example: --roles app:who, or --roles caller.")
+    module = _load_file(spec, source, "roles") if source.endswith(".py") else _load_module(spec, source, "roles")
+    found = getattr(module, name, None)
+    if found is None:
+        raise ConfigError("roles", spec, allowed, f"{source} has no function {name!r}.")
+    return cast(RolesFunction, roles_function(found))
+
+
+def _attach(fn: Any, name: str, roles: RolesFunction | None) -> WorkflowFunction:
+    made = Workflow(name, fn, roles=roles)
     try:
         fn.cotune, fn.scorer, fn.redactor = made, made.scorer, made.redactor
     except AttributeError:
@@ -179,7 +227,7 @@ def _name(fn: Any) -> str:
     return str(getattr(fn, "__name__", None) or type(fn).__name__)
 
 
-def _load_module(spec: str, name: str) -> ModuleType:
+def _load_module(spec: str, name: str, field: str = "app") -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -188,16 +236,16 @@ def _load_module(spec: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(error.name + ".")):
             allowed = f"a module on sys.path or in {here}"
-            raise ConfigError("app", spec, allowed, "Name a file instead (path/to/app.py:solve).") from None
-        raise _broken(spec, error) from error
+            raise ConfigError(field, spec, allowed, "Name a file instead (path/to/app.py:solve).") from None
+        raise _broken(spec, error, field) from error
     except Exception as error:
-        raise _broken(spec, error) from error
+        raise _broken(spec, error, field) from error
 
 
-def _load_file(spec: str, source: str) -> ModuleType:
+def _load_file(spec: str, source: str, field: str = "app") -> ModuleType:
     path = Path(source).resolve()
     if not path.is_file():
-        raise ConfigError("app", spec, "a file that exists", f"No file is at {path}.")
+        raise ConfigError(field, spec, "a file that exists", f"No file is at {path}.")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     loaded = sys.modules.get(path.stem)
@@ -211,11 +259,11 @@ def _load_file(spec: str, source: str) -> ModuleType:
         found.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise _broken(spec, error) from error
+        raise _broken(spec, error, field) from error
     return module
 
 
-def _broken(spec: str, error: Exception) -> ConfigError:
+def _broken(spec: str, error: Exception, field: str) -> ConfigError:
     return ConfigError(
-        "app", spec, f"a module that imports; this one raised {type(error).__name__}: {error}", "Fix the module first."
+        field, spec, f"a module that imports; this one raised {type(error).__name__}: {error}", "Fix the module first."
     )

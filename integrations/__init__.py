@@ -24,9 +24,11 @@ _INSTALL = {
     "langchain_core.runnables.config": ("cotune.integrations.langgraph",),
     "langchain_core.language_models.chat_models": ("cotune.integrations.langchain_models",),
     "langgraph.pregel.main": ("cotune.integrations.langgraph_graphs",),
+    "autogen_core": ("cotune.integrations.autogen_runtime",),
     "autogen_core.models": ("cotune.integrations.autogen_models",),
     "autogen_agentchat.agents": ("cotune.integrations.autogen",),
     "autogen_agentchat.teams": ("cotune.integrations.autogen_teams",),
+    "agents.run_internal.run_loop": ("cotune.integrations.openai_agents",),
     "langchain.agents.middleware.types": ("cotune.integrations.langchain_middleware",),
     "crewai": ("cotune.integrations.crewai",),
     "crewai.memory.unified_memory": ("cotune.integrations.crewai_memory",),
@@ -43,6 +45,8 @@ _REQUIRES = {
     "cotune.integrations.autogen": ("autogen-agentchat", "autogen-core"),
     "cotune.integrations.autogen_teams": ("autogen-agentchat", "autogen-core"),
     "cotune.integrations.autogen_models": ("autogen-core",),
+    "cotune.integrations.autogen_runtime": ("autogen-core",),
+    "cotune.integrations.openai_agents": ("openai-agents",),
     "cotune.integrations.crewai": ("crewai",),
     "cotune.integrations.crewai_memory": ("crewai",),
 }
@@ -75,6 +79,10 @@ def graph_runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
         from cotune.integrations.autogen_teams import runner as team_runner
 
         return team_runner(app)
+    if any(base.__module__ == "agents.agent" for base in type(app).__mro__) and "agents.run_internal" in sys.modules:
+        from cotune.integrations.openai_agents import runner as agent_runner
+
+        return agent_runner(app)
     if any(base.__module__.startswith("crewai.") for base in (app if isinstance(app, type) else type(app)).__mro__):
         from cotune.integrations.crewai import runner as crew_runner
 

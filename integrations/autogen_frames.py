@@ -6,6 +6,7 @@ leak into the code of another agent.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -13,10 +14,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from autogen_agentchat.base import ChatAgent, Team
 from autogen_core.tools import StaticWorkbench
 
-from cotune.context import Mark, current_episode, current_mark, opened_call, units_around
+from cotune.context import Mark, current_episode, current_mark, opened_call, scopes, units_around
 from cotune.parts import Part
 
 
@@ -85,7 +85,7 @@ class Frame:
     def team(self) -> Any:
         """The innermost team at work."""
         frame: Frame | None = self
-        while frame is not None and not isinstance(frame.owner, Team):
+        while frame is not None and not isinstance(frame.owner, _teams()):
             frame = frame.outer
         return frame.owner if frame else None
 
@@ -100,7 +100,7 @@ def enter(owner: Any, name: str, *, part: bool = False, received: tuple[Any, ...
     if outer is not None and outer.owner is owner:
         return outer
     names = outer.names if outer else None
-    if names is None and isinstance(owner, ChatAgent | Team):
+    if names is None and isinstance(owner, (*_chat_agents(), *_teams())):
         names = Names(owner)
         _tell(owner, names)
     return Frame(owner, name, outer, names, part, received, around=tuple(units_around(scope)))
@@ -112,7 +112,7 @@ def _tell(root: Any, names: Names) -> None:
     if episode is None or episode.parts is None:
         return
     for member in names.kept:
-        if isinstance(member, Team):
+        if isinstance(member, _teams()):
             episode.parts.say(_ends(getattr(member, "_termination_condition", None)))
         elif vars(member).get("_model_client") is not None:
             episode.parts.tell([Part(names.of(member, member.name), "member", root.name, member.name)])
@@ -146,6 +146,12 @@ def scope() -> Mark | None:
     if frame is None or any(unit not in frame.around for unit in units_around(scope)):
         return None
     return Mark(frame.role, NAME, state=AgentState(frame.owner, frame.team, frame.received, ()), unit=id(frame))
+
+
+def listen() -> None:
+    """From now on the current frame names the calls in it."""
+    if scope not in scopes:
+        scopes.insert(0, scope)
 
 
 def hand_on(frame: Frame) -> None:
@@ -188,14 +194,28 @@ def _inner(member: Any) -> Iterator[Any]:
     held += [item for value in held if isinstance(value, list | tuple) for item in value]
     tools = [tool for value in held if isinstance(value, StaticWorkbench) for tool in value._tools]
     for value in [*held, *(getattr(tool, "_task_runner", None) for tool in tools)]:
-        if isinstance(value, ChatAgent | Team):
+        if isinstance(value, (*_chat_agents(), *_teams())):
             yield value
 
 
 def _kind(member: Any) -> tuple[bool, str]:
-    return isinstance(member, Team), member.name
+    return isinstance(member, _teams()), member.name
 
 
 def _speaks(member: Any) -> bool:
     """Whether it may make calls of its own: a wrapper around other agents does not."""
-    return isinstance(member, Team) or vars(member).get("_model_client") is not None or not any(_inner(member))
+    return isinstance(member, _teams()) or vars(member).get("_model_client") is not None or not any(_inner(member))
+
+
+def _chat_agents() -> tuple[type, ...]:
+    """Agentchat's class of agents, where the application has loaded agentchat."""
+    return _of_agentchat("ChatAgent")
+
+
+def _teams() -> tuple[type, ...]:
+    return _of_agentchat("Team")
+
+
+def _of_agentchat(name: str) -> tuple[type, ...]:
+    found = getattr(sys.modules.get("autogen_agentchat.base"), name, None)
+    return () if found is None else (found,)

@@ -1,14 +1,9 @@
-"""AutoGen's teams: frames of their own, and episodes that find their way through any agent runtime.
-
-A team's messages reach its members through a runtime. One that the application has started itself handles them in a
-context of its own, so the episode of a running team is looked up by the team's id, which is the key of its members.
-"""
+"""AutoGen's teams: frames of their own, which their members and managers find in whatever runtime runs them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from autogen_agentchat.base import ChatAgent, TaskResult, Team
@@ -16,40 +11,23 @@ from autogen_agentchat.teams import BaseGroupChat
 from autogen_agentchat.teams._group_chat._base_group_chat_manager import BaseGroupChatManager
 from autogen_agentchat.teams._group_chat._magentic_one._magentic_one_orchestrator import MagenticOneOrchestrator
 from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGroupChatManager
-from autogen_core import BaseAgent
 
 from cotune.context import current_episode
 from cotune.integrations.autogen_client import ClientAttribute
 from cotune.integrations.autogen_copies import fresh
-from cotune.integrations.autogen_frames import Frame, enter, hand_on, stepped, within
+from cotune.integrations.autogen_frames import Frame, enter, hand_on, stepped
+from cotune.integrations.autogen_runtime import Running, running
 from cotune.integrations.class_hooks import each_subclass, replace_method
-from cotune.integrations.versions import missing_hook
 from cotune.recorder import LiveEpisode
 
 _PARTS = {SelectorGroupChatManager: "selector", MagenticOneOrchestrator: "orchestrator"}
 """What the manager of a team is called, by its class; any other is its `manager`."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Running:
-    """A team at work in an episode."""
-
-    episode: LiveEpisode
-    frame: Frame
-
-
-_running: dict[str, _Running] = {}
-"""By team id."""
-
-
 def install() -> None:
-    """Hook teams and what handles their messages. Raises UnsupportedVersion where a hook is missing."""
-    if "on_message" not in BaseAgent.__dict__:
-        raise missing_hook("autogen-core", "BaseAgent.on_message")
+    """Hook teams, those there are and those to come."""
     BaseGroupChat._model_client = ClientAttribute()  # type: ignore[attr-defined]
-    BaseAgent._model_client = ClientAttribute()  # type: ignore[attr-defined]
     each_subclass(BaseGroupChat, lambda cls: replace_method(cls, "run_stream", _run_stream))
-    replace_method(BaseAgent, "on_message", _on_message)
 
 
 def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
@@ -79,9 +57,9 @@ async def _at_work(team: Any, episode: LiveEpisode, source: AsyncIterator[Any]) 
         if isinstance(item, TaskResult):
             hand_on(frame)
 
-    before = _running.get(team._team_id)
+    before = running.get(team._team_id)
     if not team._is_running:
-        _running[team._team_id] = _Running(episode, frame)
+        running[team._team_id] = Running(episode, functools.partial(_member, frame))
     items = stepped(frame, source, ended)
     try:
         async for item in items:
@@ -89,31 +67,12 @@ async def _at_work(team: Any, episode: LiveEpisode, source: AsyncIterator[Any]) 
     finally:
         await items.aclose()
         if before is None:
-            _running.pop(team._team_id, None)
+            running.pop(team._team_id, None)
 
 
-def _on_message(original: Any) -> Any:
-    async def on_message(self: Any, message: Any, ctx: Any) -> Any:
-        run = _running.get(self.id.key)
-        if run is None and current_episode.get() is None:
-            return await original(self, message, ctx)
-        if run is None:
-            with within(enter(self, self.id.type)):
-                return await original(self, message, ctx)
-        frame = run.frame
-        if isinstance(self, BaseGroupChatManager):
-            part = next((name for cls, name in _PARTS.items() if isinstance(self, cls)), "manager")
-            frame = Frame(self, part, run.frame, run.frame.names, part=True)
-        with _inside(run.episode), within(frame):
-            return await original(self, message, ctx)
-
-    return on_message
-
-
-@contextmanager
-def _inside(episode: LiveEpisode) -> Iterator[None]:
-    token = current_episode.set(episode)
-    try:
-        yield
-    finally:
-        current_episode.reset(token)
+def _member(team: Frame, agent: Any) -> Frame:
+    """The frame of what a team's runtime hands a message to: the team's own, or its manager's."""
+    if not isinstance(agent, BaseGroupChatManager):
+        return team
+    part = next((name for cls, name in _PARTS.items() if isinstance(agent, cls)), "manager")
+    return Frame(agent, part, team, team.names, part=True)

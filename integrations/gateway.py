@@ -174,6 +174,7 @@ def gateway(upstream: str | None = None) -> Iterator[Gate]:
     found = _shared(upstream or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1", upstream or anthropic)
     made = found.opened
     made.on_loop(lambda: made.episodes.attach(episode))
+    episode.gateway = found.url
     try:
         yield Gate(found.url, episode.id)
     finally:

@@ -300,7 +300,8 @@ def test_failed_and_timed_out_calls_and_failed_episodes_are_recorded_never_train
             raise RuntimeError("broken tool")
         return said
 
-    summary = trainer(application(run, first=letters, second=letters), steps=1, plan={"k": 8})
+    app = application(run, first=letters, second=letters)
+    summary = trainer(app, steps=1, plan={"k": 8}, on_failure="exclude")
     line = trainer.metrics()[0]
     assert (line["episodes"], line["failed"], line["calls"]) == (3, 1, 12)
     assert summary.left_out["failed_episode"] == 8 + 8 + 1 + 1
@@ -389,7 +390,11 @@ def test_a_step_without_a_usable_sample_stops_with_the_counts_by_reason(trainer)
 
     with pytest.raises(GroupError) as caught:
         trainer(application(run, first=broken, second=broken), plan={"k": 4})
-    assert caught.value.cause == "Step 0 has no usable sample (failed_episode: 8, scorer_failed: 16)."
+    first, *causes = caught.value.cause.split(" with: ")
+    assert first == "Step 1 has no usable sample (scorer_failed: 24). 1 of 3 episodes failed"
+    assert causes[0].startswith("The workflow 'solve' raised RuntimeError: broken tool")
+    assert causes[0].endswith("6 calls failed or were not scored, 3 of them")
+    assert causes[1].startswith("The scorer of role 'first' raised ValueError: the judge is away.")
     assert "cotune show" in caught.value.remedy
     assert not (trainer.folder / "run" / "metrics.jsonl").exists()
 

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WHERE = ROOT / ".versions"
 PAGE = ROOT / "docs" / "versions.md"
-SHOWN = ("openai", "langchain-core", "langgraph", "autogen-agentchat", "crewai")
+SHOWN = ("openai", "langchain-core", "langgraph", "autogen-agentchat", "crewai", "openai-agents")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Environment:
 _OPENAI = ("tests/integrations/test_openai_*.py",)
 _LANGGRAPH = ("tests/integrations/test_langgraph_*.py",)
 _AUTOGEN = ("tests/integrations/test_autogen_*.py",)
+_AGENTS = ("tests/integrations/test_agents_sdk.py",)
 _CREWAI = ("tests/integrations/test_crewai_*.py",)
 _NEWEST = ("langgraph", "langchain-core", "langchain", "langchain-openai", "langgraph-swarm", "langgraph-supervisor")
 _OLDEST = (
@@ -64,6 +65,12 @@ ENVIRONMENTS = {
     ),
     "autogen-newest-openai-3": Environment(
         "autogen,langgraph,train", ("autogen-agentchat", _EXT, *_CHAT, "openai>=3,<4"), _AUTOGEN
+    ),
+    "openai-agents-oldest": Environment(
+        "langgraph,openai-agents,train", ("openai-agents==0.18.0", "openai==2.45.0", "langchain-openai"), _AGENTS
+    ),
+    "openai-agents-newest": Environment(
+        "langgraph,openai-agents,train", ("openai-agents", "openai>=3,<4", "langchain-openai"), _AGENTS
     ),
     "crewai-oldest": Environment("crewai,langgraph,train", ("crewai==1.15.29", *_CHAT), _CREWAI),
     "crewai-newest": Environment("crewai,langgraph,train", ("crewai", *_CHAT), _CREWAI),

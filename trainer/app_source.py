@@ -48,6 +48,7 @@ class AppSource(msgspec.Struct, frozen=True, kw_only=True):
     env: dict[str, str] = {}
     redact: str = ""
     keep_token_ids: bool = False
+    roles_by: str = ""
 
     def load(self) -> Workflow:
         """Make this process like the driver and import the workflow. Raises ConfigError, WorkflowError."""
@@ -56,7 +57,8 @@ class AppSource(msgspec.Struct, frozen=True, kw_only=True):
             os.chdir(self.folder)
         known = [entry for entry in self.sys_path if Path(entry).exists()]
         sys.path[:] = [*known, *(entry for entry in sys.path if entry not in known)]
-        return load_workflow(self.path).redacted(self.redact, keep_token_ids=self.keep_token_ids)
+        found = load_workflow(self.path).redacted(self.redact, keep_token_ids=self.keep_token_ids)
+        return found.named_by(self.roles_by)
 
 
 def app_source(
@@ -66,6 +68,7 @@ def app_source(
     runtime_env: Mapping[str, Any],
     redact: str = "",
     keep_token_ids: bool = False,
+    roles_by: str = "",
 ) -> AppSource:
     """How other processes find `workflow`, as this one stands. Raises ConfigError where it has no import path.
 
@@ -80,6 +83,7 @@ def app_source(
         env={**_passed_on(), **env},
         redact=redact,
         keep_token_ids=keep_token_ids,
+        roles_by=roles_by,
     )
 
 

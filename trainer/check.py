@@ -41,7 +41,7 @@ from cotune.trainer.check_network import watched_connections
 from cotune.trainer.check_report import CallCheck, CheckReport, Finding, Framework, GroupCheck, IdleCheck, RoleCheck
 from cotune.trainer.check_runs import run_tasks
 from cotune.trainer.config import TrainConfig
-from cotune.trainer.preflight import faults
+from cotune.trainer.preflight import faults, rewards_by_role
 from cotune.workflow import Workflow, load_workflow, workflow_of
 
 
@@ -69,6 +69,7 @@ def check(
         if value <= 0:
             raise ConfigError(name, value, "a number above 0")
     flow = load_workflow(workflow) if isinstance(workflow, str) else workflow_of(workflow)
+    flow = flow.named_by(config.roles_by)
     listed = (load_tasks(tasks) if isinstance(tasks, str | Path) else as_tasks(tasks))[:limit]
     plan, recipe, why = config.resolve_plan(list(flow.scorers))
     chat = _chat(model)
@@ -92,7 +93,8 @@ def check(
             with watched_connections() as connections:
                 runs = run_anywhere(run_tasks(flow, listed, store, stub, timeout))
             outcomes, seen = runs.outcomes, runs.seen
-            found = [made_up(blocking(fault), seen) for fault in faults(flow, outcomes, seen, config.roles)]
+            rewarded = rewards_by_role(store, seen)
+            found = [made_up(blocking(fault), seen) for fault in faults(flow, outcomes, seen, rewarded, config.roles)]
             local, team = _ranges(seen, store), _means([outcome.rewards for outcome in outcomes])
             policies, more = _policies(config, seen, flow, plan)
             roles = _roles(seen, policies, flow, plan)

@@ -107,6 +107,7 @@ class Cluster:
             path=self._path,
             redact=self._config.redact,
             keep_token_ids=self._config.keep_token_ids,
+            roles_by=self._config.roles_by,
             cpus=settings.cpus_per_rollout_worker,
             retries=settings.episode_retries,
             env=settings.env,

@@ -97,6 +97,8 @@ class TrainConfig(_Table):
     other_roles: OtherRoles = "frozen"
     """What plays a role that has no policy, in training, evaluation and the export alike: frozen (the untrained model)
     | provider (what the application uses today). It is said, and counted."""
+    roles_by: str = ""
+    """module:function or file.py:function that names the role of each call, or caller; see docs/roles.md."""
     tool_format: str = "auto"
     """How the model writes tool calls: auto (as its chat template does) | hermes | qwen3_coder | mistral |
     mistral_v11 | llama3_json | vllm:NAME (a tool parser of vLLM)."""
@@ -118,8 +120,10 @@ class TrainConfig(_Table):
     max_staleness: int = 1
     """In mode async, how many versions a sample may be behind the policy that trains on it; older ones are dropped
     and counted."""
-    on_failure: str = "exclude"
-    """What a failed episode teaches: exclude (nothing) | reward:<number> (its calls train with that team reward)."""
+    on_failure: str = "lowest"
+    """The outcome of an episode that the policy has failed (bad output, prompt too long, too many calls, its time-out):
+    lowest (0, or the step's lowest outcome if that is below 0) | reward:<number> | exclude (it teaches nothing). One
+    that engine, network or store have failed has none."""
     redact: str = ""
     """module:function that sees each message before it is stored; beside the workflow's own redactors."""
     keep_token_ids: bool = False
@@ -303,7 +307,7 @@ def _failure(name: str, value: str) -> None:
     try:
         failure_reward(value)
     except ValueError:
-        raise ConfigError(name, value, "exclude or reward:<number>", "For example: reward:-1") from None
+        raise ConfigError(name, value, "lowest, exclude or reward:<number>", "For example: reward:-1") from None
 
 
 def _positive(name: str, value: float) -> None:

@@ -46,16 +46,19 @@ def evaluate(
     threads: int = 1,
     out: str | Path | None = None,
     prices: Prices | None = None,
+    roles_by: str | None = None,
 ) -> EvaluationReport:
     """Evaluate a run's newest checkpoint, or an export, on held-out tasks, one episode per task and mode.
 
     `workflow` is a workflow or its name (`app:solve`); `tasks` a file of JSON lines or a sequence, of which the
     first `limit` are taken. `max_tokens` limits answers where the application does not (default: as in training, or
     256 for an export; in the modes `as_deployed` the model's context, as in `deployed`). `out` is a folder for the
-    records and `evaluation.json`; without it nothing is stored. Raises CotuneError subclasses for bad input, before any
-    model is loaded, and WorkflowError when every episode failed.
+    records and `evaluation.json`; without it nothing is stored. `roles_by` says what names the roles (default: what did
+    in the run). Raises CotuneError subclasses for bad input, before any model is loaded, and WorkflowError when every
+    episode failed.
     """
     chosen = check_modes(modes)
+    out = None if out is None else Path(out).absolute()
     app = load_workflow(workflow) if isinstance(workflow, str) else workflow_of(workflow)
     held_out = load_tasks(tasks) if isinstance(tasks, str | Path) else as_tasks(tasks)
     held_out = held_out[:limit]
@@ -63,7 +66,9 @@ def evaluate(
         raise ConfigError("limit", limit, "1 or more")
     _check_out(out)
     contestants = open_contestants(source, model)
-    params = SamplingParams(max_tokens=max_tokens or _trained_limit(Path(source)))
+    trained = None if is_export(Path(source)) else convert(describe(source)["config"])
+    app = app.named_by(roles_by or (trained and trained.roles_by))
+    params = SamplingParams(max_tokens=max_tokens or (trained.sampling if trained else SamplingParams()).max_tokens)
 
     async def run() -> EvaluationReport:
         async with contextlib.AsyncExitStack() as stack:
@@ -151,13 +156,6 @@ async def evaluate_modes(
         comparisons=tuple(compare(evaluations[mode], evaluations[other]) for mode, other in pairs(sound)),
         notes=(*notes, *remarks(evaluations, roles, provider_roles, others)),
     )
-
-
-def _trained_limit(source: Path) -> int:
-    """Token limit of the run's own sampling; the default's for an export."""
-    if is_export(source):
-        return SamplingParams().max_tokens
-    return convert(describe(source)["config"]).sampling.max_tokens
 
 
 def _open_store(out: str | Path | None, stack: contextlib.AsyncExitStack) -> Store | None:

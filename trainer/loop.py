@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.collect import collect, failure_reward
+from cotune.collect import collect, failure_reward, is_outcome
 from cotune.errors import LearnerLost, RunError
 from cotune.policies import stand_in, unlisted_said
 from cotune.prepare import prepare, train_rows
@@ -124,7 +124,7 @@ async def train_step(run: Run, episodes: Sequence[Episode], clock: Clock, progre
 
 
 async def roll_out(run: Run, step: int, progress: Progress) -> list[Episode]:
-    """All episodes of a step; those that a run before an interruption brought to a good end are not run again.
+    """All episodes of a step; those that a run before an interruption brought to an outcome are not run again.
 
     When this is cancelled, finished episodes stay recorded for a resumed run. Raises SamplerError when the sampler is
     gone and RunError when records were lost: the step is not trained on, as it lacks episodes that it need not lack.
@@ -132,7 +132,7 @@ async def roll_out(run: Run, step: int, progress: Progress) -> list[Episode]:
     config = run.config
     tasks = tasks_of_step(run.tasks, step, config.tasks_per_step, config.seed)
     recorded = run.store.episodes(phase="train", training_step=step)
-    done = [episode for episode in recorded if episode.status == "ok"]
+    done = [episode for episode in recorded if is_outcome(episode)]
     answering = Answering(
         policies=run.served(),
         plan=run.plan,

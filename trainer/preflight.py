@@ -91,10 +91,11 @@ async def look_around(
     ]
     store.flush()
     calls = [call for outcome in outcomes for call in store.calls(outcome.episode.id)]
-    for fault in faults(workflow, outcomes, calls, config.roles):
+    rewards = rewards_by_role(store, calls)
+    for fault in faults(workflow, outcomes, calls, rewards, config.roles):
         raise fault
     return Seen(
-        rewards=rewards_by_role(store, calls),
+        rewards=rewards,
         outcome=sorted({name for outcome in outcomes for name in outcome.rewards}),
         notes=_notes(outcomes, calls),
     )
@@ -110,13 +111,18 @@ def rewards_by_role(store: Store, calls: Sequence[Call]) -> dict[str, set[str]]:
 
 
 def faults(
-    workflow: Workflow, outcomes: Sequence[Outcome], calls: Sequence[Call], rare: Sequence[str] = ()
+    workflow: Workflow,
+    outcomes: Sequence[Outcome],
+    calls: Sequence[Call],
+    rewards: Mapping[str, Collection[str]],
+    rare: Sequence[str] = (),
 ) -> Iterator[CotuneError]:
-    """What would make training on these episodes pointless, worst first. `rare` roles need not have been seen."""
+    """What would make training on these episodes pointless, worst first. `rewards` as in `Seen`; `rare` roles need not
+    have been seen."""
     yield from _outcome_faults(workflow, outcomes, calls)
     for role in workflow.scorers:
         errors = [call.error for call in calls if call.role == role and call.status == "ok"]
-        if errors and all(errors):
+        if errors and all(errors) and not rewards.get(role):
             yield WorkflowError(f"{errors[0]} So it went on all {len(errors)} calls.", "Nothing was trained.")
     seen = sorted({call.role for call in calls})
     for role in workflow.scorers:

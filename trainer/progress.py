@@ -89,7 +89,7 @@ class Progress:
         for text, count in errors.items():
             if text not in self._said:
                 self._said.add(text)
-                self.say(f"scorer failed on {count} calls, which are not trained on: {text}")
+                self.say(f"scorer failed on {count} candidates, which are not trained on: {text}")
 
     def step(self, metrics: StepMetrics) -> None:
         self._bars.update(self._steps, completed=metrics.step + 1)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from cotune.blame import Blame
 from cotune.errors import ConfigError, CotuneError
 from cotune.ids import new_id
 from cotune.recorder import LiveEpisode, Sink
@@ -54,6 +55,7 @@ class RolloutWorkers:
         path: str | None = None,
         redact: str = "",
         keep_token_ids: bool = False,
+        roles_by: str = "",
         cpus: float = 1.0,
         retries: int = 1,
         env: Mapping[str, str] | None = None,
@@ -64,10 +66,11 @@ class RolloutWorkers:
         """Start `workers` processes and import the workflow in each; Ray must be up (`open_ray`).
 
         `workflow` is an import path, or a Workflow that has one (`path` says it where that cannot be seen). `redact`
-        names a redactor that it has beside its own. `sampler` must cross processes, as RaySampler does; `model` is
-        the one whose chat template is used, `tool_format` how it writes tool calls. The workers get this process's
-        folder, import paths and the environment variables in `PASSED_ON`, and those of `env`; `runtime_env` is Ray's.
-        `retries` is how often an episode that took its worker with it is run again. Raises ConfigError, WorkflowError.
+        names a redactor that it has beside its own, `roles_by` what names its roles. `sampler` must cross processes, as
+        RaySampler does; `model` is the one whose chat template is used, `tool_format` how it writes tool calls. The
+        workers get this process's folder, import paths and the environment variables in `PASSED_ON`, and those of
+        `env`; `runtime_env` is Ray's. `retries` is how often an episode that took its worker with it is run again.
+        Raises ConfigError, WorkflowError.
         """
         if MARK in os.environ:
             raise ConfigError(
@@ -76,10 +79,16 @@ class RolloutWorkers:
                 "a module that starts no training when it is imported",
                 'Put the call under `if __name__ == "__main__":`.',
             )
-        settings = {"redact": redact, "keep_token_ids": keep_token_ids}
-        source = app_source(path or workflow, env=env or {}, runtime_env=runtime_env or {}, **settings)
+        source = app_source(
+            path or workflow,
+            env=env or {},
+            runtime_env=runtime_env or {},
+            redact=redact,
+            keep_token_ids=keep_token_ids,
+            roles_by=roles_by,
+        )
         if isinstance(workflow, str):
-            workflow = load_workflow(workflow).redacted(redact, keep_token_ids=keep_token_ids)
+            workflow = load_workflow(workflow).redacted(redact, keep_token_ids=keep_token_ids).named_by(roles_by)
         flow = workflow
         pool = WorkerPool(
             Setup(
@@ -169,13 +178,13 @@ class RolloutWorkers:
         try:
             reply = await asyncio.shield(job.ended)
         except EpisodeLost as lost:
-            return self._failed(order, sink, str(lost))
+            return self._failed(order, sink, str(lost), lost.blame)
         except asyncio.CancelledError:
             if (reply := await self._pool.cancel(job)) is not None:
                 self._store(reply, sink)
             raise
         episode = self._store(reply, sink)
-        return episode or self._failed(order, sink, "It came back from its worker without an end.")
+        return episode or self._failed(order, sink, "It came back from its worker without an end.", "infrastructure")
 
     def _store(self, reply: Reply, sink: Sink) -> Episode | None:
         """Store what came back, and count what came with it."""
@@ -197,7 +206,7 @@ class RolloutWorkers:
         last = records[-1] if records else None
         return last if isinstance(last, Episode) else None
 
-    def _failed(self, order: Order, sink: Sink, cause: str) -> Episode:
+    def _failed(self, order: Order, sink: Sink, cause: str, blame: Blame) -> Episode:
         """The record of an episode that no worker brought to its end."""
         live = LiveEpisode(
             sink,
@@ -209,7 +218,7 @@ class RolloutWorkers:
             redactors=tuple(self._workflow.redactors),
             keep_token_ids=self._workflow.keep_token_ids,
         )
-        return live.end("error", error=cause)
+        return live.end("error", error=cause, blame=blame)
 
 
 def _check_same(workflow: Workflow, path: str, started: Started) -> None:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from cotune.blame import Blame
 from cotune.errors import CotuneError
 from cotune.trainer.rollout_wire import Order, Reply
 
@@ -16,7 +17,11 @@ T = TypeVar("T")
 
 
 class EpisodeLost(CotuneError):
-    """An episode took its worker with it, more often than it may be run again."""
+    """An episode took its worker with it, more often than it may be run again, or could not be run at all."""
+
+    def __init__(self, cause: str, remedy: str = "", *, blame: Blame = "infrastructure") -> None:
+        self.blame = blame
+        super().__init__(cause, remedy)
 
 
 class Loss(msgspec.Struct, frozen=True):

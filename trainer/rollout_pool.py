@@ -334,7 +334,9 @@ class WorkerPool:
         rerun, failed = self._queue.after_loss([job for job in jobs if not job.cancelled], loss.culprit)
         for job in failed:
             job.ended.set_exception(
-                EpisodeLost(f"The episode's worker was lost: {loss.cause}.", "Look at what its task does.")
+                EpisodeLost(
+                    f"The episode's worker was lost: {loss.cause}.", "Look at what its task does.", blame="policy"
+                )
             )
         self.counters["workers_lost" if loss.fault else "workers_replaced"] += 1
         self.counters["episodes_run_again"] += len(rerun)

@@ -98,7 +98,7 @@ class RolloutWorker:
         workflow = setup.app.load()
         for activate in activators:  # here, where what it imports is on no episode's time
             activate()
-        self._workflow = dataclasses.replace(workflow, fn=self._contained(workflow.fn))
+        self._workflow = dataclasses.replace(workflow, fn=self._noted(workflow.fn))
         if setup.sampler is not None:
             from cotune.integrations.chat_light import load_chat_light
 
@@ -184,25 +184,16 @@ class RolloutWorker:
         found = [r.order.id for r in list(self._running.values()) if live is not None and r.order.task is live.task]
         return (found[0] if found else None), where
 
-    def _contained(self, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`fn`, whose `sys.exit` ends its episode and nothing else."""
+    def _noted(self, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`fn`; a plain function's episode is in `_inside` while it runs."""
         if inspect.iscoroutinefunction(fn):
-
-            async def run(task: Any) -> Any:
-                try:
-                    return await fn(task)
-                except SystemExit as error:
-                    raise _exited(error) from error
-
-            return run
+            return fn
 
         def call(task: Any) -> Any:
             live = current_episode.get()
             self._inside.add(live)
             try:
                 return fn(task)
-            except SystemExit as error:
-                raise _exited(error) from error
             finally:
                 self._inside.discard(live)
 
@@ -230,7 +221,3 @@ class _Records:
 
     def write(self, records: Sequence[Record]) -> None:
         self.records.extend(records)
-
-
-def _exited(error: SystemExit) -> RuntimeError:
-    return RuntimeError(f"sys.exit({error.code!r}) was called")

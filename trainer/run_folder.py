@@ -39,7 +39,8 @@ def versions() -> dict[str, str]:
 
 
 class RunFolder:
-    """A run folder opened for writing; `close` releases it."""
+    """A run folder opened for writing; `close` releases it. Its path is absolute: the application may change the
+    current folder."""
 
     def __init__(self, path: Path, lock: FileLock, *, own: bool = False) -> None:
         self.path = path
@@ -52,7 +53,7 @@ class RunFolder:
     @classmethod
     def create(cls, path: str | Path, config: TrainConfig, *, workflow: str | None, tasks: str | None) -> RunFolder:
         """Make a new run. Raises RunError when the folder already holds one or another process writes to it."""
-        path = Path(path)
+        path = Path(path).absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
             own = not any(path.iterdir())
@@ -77,7 +78,7 @@ class RunFolder:
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
         """Open an existing run for writing. Raises RunError when there is none or another process holds it."""
-        path = Path(path)
+        path = Path(path).absolute()
         describe(path)
         return cls(path, FileLock(path / "lock", f"The run {path}"))
 

@@ -28,21 +28,24 @@ def trace(
     limit: int | None = None,
     timeout: float | None = None,
     redact: str | None = None,
+    roles_by: str | None = None,
     otlp: str | None = None,
     otlp_content: bool = False,
     console: Console | None = None,
 ) -> int:
-    """Run every task once and record it in `out`; return 1 when every episode failed.
+    """Run every task once and record it in `out`; return 1 when every episode failed or records were lost.
 
-    `redact` names a `module:function` that sees each message before it is stored. With `otlp`, an OTLP/HTTP endpoint,
+    `redact` names a `module:function` that sees each message before it is stored, `roles_by` one that names the role of
+    each call (or is `caller`). With `otlp`, an OTLP/HTTP endpoint,
     each episode is sent there as spans when it has ended; with `otlp_content`, what its messages say too.
     """
-    flow = load_workflow(workflow).redacted(redact)
+    flow = load_workflow(workflow).redacted(redact).named_by(roles_by)
     listed = load_tasks(tasks)[:limit]
     console = console or Console()
     exporter = otlp_exporter(otlp) if otlp else None
-    Path(out).mkdir(parents=True, exist_ok=True)
-    store = SqliteStore.open(Path(out) / "records.db")
+    folder = Path(out).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    store = SqliteStore.open(folder / "records.db")
     live = LiveExport(store, exporter, detail=Detail(content=otlp_content)) if exporter else None
     try:
         with episode_bar(console, len(listed)) as advance:
@@ -83,4 +86,4 @@ def _report(episodes: list[Episode], lost: int, out: str, console: Console) -> i
             "Call models through the OpenAI SDK or a LangChain chat model, inside the workflow function.",
         )
     console.print(f"next: cotune show {out}")
-    return 1 if len(failed) == len(episodes) else 0
+    return 1 if lost or len(failed) == len(episodes) else 0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,8 @@ from rich.console import Console
 from cotune.anywhere import run_anywhere
 from cotune.errors import ConfigError, CotuneError
 from cotune.integrations.model_folder import locate_model
+from cotune.interrupts import asking
+from cotune.process_end import go_on
 from cotune.records import Task
 from cotune.tasks import as_tasks, load_tasks
 from cotune.trainer.config import TrainConfig, convert
@@ -63,7 +63,7 @@ def train(
     chosen = _config(config, settings)
     chosen.resolve_plan(list(flow.scorers))
     locate_model(chosen.model)
-    flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids)
+    flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
     path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     folder = RunFolder.create(
         path,
@@ -97,7 +97,7 @@ def resume(
     flow, listed = _workflow(given["workflow"]), _tasks(given["tasks"])
     folder = RunFolder.open(run)
     config = folder.config()
-    flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids)
+    flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids).named_by(config.roles_by)
     return run_anywhere(_train(folder, config, flow, listed, console))
 
 
@@ -118,11 +118,12 @@ async def _train(
     folder: RunFolder, config: TrainConfig, flow: Workflow, tasks: list[Task], console: Console | None
 ) -> RunSummary:
     started = time.perf_counter()
+    go_on.set(f"Go on with: cotune train --resume {folder.path}")
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(folder.close)
         progress = Progress(config.steps, console)
         run = await stack.enter_async_context(opened(folder, config, flow, tasks, progress.say))
-        with _stops(run), progress:
+        with asking(run.stop), progress:
             progress.begin(run.step)
             for note in run.notes:
                 progress.say(note)
@@ -159,27 +160,3 @@ def _summary(run: Run, seconds: float) -> RunSummary:
         lost_records=run.store.lost,
         seconds=seconds,
     )
-
-
-@contextlib.contextmanager
-def _stops(run: Run) -> Iterator[None]:
-    """Ctrl-C and SIGTERM stop the run at the next safe moment; a second one ends it at once."""
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
-
-    def stop() -> None:
-        for number in signals:
-            loop.remove_signal_handler(number)
-        run.stop()
-
-    try:
-        for number in signals:
-            loop.add_signal_handler(number, stop)
-    except (RuntimeError, ValueError):  # not the main thread: the caller keeps its own handling
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)

@@ -26,7 +26,7 @@ def require_usable(run: Run, episodes: Sequence[Episode], left_out: Mapping[str,
     counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(left_out.items()) if count)
     causes = [
         *_commonest(f"of {len(episodes)} episodes failed", (episode.error for episode in broken)),
-        *_commonest("calls failed", _call_errors(run, episodes)),
+        *_commonest("calls failed or were not scored", _call_errors(run, episodes)),
     ]
     raise GroupError(
         " ".join([f"Step {run.step + 1} has no usable sample ({counts or 'no calls at all'}).", *causes]),

@@ -107,7 +107,8 @@ def test_candidates_of_a_failed_episode_are_counted_one_by_one(book):
     book.episode("e", status="error", error="boom")
     book.call("c", "e", rewards=[1.0, 0.0, 0.5])
     book.call("d", "e", turn=1, candidates=[], status="error")
-    assert left_out(book) == (0, {"failed_episode": 4})
+    assert left_out(book, on_failure="exclude") == (0, {"failed_episode": 4})
+    assert left_out(book) == (3, {"failed_call": 1})
 
 
 def test_lag_allows_older_versions(book):
@@ -165,7 +166,7 @@ def test_a_failed_episode_may_have_a_reward_but_its_failed_calls_never(book, pla
         ("a", {"team": 1.0}),
     ]
     assert collected.left_out == {"timed_out_call": each, "failed_episode": each}
-    excluded = collect(book.store, book.store.episodes(), plan=plan)
+    excluded = collect(book.store, book.store.episodes(), plan=plan, on_failure="exclude")
     assert {s.call for s in excluded.samples} == {"a"}
     assert excluded.left_out == {"failed_episode": 3 * each}
 
@@ -182,7 +183,38 @@ def test_the_reward_of_a_failed_episode_has_the_names_of_the_others(book):
     }
 
 
-@pytest.mark.parametrize(("text", "reward"), [("exclude", None), ("reward:-1", -1.0), ("reward:0.5", 0.5)])
+def test_by_default_a_failure_of_the_policy_is_an_outcome_that_is_never_better_than_another(book):
+    """0, or the step's lowest where that is below; the names are those of its own task."""
+    book.episode("e1", task="p", outcome={"cost": -3.0, "right": 0.5})
+    book.episode("e2", task="p", status="error", blame="policy")
+    book.episode("e3", task="p", status="error", blame="infrastructure")
+    book.episode("e4", task="q", outcome={"solved": 1.0})
+    book.episode("e5", task="q", status="error")
+    for name in ("e1", "e2", "e3", "e4", "e5"):
+        book.call(f"c{name}", name)
+    collected = collect(book.store, book.store.episodes(), plan="independent")
+    assert {s.rollout: s.outcome for s in collected.samples} == {
+        "e1": {"cost": -3.0, "right": 0.5},
+        "e2": {"cost": -3.0, "right": 0.0},
+        "e4": {"solved": 1.0},
+        "e5": {"solved": 0.0},
+    }
+    assert collected.left_out == {"outage": 1}
+
+
+@pytest.mark.parametrize("blame", ["policy", "infrastructure"])
+def test_an_episode_that_fails_late_keeps_the_groups_of_a_tree(book, blame):
+    book.episode("e", status="error", blame=blame)
+    book.call("c", "e", rewards=[1.0, 0.0])
+    book.call("d", "e", turn=1, rewards=[None, None])
+    collected = collect(book.store, book.store.episodes(), plan="tree")
+    assert [(s.id, s.rewards["local"]) for s in collected.samples] == [("c.0", 1.0), ("c.1", 0.0)]
+    assert collected.left_out == {"missing_reward": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"), [("exclude", "exclude"), ("lowest", "lowest"), ("reward:-1", -1.0), ("reward:0.5", 0.5)]
+)
 def test_what_on_failure_means(text, reward):
     assert failure_reward(text) == reward
 

@@ -172,7 +172,20 @@ def test_a_scorer_that_fails_costs_the_rewards_not_the_answer():
     for answer in (first, second, third):
         assert (len(answer.candidates), answer.rewards, answer.chosen) == (2, (), 0)
     assert first.error == "The scorer of role 'writer' raised ZeroDivisionError: division by zero. Fix the scorer."
-    assert dict(responder.scorer_errors) == {first.error: 2, third.error: 1}
+    assert dict(responder.scorer_errors) == {first.error: 4, third.error: 2}
+
+
+def test_a_candidate_that_breaks_its_scorer_costs_neither_its_siblings_nor_the_selection():
+    def scorer(candidate, call, task):
+        return -1.0 if candidate.text == "b" else {"a": None, "ab": -2.0}[candidate.text]
+
+    sampler = ScriptedSampler((1,), (2,), (1, 2))
+    responder = PolicyResponder(sampler, Chat(), {"writer": WRITER}, plan=Plan(k=3), scorers={"writer": scorer})
+    (answer,) = respond(responder, call())
+    assert answer.rewards == ({}, {"local": -1.0}, {"local": -2.0})
+    assert answer.chosen == 1
+    assert answer.error.startswith("1 of 3 candidates have no reward: The scorer of role 'writer' returned local =")
+    assert responder.scorer_errors.total() == 1
 
 
 def test_seeds_depend_on_the_place_of_the_call_only():

@@ -104,13 +104,26 @@ def test_a_scorer_that_raises(is_async):
     async def asynchronous(candidate, call, task):
         raise KeyError("answer")
 
-    with pytest.raises(WorkflowError) as caught:
-        scored(asynchronous if is_async else sync)
-    assert caught.value.cause == "The scorer of role 'writer' raised KeyError: 'answer'."
-    assert caught.value.remedy == "Fix the scorer."
-    assert isinstance(caught.value.__cause__, KeyError)
+    for error in scored(asynchronous if is_async else sync):
+        assert isinstance(error, WorkflowError)
+        assert error.cause == "The scorer of role 'writer' raised KeyError: 'answer'."
+        assert error.remedy == "Fix the scorer."
+        assert isinstance(error.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_candidate_that_breaks_the_scorer_costs_itself(is_async):
+    def sync(candidate, call, task):
+        return 1 / (candidate.index - 1)
+
+    async def asynchronous(candidate, call, task):
+        return sync(candidate, call, task)
+
+    first, second = scored(asynchronous if is_async else sync)
+    assert first == {"local": -1.0}
+    assert second.cause == "The scorer of role 'writer' raised ZeroDivisionError: division by zero."
 
 
 def test_a_scorer_that_forgets_to_return():
-    with pytest.raises(WorkflowError, match="The scorer of role 'writer' returned local = None"):
-        scored(lambda candidate, call, task: None)
+    for error in scored(lambda candidate, call, task: None):
+        assert error.cause == "The scorer of role 'writer' returned local = None, which is not a number."

@@ -177,7 +177,7 @@ def test_groups_and_what_was_left_out(run):
     assert "navigator 0 2 4 2 0.750 0.250 50% 1" in lines
     assert "6 of 9 candidates trained on; left out:" in lines
     assert "zero_variance 2 22.2% all rewards of the group are equal" in lines
-    assert "failed_episode 1 11.1% the workflow raised, timed out or was cancelled" in lines
+    assert "timed_out_call 1 11.1% the request timed out" in lines
 
 
 def test_groups_follow_the_configuration_of_the_run(run):

@@ -77,7 +77,9 @@ HOOKS = {
     "cotune.integrations.openai_sdk": ("openai._base_client", "SyncAPIClient", "_send_request"),
     "cotune.integrations.langgraph": ("langchain_core.callbacks.manager", "AsyncCallbackManager", "on_tool_start"),
     "cotune.integrations.langchain_models": ("langchain_core.language_models.chat_models", "BaseChatModel", None),
-    "cotune.integrations.autogen": ("autogen_core.tools", "BaseTool", "run_json"),
+    "cotune.integrations.autogen": ("autogen_agentchat.agents", "BaseChatAgent", None),
+    "cotune.integrations.autogen_runtime": ("autogen_core.tools", "BaseTool", "run_json"),
+    "cotune.integrations.openai_agents": ("agents.run_internal.run_loop", "get_model", None),
     "cotune.integrations.crewai": ("crewai", "Task", "_execute_core"),
 }
 """By integration: one of the things it hooks into."""

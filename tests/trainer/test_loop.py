@@ -203,7 +203,8 @@ def test_the_reasons_are_counted_where_no_sample_is_usable(trainer):
             raise ValueError("gone")
         return letters(candidate, call, task)
 
-    why = r"Step 1 has no usable sample \(scorer_failed: 12, untrained_role: 3\)\. 3 calls failed with: .*gone"
+    counts = r"\(scorer_failed: 12, untrained_role: 3\)"
+    why = rf"Step 1 has no usable sample {counts}\. 3 calls failed or were not scored with: .*gone"
     with pytest.raises(GroupError, match=why):
         trainer(application(first=scorer))
 
@@ -222,7 +223,7 @@ def test_equal_rewards_beside_failures_are_no_reason_to_stop(trainer):
         said = await converse(task)
         return said if task["id"] != "c" else None
 
-    summary = trainer(application(sometimes, first=flat, second=flat), steps=1)
+    summary = trainer(application(sometimes, first=flat, second=flat), steps=1, on_failure="exclude")
     assert summary.finished
     assert summary.left_out == {"zero_variance": 2 * 2 * 4, "failed_episode": 2 * 4}
 
@@ -237,7 +238,8 @@ def test_failures_are_recorded_kept_out_and_counted(trainer):
     def scorer(candidate, call, task):
         return float("nan") if task["id"] == "c" else letters(candidate, call, task)
 
-    summary = trainer(application(sometimes, first=letters, second=scorer), steps=1, plan={"k": 8})
+    app = application(sometimes, first=letters, second=scorer)
+    summary = trainer(app, steps=1, plan={"k": 8}, on_failure="exclude")
     line = trainer.metrics()[0]
     assert line["failed"] == 1
     assert line["left_out"]["failed_episode"] == 2 * 8
@@ -247,7 +249,7 @@ def test_failures_are_recorded_kept_out_and_counted(trainer):
     assert (
         "1 of 3 episodes failed while looking around: The workflow 'solve' raised RuntimeError: broken" in trainer.said
     )
-    assert "scorer failed on 1 calls, which are not trained on: The scorer of role 'second' returned" in trainer.said
+    assert "scorer failed on 8 candidates, which are not trained on: The scorer of role 'second' ret" in trainer.said
     assert "failed episodes 1 of 3" in trainer.said
     store = SqliteStore.open(trainer.folder / "run", read_only=True)
     episodes = list(store.episodes(phase="train"))

@@ -232,7 +232,7 @@ def test_scorer_errors_come_back(pair: tuple[Driver, RaySampler]) -> None:
     (episode,) = made.run(made.workers.rollout(as_tasks([{"id": "q", "letter": "q"}]), sink=Sink(), **both))
     assert episode.status == "ok"
     assert made.workers.scorer_errors == {
-        "The scorer of role 'second' raised ValueError: no judgement on q. Fix the scorer.": 1
+        "The scorer of role 'second' raised ValueError: no judgement on q. Fix the scorer.": 4
     }
 
 

@@ -103,7 +103,7 @@ def test_a_lost_episode_is_redacted() -> None:
         return {**message, "content": str(message["content"]).replace("hidden", "[x]")}
 
     flow = dataclasses.replace(workflow_of(trouble_app.trouble), redactors=[hide])
-    episode = RolloutWorkers(flow, pool())._failed(order("a"), Sink(), "lost, and hidden")
+    episode = RolloutWorkers(flow, pool())._failed(order("a"), Sink(), "lost, and hidden", "policy")
     assert written == [episode]
     assert isinstance(episode, Episode)
     assert "hidden" not in repr(episode)

@@ -1,0 +1,190 @@
+"""AutoGen's core without agentchat: roles by the type of the agent, in runtimes started inside and before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autogen_core import (
+    AgentId,
+    CancellationToken,
+    DefaultTopicId,
+    MessageContext,
+    RoutedAgent,
+    SingleThreadedAgentRuntime,
+    message_handler,
+    type_subscription,
+)
+from autogen_core.models import UserMessage
+from autogen_core.tools import FunctionTool
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+from openai import AsyncOpenAI
+
+from cotune.integrations import activate
+from tests.integrations.recorded import Recorded, Sink, episode
+
+activate()
+INFO = {"vision": False, "function_calling": True, "json_output": True, "family": "unknown", "structured_output": True}
+
+
+@dataclass
+class Ask:
+    text: str
+
+
+@dataclass
+class Draft:
+    text: str
+
+
+class Writer(RoutedAgent):
+    """Keeps its client where it likes."""
+
+    def __init__(self, client: Any) -> None:
+        super().__init__("writes")
+        self._llm = client
+
+    @message_handler
+    async def on_ask(self, message: Ask, ctx: MessageContext) -> Draft:
+        found = await self._llm.create([UserMessage(content=message.text, source="user")])
+        review = await self.send_message(Draft(found.content), AgentId("critic", self.id.key))
+        return Draft(f"{found.content}, {review.text}")
+
+
+class Critic(RoutedAgent):
+    """Asks the plain SDK, and a tool that does."""
+
+    def __init__(self) -> None:
+        super().__init__("criticises")
+        self._tool = FunctionTool(self.look, "looks", name="look")
+
+    async def look(self, text: str) -> str:
+        return str(await plain(text))
+
+    @message_handler
+    async def on_draft(self, message: Draft, ctx: MessageContext) -> Draft:
+        await self._tool.run_json({"text": "x"}, CancellationToken())
+        return Draft(await plain(message.text))
+
+
+async def plain(text: str) -> str:
+    messages: Any = [{"role": "user", "content": text}]
+    reply = await AsyncOpenAI().chat.completions.create(model="m", messages=messages)
+    return str(reply.choices[0].message.content)
+
+
+async def team() -> SingleThreadedAgentRuntime:
+    runtime = SingleThreadedAgentRuntime()
+    client = OpenAIChatCompletionClient(model="m", model_info=INFO)
+    await Writer.register(runtime, "writer", lambda: Writer(client))
+    await Critic.register(runtime, "critic", Critic)
+    return runtime
+
+
+def test_roles_are_types_of_agents(nowhere, record: Recorded) -> None:
+    async def solve(task):
+        runtime = await team()
+        runtime.start()
+        found = await runtime.send_message(Ask("hello"), AgentId("writer", "any"))
+        await runtime.stop_when_idle()
+        await plain("after")
+        return float(found.text == "said, said")
+
+    outcome = record(solve, lambda call: "said")
+    assert outcome.rewards == {"team": 1.0}
+    assert record.roles == ["writer", "critic/look", "critic", "app"]
+    assert record.calls[0].integration == "autogen"
+
+
+def test_a_runtime_started_before_serves_episodes_at_once(nowhere) -> None:
+    async def episodes() -> list[Sink]:
+        runtime = await team()
+        runtime.start()
+        sinks = [Sink() for _ in range(4)]
+
+        def made(number: int) -> Any:
+            async def solve(task):
+                await runtime.send_message(Ask(f"hello {number}"), AgentId("writer", str(number)))
+                return 1.0
+
+            return solve
+
+        solving = [episode(made(i), lambda call: "said", sink) for i, sink in enumerate(sinks)]
+        outcomes = await asyncio.gather(*solving)
+        await runtime.stop_when_idle()
+        assert all(outcome.error is None for outcome in outcomes)
+        return sinks
+
+    for sink in asyncio.run(episodes()):
+        assert [call.role for call in sink.calls()] == ["writer", "critic/look", "critic"]
+
+
+@type_subscription("default")
+class Listener(RoutedAgent):
+    @message_handler
+    async def on_ask(self, message: Ask, ctx: MessageContext) -> None:
+        await plain(message.text)
+
+
+def test_what_is_published_belongs_to_the_episode(nowhere, record: Recorded) -> None:
+    async def run() -> None:
+        runtime = SingleThreadedAgentRuntime()
+        for name in ("left", "right"):
+            await Listener.register(runtime, name, lambda: Listener("listens"))
+        runtime.start()
+
+        async def solve(task):
+            await runtime.publish_message(Ask("x"), DefaultTopicId())
+            await runtime.stop_when_idle()
+            return 1.0
+
+        outcome = await episode(solve, lambda call: "said", record.sink)
+        assert outcome.error is None
+
+    asyncio.run(run())
+    assert sorted(record.roles) == ["left", "right"]
+
+
+APP = """
+    import asyncio, json, sys
+    from dataclasses import dataclass
+    import cotune
+    from autogen_core import AgentId, MessageContext, RoutedAgent, SingleThreadedAgentRuntime, message_handler
+    from openai import AsyncOpenAI
+
+    @dataclass
+    class Text:
+        text: str
+
+    class Echo(RoutedAgent):
+        @message_handler
+        async def on_text(self, message: Text, ctx: MessageContext) -> Text:
+            messages = [{"role": "user", "content": message.text}]
+            reply = await AsyncOpenAI().chat.completions.create(model="m", messages=messages)
+            return Text(reply.choices[0].message.content)
+
+    async def main():
+        runtime = SingleThreadedAgentRuntime()
+        await Echo.register(runtime, "echo", lambda: Echo("echoes"))
+        runtime.start()
+        await runtime.send_message(Text("hello"), AgentId("echo", "k"))
+        await runtime.stop_when_idle()
+
+    with cotune.trace() as t:
+        asyncio.run(main())
+    loaded = any(name.startswith("autogen_agentchat") for name in sys.modules)
+    print(json.dumps([[call.role for call in t.calls], loaded]))
+"""
+
+
+def test_agentchat_is_not_needed(provider, tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(textwrap.dedent(APP))
+    done = subprocess.run([sys.executable, "app.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [["echo"], False]

@@ -1,0 +1,219 @@
+"""Applications that hang, leave, fork or tear their run apart: the run ends in time, says why, and keeps the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from cotune.sqlite_store import SqliteStore
+from tests.integrations.provider import Provider, serving
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 60.0
+"""Seconds in which a command ends that would hang for ever otherwise: the application sleeps for ten minutes."""
+
+
+class Ended(NamedTuple):
+    status: int
+    output: str
+    folder: Path
+
+    @property
+    def last(self) -> str:
+        return self.output.rstrip().splitlines()[-1]
+
+    @property
+    def said(self) -> str:
+        """The output with its lines joined, as a narrow terminal breaks them anywhere."""
+        return " ".join(self.output.split())
+
+    def episodes(self, run: str = "run") -> dict[str, tuple[str, str]]:
+        """Status and error of each task's episode."""
+        store = SqliteStore.open(self.folder / run / "records.db", read_only=True)
+        return {e.task.id: (e.status, e.error or "") for e in store.episodes()}
+
+
+@pytest.fixture
+def provider() -> Iterator[Provider]:
+    with serving() as made:
+        yield made
+
+
+def start(folder: Path, provider: Provider, command: str, app: str, deeds: Sequence[Any], *more: str) -> Any:
+    """Start `cotune COMMAND` in `folder`, on one task per deed: its name, or a dict with more of the task."""
+    tasks = [{"do": deed} if isinstance(deed, str) else dict(deed) for deed in deeds]
+    lines = [json.dumps({"id": task["do"] or "well", **task}) + "\n" for task in tasks]
+    (folder / "tasks.jsonl").write_text("".join(lines))
+    words = [command, f"tests.trainer.hostile_app:{app}", "--tasks", "tasks.jsonl", *more]
+    return subprocess.Popen(
+        [sys.executable, "-m", "cotune.cli", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OPENAI_BASE_URL": f"{provider.url}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def end(process: Any, folder: Path) -> Ended:
+    try:
+        said, _ = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"it hangs:\n{process.communicate()[0]}") from None
+    return Ended(process.returncode, said, folder)
+
+
+def trace(
+    folder: Path, provider: Provider, deeds: Sequence[Any], app: str = "asynchronous", timeout: str = "2"
+) -> Ended:
+    more = ("--out", "run", "--timeout", timeout)
+    return end(start(folder, provider, "trace", app, deeds, *more), folder)
+
+
+def test_code_that_never_ends_costs_its_own_episode(tmp_path: Path, provider: Provider) -> None:
+    ended = trace(tmp_path, provider, ["sleep", "", "spin"])
+    found = ended.episodes()
+    assert ended.status == 0, ended.said
+    assert {task: status for task, (status, _) in found.items()} == {"sleep": "error", "well": "ok", "spin": "error"}
+    assert re.search(r"blocked its event loop for \d+ s.* in sleep: time\.sleep\(600\)", found["sleep"][1])
+    assert re.search(r"blocked its event loop for \d+ s.* in spin: while True:", found["spin"][1])
+
+
+def test_a_plain_function_that_never_ends_costs_its_own_episode(tmp_path: Path, provider: Provider) -> None:
+    ended = trace(tmp_path, provider, ["sleep", ""], "synchronous")
+    found = ended.episodes()
+    assert ended.status == 0, ended.said
+    said = r"did not finish within 2\.0 seconds: its thread goes on at .* in synchronous: time\.sleep\(600\)"
+    assert found["well"][0] == "ok" and re.search(said, found["sleep"][1])
+
+
+def test_code_that_cannot_be_interrupted_ends_the_process_with_its_name(tmp_path: Path, provider: Provider) -> None:
+    ended = trace(tmp_path, provider, ["swallow"])
+    assert ended.status == 1
+    said = "cotune: The workflow 'asynchronous' on task 'swallow' has blocked its event loop for"
+    assert said in ended.last and "in swallow: time.sleep(600)" in ended.last
+
+
+def test_leaving_costs_the_episode_not_the_run(tmp_path: Path, provider: Provider) -> None:
+    deeds = ["exit", "exit_in_a_task", "close", "stop", {"do": "move", "to": "/"}, ""]
+    ended = trace(tmp_path, provider, deeds, timeout="30")
+    found = ended.episodes()
+    assert ended.status == 0, ended.said
+    assert "Traceback" not in ended.said
+    assert Counter(status for status, _ in found.values()) == {"error": 3, "ok": 3}
+    assert "raised SystemExit: sys.exit('bye') was called" in found["exit"][1] and "in exit)" in found["exit"][1]
+    assert "sys.exit('bye')" in found["exit_in_a_task"][1]
+    assert "GeneratorExit" in found["close"][1]
+    assert "The application called loop.stop()" in ended.said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "tasks.jsonl"]
+
+
+def test_the_end_of_the_process_by_the_application_is_told(tmp_path: Path, provider: Provider) -> None:
+    ended = trace(tmp_path, provider, ["exit_at_once"])
+    assert ended.status == 7
+    assert "The workflow 'asynchronous' on task 'exit_at_once' called os._exit(7)" in ended.last
+    assert "in exit_at_once: os._exit(7)" in ended.last
+
+
+def test_a_thread_that_is_left_behind_does_not_keep_the_process(tmp_path: Path, provider: Provider) -> None:
+    ended = trace(tmp_path, provider, ["linger"], timeout="30")
+    assert ended.status == 0
+    assert "1 threads of the application still run, the process ends without them: left at" in ended.last
+    assert ended.episodes()["linger"][0] == "ok"
+
+
+def test_forked_children_are_told_off_and_deadlock_nothing(tmp_path: Path, provider: Provider) -> None:
+    """Three children of a process whose threads are recording, several times over; and one that leaves."""
+    deeds = [{"id": f"fork {n}", "do": "fork"} for n in range(4)]
+    deeds.append({"do": "fork_and_exit", "file": str(tmp_path / "status")})
+    ended = trace(tmp_path, provider, deeds, timeout="50")
+    assert ended.status == 0, ended.said
+    assert {status for status, _ in ended.episodes().values()} == {"ok"}
+    assert (tmp_path / "status").read_text() == "5"
+    assert "It is not recorded: The call was made in a child process that the application forked" in ended.said
+    store = SqliteStore.open(tmp_path / "run" / "records.db", read_only=True)
+    assert {e.task.id: e.calls for e in store.episodes()} == {**{f"fork {n}": 5 for n in range(4)}, "fork_and_exit": 1}
+    assert len(provider.requests) == 4 * (1 + 4 + 3) + 1
+
+
+def test_too_many_reward_names_are_refused(tmp_path: Path, provider: Provider) -> None:
+    ended = trace(tmp_path, provider, ["many"], app="lavish", timeout="30")
+    assert ended.status == 1
+    assert "returned 100000 numbers (name 0, name 1, name 2, ...): at most 256 are allowed." in ended.said
+    assert len(ended.said) < 2000
+
+
+def test_removed_records_stop_the_run(tmp_path: Path, provider: Provider) -> None:
+    file = str(tmp_path / "run" / "records.db")
+    ended = trace(tmp_path, provider, [{"do": "remove", "file": file}, ""], timeout="30")
+    assert ended.status == 1
+    assert f"{file}: the file cannot be written (the file has been removed or replaced)" in ended.said
+    assert "lost records" in ended.said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_blocked_process_at_once(tmp_path: Path, provider: Provider, number: int) -> None:
+    process = start(tmp_path, provider, "trace", "asynchronous", ["sleep"], "--out", "run", "--timeout", "500")
+    while not provider.requests:
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.5)
+    for _ in range(2):
+        process.send_signal(number)
+        time.sleep(0.2)
+    ended = end(process, tmp_path)
+    assert ended.status == 130
+    assert "stopping; once more ends it at once" in ended.said
+    assert ended.last == "interrupted"
+
+
+def test_one_signal_ends_what_waits_and_keeps_its_records(tmp_path: Path, provider: Provider) -> None:
+    process = start(tmp_path, provider, "trace", "asynchronous", ["", "wait"], "--out", "run")
+    while len(provider.requests) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    ended = end(process, tmp_path)
+    assert ended.status == 130 and ended.last == "interrupted"
+    assert {task: status for task, (status, _) in ended.episodes().items()} == {"well": "ok", "wait": "cancelled"}
+
+
+TRAIN = ("--policies", "full", "--steps", "1", "--tasks-per-step", "4", "--lr", "1e-3", "-k", "2", "--out", "run")
+
+
+def test_training_goes_on_beside_scorers_that_hang_or_leave(
+    tmp_path: Path, provider: Provider, tiny_base: Path
+) -> None:
+    """`well` and `also` are trained on; the sync scorer of `sleep` runs into the episode's time-out."""
+    deeds = [{"id": name, "do": ""} for name in ("well", "also")] + ["sleep", "exit"]
+    more = ("--model", str(tiny_base), *TRAIN, "--set", "episode_timeout=3")
+    ended = end(start(tmp_path, provider, "train", "scored", deeds, *more), tmp_path)
+    assert ended.status == 0, ended.said
+    assert "turn 0 of role 'first' was open (its scorer was running)" in ended.said
+    assert "raised SystemExit: sys.exit('no more scores') was called" in ended.said
+    assert "finished after 1 steps" in ended.said
+
+
+def test_training_says_how_to_go_on_when_the_application_ends_it(
+    tmp_path: Path, provider: Provider, tiny_base: Path
+) -> None:
+    """The tasks are long enough to pass the first look; the deed is done in training alone."""
+    deeds = [{"id": str(n), "do": ""} for n in range(3)] + [{"do": "exit_at_once"}]
+    more = ("--model", str(tiny_base), *TRAIN)
+    ended = end(start(tmp_path, provider, "train", "asynchronous", deeds, *more), tmp_path)
+    assert ended.status == 7
+    assert ended.last.endswith(f"Go on with: cotune train --resume {tmp_path / 'run'}")
+    assert (tmp_path / "run" / "run.json").is_file()
