@@ -166,7 +166,7 @@ class ChatEndpoint:
     def _candidate(
         self, request: ChatRequest, prompt: list[int], params: SamplingParams, index: int, sampled: Completion
     ) -> Candidate:
-        parse, tools = self.local.chat.parse, request.tools_shown()
+        parse, tools = self.local.chat.parse, tools_shown(request.asked(), request.tools)
         text, message, finish = parse(sampled.token_ids, params.stop, prompt=prompt, tools=tools)
         if malformed := finish == "malformed":
             finish = "tool_calls" if message.get("tool_calls") else "stop"
