@@ -208,6 +208,12 @@ def add_train(commands: Any) -> None:
         metavar="FIELD=VALUE",
         help="any other field, such as lora.rank=8 or schedule.kind=linear",
     )
+    command.add_argument(
+        "--eval-tasks",
+        dest="evaluation.tasks",
+        metavar="FILE",
+        help="held-out tasks, tried every few steps (--set evaluation.every=10) with single samples",
+    )
     command.add_argument("--out", help="run folder (default: runs/DATE-TIME)")
     command.add_argument(
         "--resume", metavar="RUN", help="go on with a stopped or killed run, under its own configuration"

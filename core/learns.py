@@ -27,12 +27,14 @@ def learns_from(own: Mapping[str, Collection[str]], outcome: Collection[str], re
 
 
 def outcome_unused(own: Mapping[str, Collection[str]], outcome: Collection[str], recipe: Recipe) -> tuple[str, str]:
-    """What to know where the workflow's own rewards train nobody, and the remedy; empty where they do or there are
-    none."""
-    if not outcome or recipe.attribution.takes_outcome:
+    """What to know where a reward of the workflow's own trains nobody, and the remedy; empty where it does, where a
+    scorer returns a component of that name, or where there is none."""
+    scored = {name for names in own.values() for name in names}
+    unused = sorted(set(outcome) - scored)
+    if not unused or recipe.attribution.takes_outcome:
         return "", ""
-    names = ", ".join(sorted(outcome))
-    weight = "" if any("team" in found for found in own.values()) else ", and alpha weighs nothing"
+    names = ", ".join(unused)
+    weight = "" if "team" in scored else ", and alpha weighs nothing"
     return (
         f"the workflow's own reward ({names}) is shown and trains no role: under the plan {recipe.plan} the candidates "
         f"of one call are compared by their role's scorer, and share one outcome{weight}.",

@@ -83,6 +83,17 @@ class ScheduleConfig(_Table):
     """Steps of linear warm-up."""
 
 
+class EvaluationConfig(_Table):
+    """[evaluation] Held-out tasks within the run: single samples, nothing is selected."""
+
+    tasks: str = ""
+    """JSON-lines file; empty for none."""
+    every: int = 10
+    """Steps between evaluations; there is one after the last step too."""
+    limit: int | None = None
+    """Take only the first so many tasks."""
+
+
 class TrainConfig(_Table):
     """A training run. Every field has a default but `model`."""
 
@@ -139,6 +150,7 @@ class TrainConfig(_Table):
     plan: PlanConfig = PlanConfig()
     sampling: SamplingConfig = SamplingConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     learner: LearnerSettings = LearnerSettings()
     cluster: ClusterConfig = ClusterConfig()
 
@@ -148,6 +160,8 @@ class TrainConfig(_Table):
         _positive("sampling.temperature", self.sampling.temperature)
         _positive("sampling.max_tokens", self.sampling.max_tokens)
         _positive("lora.rank", self.lora.rank)
+        _positive("evaluation.every", self.evaluation.every)
+        _positive("evaluation.limit", 1 if self.evaluation.limit is None else self.evaluation.limit)
         _failure("on_failure", self.on_failure)
         check_tool_format(self.tool_format)
         if self.cluster.colocate and self.mode != "sync":

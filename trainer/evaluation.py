@@ -11,7 +11,7 @@ import msgspec
 from cotune.recorder import Responder, Sink
 from cotune.records import Episode, PolicyRef, Task
 from cotune.respond import PolicyResponder
-from cotune.sampler import ChatFormat, Sampler, SamplingParams
+from cotune.sampler import UNSHAPED, ChatFormat, Sampler, SamplingParams
 from cotune.trainer.evaluation_sink import Ending, EvaluationSink, RoleStatistics
 from cotune.trainer.evaluation_use import Prices, Use, use
 from cotune.trainer.rollout import rollout
@@ -110,7 +110,8 @@ async def evaluate_policies(
     """Run each task once with `policies` playing the roles; `provider_roles` are left to the application's provider,
     any other role to `others` (to the provider where that is None).
 
-    `temperature` overrides what the application asks for (0 is greedy). Local rewards are taken but choose
+    `temperature` overrides what the application asks for (0 is greedy), and with it all that shapes the distribution,
+    as in training. Local rewards are taken but choose
     nothing: every call gets one candidate. Records go to `sink` under `phase`. A call of one place draws the same
     random numbers in every evaluation of one `seed`, whatever its phase.
     """
@@ -121,7 +122,7 @@ async def evaluate_policies(
         scorers=workflow.scorers,
         defaults=params,
         provider_roles=provider_roles,
-        override=None if temperature is None else {"temperature": temperature, "top_p": 1.0, "top_k": 0},
+        override=None if temperature is None else {"temperature": temperature, **UNSHAPED},
         others=others,
         seed=seed,
         stream="eval",

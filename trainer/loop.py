@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
 from cotune.collect import collect, failure_reward, is_outcome
 from cotune.errors import LearnerLost, RunError
-from cotune.policies import stand_in, unlisted_said
+from cotune.policies import unlisted_said
 from cotune.prepare import prepare, train_rows
 from cotune.records import Episode
-from cotune.sampler import UNSHAPED, SamplingParams
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from cotune.trainer.held_out import evaluate_held_out
 from cotune.trainer.metrics import Clock
 from cotune.trainer.progress import Progress
-from cotune.trainer.rollout import rollout
-from cotune.trainer.rollout_wire import Answering
 from cotune.trainer.rollouts import Rollouts
 from cotune.trainer.run import Run, restore
+from cotune.trainer.run_rollout import run_episodes
 from cotune.trainer.schedule import lr_scale, tasks_of_step
 from cotune.trainer.step_report import counted, lags, step_metrics
 from cotune.trainer.updates import asleep, by_policy, moved, publish, update
@@ -37,6 +35,7 @@ async def train_steps(run: Run, progress: Progress) -> None:
         samples  = candidates of finished episodes; what cannot be trained on is counted by reason
         groups   = samples with one prompt; advantages inside each
         for each policy: update on the rows of its roles; publish the new version; prove that it arrived
+        now and then: the held-out tasks, one sample per call
         commit (as the next step begins): checkpoint with the ledger of consumed groups
     """
     config = run.config
@@ -110,10 +109,11 @@ async def train_step(run: Run, episodes: Sequence[Episode], clock: Clock, progre
             updates = await update(run, rows, scale)
     with clock("publish"):
         await publish(run, {name: rows[name] for name in moved(updates)})
+    held_out = await evaluate_held_out(run, clock)
     run.state = prepared.state
     counters = await counted(run)
     metrics = step_metrics(
-        run, episodes, collected, prepared, rows, updates, left_out, staleness, counters, scale, clock
+        run, episodes, collected, prepared, rows, updates, left_out, staleness, counters, scale, clock, held_out
     )
     run.latest = metrics.roles
     run.ledger.update({group.id: run.step for group in prepared.groups})
@@ -133,36 +133,18 @@ async def roll_out(run: Run, step: int, progress: Progress) -> list[Episode]:
     tasks = tasks_of_step(run.tasks, step, config.tasks_per_step, config.seed)
     recorded = run.store.episodes(phase="train", training_step=step)
     done = [episode for episode in recorded if is_outcome(episode)]
-    answering = Answering(
-        policies=run.served(),
-        plan=run.plan,
-        attribution=run.recipe.attribution,
-        defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.sampling.timeout),
-        override={"temperature": config.sampling.temperature, **UNSHAPED},
-        provider_roles=tuple(run.provider_roles),
-        others=stand_in(config.other_roles),
-        seed=config.seed,
-    )
     progress.rollout(step, len(tasks) * run.plan.episodes_per_task)
-    how: dict[str, Any] = {
-        "sink": run.store,
-        "phase": "train",
-        "training_step": step,
-        "rollouts": run.plan.episodes_per_task,
-        "concurrency": config.concurrency,
-        "timeout": config.episode_timeout,
-        "done": done,
-        "on_episode": progress.episode,
-    }
-    if run.workers is None:
-        responder = answering.responder(run.sampler, run.chat, run.workflow)
-        episodes = await rollout(run.workflow, tasks, responder=responder, **how)
-        errors: Mapping[str, int] = responder.scorer_errors
-        unlisted: Mapping[str, int] = responder.unlisted
-    else:
-        episodes = await run.workers.rollout(tasks, answering=answering, **how)
-        errors = run.workers.scorer_errors
-        unlisted = run.workers.unlisted
+    episodes, errors, unlisted = await run_episodes(
+        run,
+        tasks,
+        plan=run.plan,
+        sink=run.store,
+        phase="train",
+        training_step=step,
+        rollouts=run.plan.episodes_per_task,
+        done=done,
+        on_episode=progress.episode,
+    )
     run.store.flush()
     progress.scorer_errors(errors)
     for role in unlisted:

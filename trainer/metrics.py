@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import msgspec
 
 from cotune.collect import Collected
+from cotune.plans import Plan
 from cotune.prepare import Prepared
 from cotune.records import Episode
 from cotune.samples import TrainRow
@@ -55,8 +56,14 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     candidates: int
     groups: int
     rows: int
+    path: str = ""
+    """Whose `outcome` it is: of the path that the selection took, or of single samples."""
     outcome: dict[str, float]
-    """Mean of each named team reward and metric over the episodes."""
+    """Mean of each named team reward and metric over the episodes, failed ones too (`outcome_means`)."""
+    candidate_reward: float | None = None
+    """Mean of the trained reward over all candidates that have one, chosen or not."""
+    held_out: dict[str, float] = {}
+    """After steps with an evaluation: success and reward of single samples on held-out tasks."""
     roles: dict[str, dict[str, float]]
     policies: dict[str, dict[str, float]]
     left_out: dict[str, int]
@@ -77,14 +84,44 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def outcome_means(episodes: Sequence[Episode], rewards: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each outcome component and metric over the episodes that ended well."""
+def path_said(plan: Plan) -> str:
+    """What the outcome of a step's episodes is: that of a path chosen among candidates is no success rate of one."""
+    if plan.kind == "independent":
+        return "single samples"
+    how = {"argmax": "best of {} by scorer", "sample": "one of {} at random", "first": "first of {}"}
+    return how[plan.select].format(plan.k)
+
+
+def outcome_means(
+    episodes: Sequence[Episode], rewards: Mapping[str, Mapping[str, float]], *, failed: float | str | None = None
+) -> dict[str, float]:
+    """Mean of each outcome component and metric over the episodes that ended, well or not.
+
+    A failed episode is no `success`; of a reward it has what `failed` says where that is a number, else 0 or the lowest
+    of the others where that is below 0. Other metrics are of the episodes that ended well.
+    """
     values: dict[str, list[float]] = defaultdict(list)
+    told: set[str] = set()
     for episode in episodes:
         if episode.status == "ok":
-            for name, value in {**rewards.get(episode.id, {}), **episode.metrics}.items():
+            own = rewards.get(episode.id, {})
+            told.update(own)
+            for name, value in {**own, **episode.metrics}.items():
                 values[name].append(value)
+    count = sum(episode.status == "error" for episode in episodes)
+    for name, found in values.items():
+        if name == "success":
+            found += [0.0] * count
+        elif name in told:
+            found += [failed if isinstance(failed, float) else min(0.0, *found)] * count
     return {name: sum(found) / len(found) for name, found in sorted(values.items())}
+
+
+def candidate_mean(prepared: Prepared) -> float | None:
+    """Mean reward of all candidates that have one, over the roles; None without any."""
+    known = [figures for figures in prepared.roles.values() if math.isfinite(figures.reward)]
+    total = sum(figures.samples for figures in known)
+    return sum(figures.reward * figures.samples for figures in known) / total if total else None
 
 
 def role_metrics(

@@ -124,10 +124,9 @@ def role_table(metrics: StepMetrics) -> Table:
 
 def summary(metrics: StepMetrics) -> str:
     """The step in one line."""
-    outcome = "  ".join(f"{name} {value:.3f}" for name, value in metrics.outcome.items())
     seconds = ", ".join(f"{phase} {spent:.1f}s" for phase, spent in metrics.seconds.items() if spent >= 0.05)
     left_out = ", ".join(f"{reason} {count}" for reason, count in metrics.left_out.items())
-    parts = [outcome, f"groups {metrics.groups}", f"rows {metrics.rows}", seconds]
+    parts = [*rewards_said(metrics), f"groups {metrics.groups}", f"rows {metrics.rows}", seconds]
     if metrics.failed:
         parts.append(f"failed episodes {metrics.failed} of {metrics.episodes}")
     if metrics.staleness.keys() - {"0"}:
@@ -143,6 +142,25 @@ def summary(metrics: StepMetrics) -> str:
     elif stayed:
         parts.append(f"not updated: {stayed}")
     return "  |  ".join(part for part in parts if part)
+
+
+def rewards_said(metrics: StepMetrics) -> list[str]:
+    """Three figures that are easily taken for one another, by their names."""
+    outcome = "  ".join(f"{name} {value:.3f}" for name, value in metrics.outcome.items())
+    said = [f"{metrics.path}: {outcome}"] if outcome else []
+    if metrics.candidate_reward is not None:
+        said.append(f"all candidates: reward {metrics.candidate_reward:.3f}")
+    held_out = "  ".join(
+        f"{name} {metrics.held_out[name]:.3f}{_ends(metrics.held_out, name)}"
+        for name in ("success", "reward")
+        if name in metrics.held_out
+    )
+    return [*said, f"held-out, single samples: {held_out}"] if held_out else said
+
+
+def _ends(figures: Mapping[str, float], name: str) -> str:
+    ends = [figures[end] for end in (f"{name}_low", f"{name}_high") if end in figures]
+    return f" [{', '.join(f'{end:.3f}' for end in ends)}]" if ends else ""
 
 
 def _figure(value: Any) -> str:

@@ -27,6 +27,7 @@ class Answering(msgspec.Struct, frozen=True, kw_only=True):
     provider_roles: tuple[str, ...] = ()
     others: PolicyRef | None = None
     seed: int | None = None
+    stream: str = ""
 
     def responder(self, sampler: Sampler, chat: ChatFormat, workflow: Workflow) -> PolicyResponder:
         """The responder, with the scorers of `workflow`."""
@@ -42,6 +43,7 @@ class Answering(msgspec.Struct, frozen=True, kw_only=True):
             provider_roles=self.provider_roles,
             others=self.others,
             seed=self.seed,
+            stream=self.stream,
         )
 
 

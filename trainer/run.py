@@ -53,6 +53,7 @@ class Run:
     notes: list[str]
     workers: RolloutWorkers | None = None
     """The processes that run the application; None runs it in this one."""
+    held_out: Sequence[Task] = ()
     step: int = 0
     committed: int = -1
     versions: dict[str, int] = field(default_factory=dict)

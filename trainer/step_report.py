@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from cotune.asked import replaced
-from cotune.collect import Collected
+from cotune.collect import Collected, failure_reward
 from cotune.prepare import Prepared
 from cotune.records import Episode
 from cotune.samples import Sample, TrainRow
-from cotune.trainer.metrics import Clock, StepMetrics, outcome_means, role_metrics
+from cotune.trainer.metrics import Clock, StepMetrics, candidate_mean, outcome_means, path_said, role_metrics
 from cotune.trainer.run import Run
 from cotune.trainer.updates import Updates, moved
 
@@ -27,6 +27,7 @@ def step_metrics(
     counters: Mapping[str, int],
     scale: float,
     clock: Clock,
+    held_out: Mapping[str, float],
 ) -> StepMetrics:
     """Everything a step reports, once its policies are published."""
     tokens = sum(len(c.token_ids) for call in collected.calls.values() for c in call.candidates)
@@ -44,7 +45,14 @@ def step_metrics(
         candidates=sum(len(call.candidates) for call in collected.calls.values()),
         groups=len(prepared.groups),
         rows=sum(map(len, rows.values())),
-        outcome=outcome_means(episodes, run.store.rewards(episode.id for episode in episodes)),
+        path=path_said(run.plan),
+        outcome=outcome_means(
+            episodes,
+            run.store.rewards(episode.id for episode in episodes),
+            failed=failure_reward(run.config.on_failure),
+        ),
+        candidate_reward=candidate_mean(prepared),
+        held_out=dict(held_out),
         roles=role_metrics(prepared, collected, rows, updates),
         policies=policies,
         left_out=dict(left_out),

@@ -19,6 +19,7 @@ from cotune.process_end import go_on
 from cotune.records import Task
 from cotune.tasks import as_tasks, load_tasks
 from cotune.trainer.config import TrainConfig, convert
+from cotune.trainer.held_out import held_out_tasks, overlap
 from cotune.trainer.loop import train_steps
 from cotune.trainer.progress import Progress
 from cotune.trainer.run import Run, opened
@@ -64,6 +65,7 @@ def train(
     chosen.resolve_plan(list(flow.scorers))
     locate_model(chosen.model)
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
+    held_out_tasks(chosen.evaluation)
     path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     folder = RunFolder.create(
         path,
@@ -111,7 +113,11 @@ def _tasks(given: str | Path | Iterable[Any]) -> list[Task]:
 
 def _config(config: TrainConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> TrainConfig:
     table = msgspec.to_builtins(config) if isinstance(config, TrainConfig) else dict(config or {})
-    return convert({**table, **settings})
+    chosen = convert({**table, **settings})
+    if not chosen.evaluation.tasks:
+        return chosen
+    evaluation = msgspec.structs.replace(chosen.evaluation, tasks=str(Path(chosen.evaluation.tasks).resolve()))
+    return msgspec.structs.replace(chosen, evaluation=evaluation)
 
 
 async def _train(
@@ -122,10 +128,12 @@ async def _train(
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(folder.close)
         progress = Progress(config.steps, console)
+        held_out = held_out_tasks(config.evaluation)
         run = await stack.enter_async_context(opened(folder, config, flow, tasks, progress.say))
+        run.held_out = held_out
         with asking(run.stop), progress:
             progress.begin(run.step)
-            for note in run.notes:
+            for note in (*run.notes, *overlap(tasks, held_out)):
                 progress.say(note)
             try:
                 await train_steps(run, progress)

@@ -63,7 +63,7 @@ def test_the_penalty_is_compared_with_the_rewards_of_the_others(trainer):
     assert line["failed"] > 0
     assert line["rows"] == 12
     assert line["roles"]["first"]["group_spread"] > 0.5
-    assert line["outcome"] == {"team": 0.5}
+    assert line["outcome"] == {"team": pytest.approx((0.5 - 1.0) / 2)}
     assert summary.versions == {"first": 1}
 
 

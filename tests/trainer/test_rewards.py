@@ -19,11 +19,12 @@ from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS, application, ask, letters
 
 
-async def seeded(task: Any) -> float:
+async def seeded(task: Any) -> dict[str, float]:
     """Sets a seed on every call, as an application that wants its tests to repeat does."""
     heard = await ask("first", f"say {task['letter']}", seed=42)
     await ask("first", f"say {task['letter']}", seed=42)
-    return (await ask("second", f"after {heard}", seed=42)).count(task["letter"]) / 4
+    said = await ask("second", f"after {heard}", seed=42)
+    return {"solved": said.count(task["letter"]) / 4}
 
 
 def both_ways(candidate: Any, call: Any, task: Any) -> dict[str, float]:
@@ -72,9 +73,9 @@ def test_what_each_role_learns_from_is_said_before_the_first_step(seeded_tree: A
     before = lines[: next(i for i, line in enumerate(lines) if line.startswith("step 1/"))]
     assert "first learns from 2 x team (its scorer); weight 0: against" in before
     assert (
-        "the workflow's own reward (team) is shown and trains no role: under the plan tree the candidates of one call "
-        "are compared by their role's scorer, and share one outcome. Return it from a scorer as `team` to train on "
-        "it, or use --plan independent."
+        "the workflow's own reward (solved) is shown and trains no role: under the plan tree the candidates of one "
+        "call are compared by their role's scorer, and share one outcome. Return it from a scorer as `team` to train "
+        "on it, or use --plan independent."
     ) in before
 
 
@@ -84,7 +85,49 @@ def test_an_applications_seed_leaves_the_episodes_of_a_task_different(trainer: T
     assert len(calls) == 4 * 3
     first = [call.candidates[0].token_ids for call in calls if call.role == "first" and call.turn == 0]
     assert len(set(first)) == 4
-    assert "first learns from team (the episode's outcome)" in trainer.said.splitlines()
+    assert "first learns from solved (the episode's outcome)" in trainer.said.splitlines()
+
+
+async def sometimes(task: Any) -> dict[str, float]:
+    """Fails on c; b loses two points."""
+    await ask("first", f"say {task['letter']}")
+    if task["id"] == "c":
+        raise ValueError("no rhyme")
+    return {
+        "team": {"a": 1.0, "b": -2.0}.get(task["id"], 0.0),
+        "success": task["id"] != "b",
+    }
+
+
+def test_figures_of_a_step_are_named_for_what_they_are_and_failed_episodes_count(trainer: Trainer) -> None:
+    held_out = trainer.folder / "held_out.jsonl"
+    held_out.write_text(
+        "".join(json.dumps({**task, "more": task["id"] != "a"}) + "\n" for task in [*TASKS, {"id": "d", "letter": "d"}])
+    )
+    trainer(application(sometimes, first=letters), steps=3, evaluation={"tasks": str(held_out), "every": 2})
+    lines = trainer.metrics()
+    for line in lines:
+        # of a, b and c: 1, -2 and as the lowest; true, false and failed
+        assert line["outcome"]["team"] == pytest.approx((1.0 - 2.0 - 2.0) / 3)
+        assert line["outcome"]["success"] == pytest.approx(1 / 3)
+        assert line["candidate_reward"] == pytest.approx(line["roles"]["first"]["reward"])
+    assert [line["held_out"].get("success") for line in lines] == [None, 0.5, 0.5]
+    assert (lines[1]["held_out"]["episodes"], lines[1]["held_out"]["failed"]) == (4, 1)
+    said = [line for line in trainer.said.splitlines() if line.startswith("step ")]
+    assert "best of 4 by scorer: success 0.333  team -1.000  |  all candidates: reward 0." in said[0]
+    assert "held-out" not in said[0]
+    assert "held-out, single samples: success 0.500 [0.150, 0.850]" in said[1] and "reward -0.333" in said[1]
+    evaluated = [call for call, _ in calls_of(trainer.folder / "run", "eval")]
+    assert len(evaluated) == 2 * 4 and {len(call.candidates) for call in evaluated} == {1}
+
+
+def test_held_out_tasks_that_are_trained_on_are_said(trainer: Trainer) -> None:
+    held_out = trainer.folder / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps(task) + "\n" for task in [*TASKS, {"id": "d", "letter": "d"}]))
+    trainer(application(first=letters), steps=1, evaluation={"tasks": str(held_out)})
+    assert "3 of 4 held-out tasks are trained on too: success on them says little" in trainer.said.splitlines()
+    with pytest.raises(ConfigError, match=r"evaluation\.tasks"):
+        trainer(application(first=letters), to="other", evaluation={"tasks": "nowhere.jsonl"})
 
 
 @pytest.mark.parametrize("setting", [{"horizon": "terminal"}, {"horizon": "reward_to_go"}, {"outcome": True}])

@@ -1,0 +1,152 @@
+"""Which candidate should go on in training: the best, a random one, or the first? On Plan-Path's team.
+
+    python benchmarks/selection.py                                    # 3 seeds x 3 ways; hours on one core
+    python benchmarks/selection.py --seeds 0 --steps 20 --tasks 300   # a reduced form
+
+The states that a role is trained on are those that the selection leads to. A seed is a base model of its own; its three
+runs start from it, train on the same tasks with AT-GRPO (K = 8, tree) and differ in `plan.select` alone. Each is
+evaluated on the same fresh tasks with single samples at temperature 1 and 0, as a deployed team plays. A run's results
+are appended to OUT/results.jsonl and not computed again under the same settings. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from plan_path_agents import MAX_TOKENS, WORKFLOWS, base, grid
+from rich.console import Console
+from rich.table import Table
+
+from cotune.trainer.evaluate import evaluate
+from cotune.trainer.run_folder import read_metrics
+from cotune.trainer.statistics import share
+from cotune.trainer.train import resume, train
+
+SELECTS = ("argmax", "sample", "first")
+TRAIN_SEED, FRESH_SEED = 100, 900
+console = Console(stderr=True)
+
+
+def base_model(out: Path, seed: int, steps: int) -> Path:
+    """The base model of a seed, built where it is not there yet."""
+    folder = out / f"seed{seed}" / f"base-{steps}"
+    if not (folder / "tokenizer_config.json").is_file():
+        console.print(f"seed {seed}: warming up a base model")
+        base.build(folder, seed=seed, steps=steps)
+    return folder
+
+
+def trained(model: Path, select: str, seed: int, options: argparse.Namespace) -> Path:
+    """The run of one seed and way, done or resumed where it is not finished."""
+    folder: Path = options.out / f"seed{seed}" / f"{select}-{options.steps}x{options.tasks_per_step}-{options.warm_up}"
+    tasks = list(grid.make_tasks(options.steps * options.tasks_per_step, TRAIN_SEED + seed))
+    settings = {
+        "model": str(model),
+        "steps": options.steps,
+        "tasks_per_step": options.tasks_per_step,
+        "seed": seed,
+        "checkpoint_every": 10,
+        "plan": {"kind": "tree", "k": 8, "select": select},
+        "overrides": {"clip_high": 0.28, "entropy": 0.03},
+        "learner": {"lr": 3e-3, "betas": [0.9, 0.95], "seed": seed, "threads": 1},
+        "schedule": {"kind": "linear"},
+        "sampling": {"max_tokens": MAX_TOKENS},
+    }
+    if not (folder / "run.json").is_file():
+        console.print(f"seed {seed}: training with select = {select}")
+        train(WORKFLOWS["team"], tasks, settings, run=folder, console=console)
+    elif sum(1 for _ in read_metrics(folder)) < options.steps:
+        resume(folder, workflow=WORKFLOWS["team"], tasks=tasks, console=console)
+    return folder
+
+
+def result(select: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Train, evaluate, and say what the training itself showed meanwhile."""
+    model = base_model(options.out, seed, options.warm_up)
+    run = trained(model, select, seed, options)
+    fresh = list(grid.make_tasks(options.tasks, FRESH_SEED))
+    report = evaluate(run, WORKFLOWS["team"], fresh, modes=("base", "trained", "greedy"), max_tokens=MAX_TOKENS)
+    last = list(read_metrics(run))[-1]
+    reached = {mode: sum(e.successes.values()) for mode, e in report.evaluations.items()}
+    shown = {"path": last["outcome"].get("success"), "candidates": last["candidate_reward"]}
+    return {"select": select, "seed": seed, "settings": key(options), "reached": reached, "last_step": shown}
+
+
+def key(options: argparse.Namespace) -> dict[str, int]:
+    """What results depend on besides seed and way."""
+    return {name: getattr(options, name) for name in ("steps", "tasks_per_step", "tasks", "warm_up")}
+
+
+def recorded(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Results done before under the same settings."""
+    path = options.out / "results.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    yield from (line for line in map(json.loads, lines) if line["settings"] == key(options))
+
+
+def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[str, Any]]:
+    """By way: success of single samples and of greedy ones over all seeds, and what the last step showed."""
+    found: dict[str, dict[str, Any]] = {}
+    for select in SELECTS:
+        lines = sorted((line for line in results if line["select"] == select), key=lambda line: line["seed"])
+        if not lines:
+            continue
+        pooled = share(sum(line["reached"]["trained"] for line in lines), tasks * len(lines))
+        assert pooled is not None and pooled.low is not None and pooled.high is not None
+        found[select] = {
+            "success": round(pooled.mean, 4),
+            "low": round(pooled.low, 4),
+            "high": round(pooled.high, 4),
+            "seeds": {str(line["seed"]): round(line["reached"]["trained"] / tasks, 4) for line in lines},
+            "greedy": round(sum(line["reached"]["greedy"] for line in lines) / tasks / len(lines), 4),
+            "base": round(sum(line["reached"]["base"] for line in lines) / tasks / len(lines), 4),
+            "path_in_last_step": round(sum(line["last_step"]["path"] or 0.0 for line in lines) / len(lines), 4),
+        }
+    return found
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The ways side by side."""
+    shown = Table(title="Plan-Path: share of fresh tasks whose goal was reached, by what went on in training")
+    for title in ("select", "single samples", "95% interval", "by seed", "greedy", "base", "selected path, last step"):
+        shown.add_column(title)
+    for select, row in rows.items():
+        seeds = ", ".join(f"{value:.1%}" for value in row["seeds"].values())
+        shares = (f"{row[name]:.1%}" for name in ("greedy", "base", "path_in_last_step"))
+        shown.add_row(select, f"{row['success']:.1%}", f"{row['low']:.1%} to {row['high']:.1%}", seeds, *shares)
+    return shown
+
+
+def main() -> None:
+    """Run what is not recorded yet, and print all that is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--steps", type=int, default=50, help="training steps (default: %(default)s)")
+    parser.add_argument("--tasks-per-step", type=int, default=48)
+    parser.add_argument("--tasks", type=int, default=1000, help="fresh tasks (default: %(default)s)")
+    parser.add_argument("--warm-up", type=int, default=base.STEPS, help="steps of warm-up (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/selection"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for seed in map(int, options.seeds.split(",")):
+        for select in SELECTS:
+            if not any((line["select"], line["seed"]) == (select, seed) for line in recorded(options)):
+                line = result(select, seed, options)
+                console.print(f"seed {seed}: {select} reached {line['reached']}")
+                with (options.out / "results.jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+    rows = summary(list(recorded(options)), options.tasks)
+    Console(width=130).print(table(rows))
+    print(json.dumps({"settings": key(options), "selects": rows}))
+
+
+if __name__ == "__main__":
+    main()

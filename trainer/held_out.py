@@ -1,0 +1,61 @@
+"""Held-out tasks within a run: how often single samples of the newest policies succeed on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from cotune.errors import ConfigError
+from cotune.records import Task
+from cotune.tasks import load_tasks
+from cotune.trainer.config import EvaluationConfig
+from cotune.trainer.evaluation import summarise
+from cotune.trainer.evaluation_sink import EvaluationSink
+from cotune.trainer.metrics import Clock
+from cotune.trainer.run import Run
+from cotune.trainer.run_rollout import run_episodes
+
+
+def held_out_tasks(config: EvaluationConfig) -> list[Task]:
+    """The tasks of `[evaluation]`; none where it is off. Raises ConfigError."""
+    if not config.tasks:
+        return []
+    try:
+        return load_tasks(config.tasks)[: config.limit]
+    except ConfigError as error:
+        raise ConfigError("evaluation.tasks", error.value, error.allowed, error.remedy) from None
+
+
+def overlap(tasks: Sequence[Task], held_out: Sequence[Task]) -> Iterator[str]:
+    """A sentence where tasks are not held out at all."""
+    known = {msgspec.json.encode(task.input, enc_hook=repr) for task in tasks}
+    count = sum(msgspec.json.encode(task.input, enc_hook=repr) in known for task in held_out)
+    if count:
+        yield f"{count} of {len(held_out)} held-out tasks are trained on too: success on them says little"
+
+
+async def evaluate_held_out(run: Run, clock: Clock) -> dict[str, float]:
+    """Run the held-out tasks once each after this step, where that is due: one sample per call, nothing is selected.
+
+    Returns `success` and `reward` with the ends of their 95% intervals, as far as they are told, `episodes` and
+    `failed`; nothing where it is not due or the run is stopped. A failed episode is no success.
+    """
+    config = run.config
+    step = run.step + 1
+    if not run.held_out or (step % config.evaluation.every and step != config.steps):
+        return {}
+    seen = EvaluationSink(run.store)
+    how: dict[str, Any] = {"stream": "eval", "sink": seen, "phase": "eval", "training_step": run.step}
+    with clock("evaluate"):
+        if await run.interruptible(run_episodes(run, run.held_out, plan=None, **how)) is None:
+            return {}
+    found = summarise("held-out", seen, 0.0, {})
+    figures = {"episodes": float(found.episodes), "failed": float(sum(found.failed.values()))}
+    for name, interval in (("success", found.success), ("reward", found.reward)):
+        if interval is not None:
+            figures[name] = interval.mean
+            if interval.low is not None and interval.high is not None:
+                figures |= {f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return figures
