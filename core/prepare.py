@@ -137,6 +137,7 @@ def train_rows(prepared: Prepared, collected: Collected, store: Store) -> dict[s
                 grammar=call.sampling.get("grammar", ""),
                 logit_bias=tuple((int(token), float(value)) for token, value in call.sampling.get("logit_bias") or ()),
                 version=sample.policy.version,
+                trajectory=sample.rollout,
             )
         )
     return rows

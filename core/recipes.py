@@ -22,7 +22,8 @@ Scale = Literal["none", "std"]
 Unit = Literal["sample", "trajectory", "token"]
 Ratio = Literal["none", "token", "sequence"]
 ClipStyle = Literal["ppo", "cispo", "none"]
-Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+Aggregation = Literal["token_mean", "sequence_mean", "trajectory_mean", "constant"]
+KlIn = Literal["loss", "reward"]
 Mask = Literal["none", "token", "sequence", "geometric"]
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -134,9 +135,12 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     None leaves the weight out. `mask` rejects what lies outside [`mask_low`, `mask_high`] of that quotient: a `token`
     by its own, a whole response by the product (`sequence`) or the mean (`geometric`) of its tokens'. Rejected tokens
     carry no gradient and leave the denominators. Bounds that are not given are those of `MASK_BOUNDS`.
-    `kl` is beta of the KL penalty in the loss, `entropy` the weight of the entropy bonus.
-    `aggregation`: mean over all response tokens; mean over responses of their token means; or the sum over tokens
-    divided by (responses x `constant_length`), where None stands for the run's response limit.
+    `kl` is beta of the KL penalty to the untrained policy: k3 of each token in the loss, or its k1 in the `reward`
+    (`kl_in`), taken from the token's advantage: A - beta (log pi_old - log pi_ref). `entropy` is the weight of the
+    entropy bonus.
+    `aggregation`: mean over all response tokens; mean over responses (calls) of their token means; mean over
+    trajectories (all that the policy said in an episode) of their token means; or the sum over tokens divided by
+    (responses x `constant_length`), where None stands for the run's response limit.
     """
 
     ratio: Ratio = "token"
@@ -149,6 +153,7 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     mask_low: float | None = None
     mask_high: float | None = None
     kl: float = 0.0
+    kl_in: KlIn = "loss"
     entropy: float = 0.0
     aggregation: Aggregation = "token_mean"
     constant_length: int | None = None
@@ -213,6 +218,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                     "outcome, which can tell none of them from another",
                     "Return the team reward from a scorer as `team`, or use --plan independent.",
                 )
+        if self.plan == "tree" and self.loss.aggregation == "trajectory_mean":
+            raise ConfigError(
+                "aggregation",
+                self.loss.aggregation,
+                "token_mean, sequence_mean or constant under a tree plan, whose candidates are no one trajectory",
+            )
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -233,7 +244,7 @@ RECIPES: Mapping[str, Recipe] = {
         # arXiv 2510.11062: siblings of one call, r = alpha * team + local of the own turn, clip 0.2, no KL.
         Recipe(name="at_grpo", plan="tree", terms=(Term(),), filters=Filters(zero_variance=True)),
         # arXiv 2402.03300, without its KL of 0.04 (set kl). The paper leaves ddof open; this is torch.std's.
-        Recipe(name="grpo", plan="independent", terms=(_ROLLOUT,), loss=LossSpec(aggregation="sequence_mean")),
+        Recipe(name="grpo", plan="independent", terms=(_ROLLOUT,), loss=LossSpec(aggregation="trajectory_mean")),
         # arXiv 2503.20783: no std, and no length under the token sum.
         Recipe(
             name="dr_grpo",
@@ -259,7 +270,7 @@ RECIPES: Mapping[str, Recipe] = {
             name="gspo",
             plan="independent",
             terms=(_ROLLOUT,),
-            loss=LossSpec(ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean"),
+            loss=LossSpec(ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="trajectory_mean"),
         ),
         # arXiv 2503.14476: clip-higher, dynamic sampling, token mean.
         Recipe(
@@ -324,12 +335,14 @@ def recipe(name: str, **overrides: Any) -> Recipe:
 def _under(chosen: Recipe, plan: Any) -> Recipe:
     if plan not in ("tree", "independent"):
         raise ConfigError("recipe.plan", plan, "tree or independent")
-    terms = chosen.terms
+    terms, loss = chosen.terms, chosen.loss
     if plan == "tree" and chosen.name in ANY_PLAN:
         terms = RECIPES["at_grpo"].terms
+        if loss.aggregation == "trajectory_mean":
+            loss = _REPLACE(loss, aggregation="sequence_mean")
     if plan == "independent" and chosen.plan == "tree":
         terms = tuple(_REPLACE(t, attribution=_REPLACE(t.attribution, outcome=True)) for t in terms)
-    return _REPLACE(chosen, plan=plan, terms=terms)
+    return _REPLACE(chosen, plan=plan, terms=terms, loss=loss)
 
 
 def _convert(struct: S, changes: Mapping[str, Any]) -> S:

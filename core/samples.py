@@ -48,7 +48,7 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
 
     `temperature`, `grammar` and `logit_bias` shape the distribution that it was drawn from (`SamplingParams`).
     `loss_mask`, one per response token, is false for tokens that do not count: they carry no gradient and are in no
-    denominator and no metric. Empty: all count.
+    denominator and no metric. Empty: all count. `trajectory` names what the row is a part of: its episode.
     """
 
     id: str
@@ -62,3 +62,4 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     version: int = 0
     loss_mask: tuple[bool, ...] = ()
+    trajectory: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -93,6 +94,7 @@ class LocalLearner:
             counted = self._counted(rows, old)
             used = [[i for i in batch if counted[i].any()] for epoch in epochs for batch in epoch]
             batches = [batch for batch in used if batch]
+            trajectories = _trajectories(rows, counted)
             tally = Tally([row.role for row in rows])
             rejected = _rejected(rows, counted)
             if not batches:
@@ -100,7 +102,7 @@ class LocalLearner:
                 return {**rejected, **none, "rows": float(len(rows))}
             norms, losses = [], []
             for step, batch in enumerate(batches):
-                loss = self._backward(model, rows, batch, old, counted, tally, first=step == 0)
+                loss = self._backward(model, rows, batch, old, counted, trajectories, tally, first=step == 0)
                 norms.append(self._step(policy, lr_scale, moves=any(rows[i].advantage for i in batch)))
                 losses.append(loss)
             losses = self._ranks.sum(torch.tensor(losses, dtype=torch.float64)).tolist()
@@ -217,13 +219,15 @@ class LocalLearner:
         batch: Sequence[int],
         old: Sequence[Tensor] | None,
         counted: Sequence[Tensor],
+        trajectories: Tensor,
         tally: Tally,
         *,
         first: bool,
     ) -> float:
         """Gradients of one mini-batch; returns this rank's part of its loss."""
         lengths = torch.tensor([int(counted[i].sum()) for i in batch])
-        shares = dict(zip(batch, token_weights(self._loss, lengths).split(lengths.tolist()), strict=True))
+        weights = token_weights(self._loss, lengths, trajectories[torch.tensor(batch)])
+        shares = dict(zip(batch, weights.split(lengths.tolist()), strict=True))
         total = 0.0
         micros = self._micro_batches(model, rows, batch)
         for number, micro in enumerate(micros):
@@ -328,6 +332,14 @@ def _tokens(
 
 def _sampler_logprobs(rows: Sequence[TrainRow]) -> Tensor:
     return torch.from_numpy(np.concatenate([np.asarray(row.logprobs, np.float32) for row in rows]))
+
+
+def _trajectories(rows: Sequence[TrainRow], counted: Sequence[Tensor]) -> Tensor:
+    """[rows] tokens that count in the trajectory of each row."""
+    sizes: Counter[str] = Counter()
+    for row, tokens in zip(rows, counted, strict=True):
+        sizes[row.trajectory or row.id] += int(tokens.sum())
+    return torch.tensor([sizes[row.trajectory or row.id] for row in rows])
 
 
 def _rejected(rows: Sequence[TrainRow], counted: Sequence[Tensor]) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -42,18 +43,27 @@ class LossParts(NamedTuple):
     kl: Tensor | None
 
 
-def token_weights(spec: LossSpec, lengths: Tensor) -> Tensor:
+KL_SLOPE = 10.0
+"""How steep k3 gets, at most, where the policy is less likely than the reference: as at a quotient of this size."""
+
+
+def token_weights(spec: LossSpec, lengths: Tensor, trajectories: Tensor | None = None) -> Tensor:
     """Share of every token in the loss of a mini-batch whose rows have these `lengths` [R] of tokens that count, rows
     in order.
 
-    token_mean: 1 / tokens of the mini-batch. sequence_mean: 1 / (rows * tokens of the row). constant: 1 / (rows *
-    constant_length), Dr. GRPO's sum without length bias. The loss of a mini-batch is then a plain sum over its tokens,
+    token_mean: 1 / tokens of the mini-batch. sequence_mean: 1 / (rows * tokens of the row). trajectory_mean: 1 /
+    (trajectories * tokens of the trajectory), whose tokens `trajectories` [R] gives for each row; of a trajectory that
+    is not wholly in the mini-batch, what is there counts as that share of one. constant: 1 / (rows * constant_length),
+    Dr. GRPO's sum without length bias. The loss of a mini-batch is then a plain sum over its tokens,
     in whatever micro-batches they come.
     """
     if spec.aggregation == "token_mean":
         per_row = torch.full(lengths.shape, 1.0 / int(lengths.sum()))
     elif spec.aggregation == "sequence_mean":
         per_row = 1.0 / (len(lengths) * lengths.float())
+    elif spec.aggregation == "trajectory_mean":
+        assert trajectories is not None
+        per_row = 1.0 / ((lengths / trajectories).sum() * trajectories.float())
     else:
         per_row = torch.full(lengths.shape, 1.0 / (len(lengths) * spec.constant_length))
     return per_row.repeat_interleave(lengths)
@@ -74,7 +84,7 @@ def trusted(spec: LossSpec, mismatch: Tensor, row: Tensor) -> Tensor:
 
 
 def policy_loss(spec: LossSpec, tokens: Tokens) -> LossParts:
-    """Weighted sum over tokens of w * policy loss + kl * k3 - entropy * H.
+    """Weighted sum over tokens of w * (policy loss + kl * k3) - entropy * H.
 
     r = exp(new - old) per token, or its geometric mean over the row (ratio "sequence", GSPO), and
     w = min(exp(old - sampler), tis_cap), detached, corrects for a sampler that disagrees with the trainer.
@@ -83,16 +93,20 @@ def policy_loss(spec: LossSpec, tokens: Tokens) -> LossParts:
 
     ppo: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). cispo: -stop_gradient(clip(r)) A new. none: -r A.
     ppo with dual_clip c: never above c |A| where A < 0. Without a ratio: -A new with w = min(exp(new - sampler),
-    tis_cap). k3 = exp(q) - q - 1 with q = reference - new.
+    tis_cap). k3 = exp(q) - q - 1 with q = reference - new, continued along its tangent above exp(q) = KL_SLOPE.
+    With kl_in "reward" there is no k3; A is less by kl * (old - reference), the sampler standing for an `old` of None.
     """
+    if tokens.reference is not None and spec.kl_in == "reward":
+        before = tokens.sampler if tokens.old is None else tokens.old
+        tokens = replace(tokens, advantage=tokens.advantage - spec.kl * (before - tokens.reference))
     ratio, correction, truncated = _ratio(spec, tokens)
     gain, clipped = _gain(spec, tokens, ratio)
     per_token = -correction * gain
     kl = None
     if tokens.reference is not None:
-        gap = tokens.reference - tokens.new
-        kl = gap.exp() - gap - 1.0
-        per_token = per_token + spec.kl * kl
+        kl = _k3(tokens.reference - tokens.new)
+        if spec.kl_in == "loss":
+            per_token = per_token + _importance(spec, tokens, ratio, correction) * spec.kl * kl
     if spec.entropy:
         per_token = per_token - spec.entropy * tokens.entropy
     loss = (tokens.weight * per_token).sum()
@@ -141,6 +155,19 @@ def _gain(spec: LossSpec, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor
         beyond = (advantage < 0) & (gain.detach() < floor)
         gain, clipped = torch.where(beyond, floor, gain), clipped | beyond
     return gain, clipped
+
+
+def _importance(spec: LossSpec, tokens: Tokens, ratio: Tensor, correction: Tensor) -> Tensor:
+    """The truncated weight of a token that the sampler drew, without gradient."""
+    if tokens.old is None and spec.ratio != "none" and spec.tis_cap is not None:
+        return ratio.detach().clamp(max=spec.tis_cap)
+    return correction
+
+
+def _k3(gap: Tensor) -> Tensor:
+    """exp(q) - q - 1; where exp(q) is above KL_SLOPE the tangent there, whose slope is KL_SLOPE - 1."""
+    bounded = gap.clamp(max=math.log(KL_SLOPE))
+    return bounded.exp() * (1.0 + gap - bounded) - gap - 1.0
 
 
 def _row_mean(values: Tensor, row: Tensor) -> Tensor:

@@ -131,11 +131,11 @@ def test_loss_settings():
             entropy=0.0,
             aggregation="token_mean",
         ),
-        "grpo": LossSpec(aggregation="sequence_mean"),
+        "grpo": LossSpec(aggregation="trajectory_mean"),
         "dr_grpo": LossSpec(aggregation="constant", constant_length=None),
         "rloo": LossSpec(aggregation="constant", constant_length=None),
         "dr_mas": LossSpec(aggregation="token_mean"),
-        "gspo": LossSpec(ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean"),
+        "gspo": LossSpec(ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="trajectory_mean"),
         "dapo": LossSpec(clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
         "cispo": LossSpec(style="cispo", clip_low=1.0, clip_high=4.0, aggregation="token_mean"),
     }
@@ -164,6 +164,12 @@ def test_overrides_go_where_the_setting_lives():
         loss=LossSpec(clip_high=0.28, entropy=0.01),
     )
     assert RECIPES["at_grpo"].loss.clip_high == 0.2
+
+
+def test_a_tree_has_no_trajectories_to_take_a_mean_over():
+    assert recipe("gspo", plan="tree").loss.aggregation == "sequence_mean"
+    with pytest.raises(ConfigError, match="aggregation = 'trajectory_mean': allowed is token_mean, "):
+        recipe("at_grpo", aggregation="trajectory_mean")
 
 
 def test_naming_weights_leaves_the_rest_out_unless_told():

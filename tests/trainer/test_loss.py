@@ -151,6 +151,44 @@ def test_kl_is_k3_to_the_reference():
     assert parts.kl.tolist() == pytest.approx([1 - math.log(2)])
 
 
+def test_k3_is_bounded_in_slope_where_the_policy_has_left_the_reference():
+    """At a gap of 12 nats the slope of exp(q) - q - 1 is 162,754; here it stays that of exp(q) = 10."""
+    near, far = math.log(10.0) - 0.1, 12.0
+    batch = tokens([1.0, 1.0], [0.0, 0.0], reference=math.log(0.25) + torch.tensor([near, far]))
+    parts, loss, slope = loss_and_slope(LossSpec(kl=0.04), batch)
+    assert slope == pytest.approx([0.02 * (1 - math.exp(near)), 0.02 * -9.0], rel=1e-5)
+    expected = [math.exp(near) - near - 1, 10 * (1 + far - math.log(10.0)) - far - 1]
+    assert parts.kl.tolist() == pytest.approx(expected, rel=1e-5)
+    assert loss == pytest.approx(0.02 * sum(expected), rel=1e-5)
+
+
+def test_the_penalty_weighs_a_token_like_the_rest_of_the_loss():
+    # pi_old / pi_sampler = 0.5 and 4: weights 0.5 and 2. pi_ref / pi_new = 2: slope 1 - 2
+    batch = tokens([0.5, 4.0], [0.0, 0.0], behind=[0.5, 4.0], reference=torch.tensor([0.25, 2.0]).log())
+    assert loss_and_slope(LossSpec(kl=0.1), batch)[2] == pytest.approx([-0.025, -0.1], abs=1e-6)
+
+
+def test_k1_in_the_reward_lowers_the_advantage_by_how_far_the_policy_had_gone():
+    # log pi_old - log pi_ref = log 2 and -log 4: A = 1 - 0.5 log 2 and 1 + 0.5 log 4, the ratio being 1.1
+    batch = tokens([1.1, 1.1], [1.0, 1.0], behind=[1.0, 1.0], reference=torch.tensor([0.125, 1.0]).log())
+    parts, loss, slope = loss_and_slope(LossSpec(kl=0.5, kl_in="reward"), batch)
+    gains = [1.1 * (1 - 0.5 * math.log(2)), 1.1 * (1 + 0.5 * math.log(4))]
+    assert loss == pytest.approx(-sum(gains) / 2, abs=1e-6)
+    assert slope == pytest.approx([-gain / 2 for gain in gains], abs=1e-6)
+    assert parts.kl is not None  # reported as k3, in either form
+
+
+def test_an_episode_of_nine_calls_weighs_as_much_as_one_of_one_call():
+    """A one-call success and a nine-call failure of GRPO, advantages 0.707 and -0.707, calls of 3 tokens."""
+    lengths = torch.full((10,), 3)
+    advantage = torch.tensor([0.7071] + [-0.7071] * 9).repeat_interleave(lengths)
+    by_call = token_weights(LossSpec(aggregation="sequence_mean"), lengths)
+    by_episode = token_weights(recipe("grpo").loss, lengths, torch.tensor([3] + [27] * 9))
+    assert (by_call * advantage).sum().item() == pytest.approx(-0.5657, abs=1e-4)
+    assert (by_episode * advantage).sum().item() == pytest.approx(0.0, abs=1e-6)
+    assert by_episode.sum().item() == pytest.approx(1.0)
+
+
 def test_entropy_is_a_bonus():
     entropy = torch.tensor([0.5, 1.5], requires_grad=True)
     parts = policy_loss(LossSpec(entropy=0.1), tokens([1.0, 1.0], [0.0, 0.0], entropy=entropy))

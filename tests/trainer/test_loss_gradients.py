@@ -41,6 +41,7 @@ def rows(network):
         mask = tuple(bool(place % 3 != 1) for place in range(len(true))) if number % 2 else ()
         mask = (False,) * len(true) if number == 3 else mask
         fields = {"logprobs": tuple((true - gap).tolist()), "loss_mask": mask, "temperature": 0.8}
+        fields["trajectory"] = f"e{number // 3}"
         found.append(msgspec.structs.replace(row, advantage=(0.7, -1.3, 0.4)[number % 3], **fields))
     return found
 
@@ -51,8 +52,9 @@ def response_logprobs(network, row):
     return logp[torch.arange(len(row.response_ids)), torch.tensor(row.response_ids)]
 
 
-def reference(network, loss, rows, old_of, *, anchored):
-    """Loss of one optimizer step, written out; `old_of` are the log-probabilities before the update, by row id."""
+def reference(network, loss, rows, old_of, start_of, *, anchored):
+    """Loss of one optimizer step, written out; `old_of` and `start_of` are the log-probabilities before the update and
+    of the untrained policy, by row id."""
     kept = {}
     for row in rows:
         counts = list(row.loss_mask or [True] * len(row.response_ids))
@@ -66,14 +68,21 @@ def reference(network, loss, rows, old_of, *, anchored):
         if gaps:
             kept[row.id] = sorted(gaps)
     tokens = sum(map(len, kept.values()))
+    episodes = {}
+    for row in rows:
+        episodes[row.trajectory] = episodes.get(row.trajectory, 0) + len(kept.get(row.id, ()))
+    trained = sum(size > 0 for size in episodes.values())
     total = 0.0
     for row in rows:
         if row.id not in kept:
             continue
         new, places = response_logprobs(network, row), kept[row.id]
-        share = {"token_mean": 1 / tokens, "sequence_mean": 1 / (len(kept) * len(places))}.get(
-            loss.aggregation, 1 / (len(kept) * (loss.constant_length or 1))
-        )
+        share = {
+            "token_mean": 1 / tokens,
+            "sequence_mean": 1 / (len(kept) * len(places)),
+            "trajectory_mean": 1 / (trained * episodes[row.trajectory]),
+            "constant": 1 / (len(kept) * loss.constant_length),
+        }[loss.aggregation]
         base = [old_of[row.id][t].item() if anchored else row.logprobs[t] for t in places]
         changes = [new[t] - b for t, b in zip(places, base, strict=True)]
         gaps = [b - row.logprobs[t] for t, b in zip(places, base, strict=True)]
@@ -81,14 +90,20 @@ def reference(network, loss, rows, old_of, *, anchored):
             changes, gaps = [sum(changes) / len(places)] * len(places), [fmean(gaps)] * len(places)
         for t, change_, gap in zip(places, changes, gaps, strict=True):
             ratio, low, high = change_.exp(), 1 - loss.clip_low, 1 + loss.clip_high
+            advantage = row.advantage
+            if loss.kl and loss.kl_in == "reward":
+                advantage -= loss.kl * (old_of[row.id][t] - start_of[row.id][t]).item()
             weight = min(math.exp(gap), loss.tis_cap) if anchored else 1.0
             held = ratio if anchored or ratio.item() <= loss.tis_cap else loss.tis_cap * (ratio / ratio.detach())
             if loss.style == "cispo":
-                gain = ratio.detach().clamp(low, high) * row.advantage * new[t]
+                gain = ratio.detach().clamp(low, high) * advantage * new[t]
             else:
-                gain = torch.minimum(held * row.advantage, ratio.clamp(low, high) * row.advantage)
-                if loss.dual_clip and row.advantage < 0:
-                    gain = torch.maximum(gain, torch.tensor(loss.dual_clip * row.advantage))
+                gain = torch.minimum(held * advantage, ratio.clamp(low, high) * advantage)
+                if loss.dual_clip and advantage < 0:
+                    gain = torch.maximum(gain, torch.tensor(loss.dual_clip * advantage))
+            if loss.kl and loss.kl_in == "loss":
+                away = start_of[row.id][t] - new[t]
+                gain = gain - loss.kl * (away.exp() - away - 1)
             total = total - share * weight * gain
     return total
 
@@ -102,12 +117,21 @@ def found_gradients(learner):
     return steps
 
 
+def nudge(model):
+    with torch.no_grad():
+        for number, (_, parameter) in enumerate(sorted(dict(model.named_parameters()).items())):
+            parameter += 0.02 * torch.sin(torch.arange(parameter.numel()) + number).view_as(parameter)
+
+
 def losses():
     for name in RECIPES:
         for mask, fields in MASKS.items():
             yield pytest.param(name, "trainer", fields, id=f"{name}, before the update, {mask}")
         yield pytest.param(name, "sampler", {}, id=f"{name}, sampler, no mask")
     yield pytest.param("at_grpo", "trainer", {"dual_clip": 1.2}, id="dual clip")
+    yield pytest.param("grpo", "trainer", {"aggregation": "sequence_mean"}, id="each call alike")
+    for kl_in in ("loss", "reward"):
+        yield pytest.param("grpo", "trainer", {"kl": 0.2, "kl_in": kl_in, "mask": "token"}, id=f"KL in the {kl_in}")
 
 
 @pytest.mark.parametrize(("name", "anchor", "fields"), losses())
@@ -122,12 +146,11 @@ def test_gradients_are_those_of_plain_autograd(base, network, rows, name, anchor
     learner = LocalLearner.open(base, policies_for("full", ["a"], SMALL), settings, loss)
     steps = found_gradients(learner)
     moved = copy.deepcopy(network)
-    old = {row.id: response_logprobs(network, row).detach() for row in rows}
-
-    def nudge(model):
-        with torch.no_grad():
-            for number, (_, parameter) in enumerate(sorted(dict(model.named_parameters()).items())):
-                parameter += 0.02 * torch.sin(torch.arange(parameter.numel()) + number).view_as(parameter)
+    start = {row.id: response_logprobs(network, row).detach() for row in rows}
+    if loss.kl:  # the policy has gone from the untrained one before the update
+        nudge(learner._policies["a"].network)
+        nudge(moved)
+    old = {row.id: response_logprobs(moved, row).detach() for row in rows}
 
     first = learner._optimizers["a"].step
 
@@ -141,7 +164,7 @@ def test_gradients_are_those_of_plain_autograd(base, network, rows, name, anchor
     assert (metrics["masked_share"] > 0) == bool(fields.get("mask"))
     for number, found in enumerate(steps):
         moved.zero_grad()
-        reference(moved, loss, rows, old, anchored=anchor == "trainer").backward()
+        reference(moved, loss, rows, old, start, anchored=anchor == "trainer").backward()
         expected = {n: p.grad for n, p in moved.named_parameters()}
         scale = max(g.abs().max().item() for g in expected.values())
         assert scale > 1e-3

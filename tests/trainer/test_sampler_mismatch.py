@@ -1,9 +1,11 @@
 """Runs whose sampler and learner disagree, as engines of other precisions do."""
 
+import itertools
+
 import pytest
 
 from cotune.errors import ConfigError
-from tests.trainer.tiny_app import application, letters
+from tests.trainer.tiny_app import application, ask, letters
 
 MIXED = {"policies": "shared", "plan": {"kind": "independent", "k": 4}, "tasks_per_step": 3, "steps": 1}
 
@@ -36,6 +38,29 @@ def test_a_mask_that_rejects_everything_leaves_the_policy_as_it_is_and_the_run_g
     assert summary.finished
     assert (line["policies"]["shared"]["masked_share"], line["policies"]["shared"]["steps"]) == (1.0, 0.0)
     assert (line["updated"], line["stayed"]) == (False, {"shared": "no gradient"})
+
+
+def uneven():
+    """A one-call success and a nine-call failure, in turns."""
+    runs = itertools.count()
+
+    async def run(task):
+        success = next(runs) % 2
+        for _ in range(1 if success else 9):
+            await ask("solver", f"say {task['letter']}")
+        return float(success)
+
+    return run
+
+
+@pytest.mark.parametrize(("overrides", "loss"), [({}, 0.0), ({"aggregation": "sequence_mean"}, 0.5657)])
+def test_an_episode_weighs_the_same_whatever_its_number_of_calls(trainer, overrides, loss):
+    """The loss of the first step is minus the sum of weight x advantage: 0.707 and -0.707, as the ratio is 1."""
+    settings = {**MIXED, "plan": {"kind": "independent", "k": 2}, "tasks_per_step": 1, "concurrency": 1}
+    trainer(application(uneven()), recipe="grpo", overrides={**overrides, "tis_cap": 1.0}, **settings)
+    line = trainer.metrics()[0]
+    assert line["rows"] == 10
+    assert line["policies"]["shared"]["loss"] == pytest.approx(loss, abs=2e-3)
 
 
 @pytest.mark.parametrize(
