@@ -41,13 +41,15 @@ def attribute(samples: Sequence[Sample], attribution: Attribution, key: tuple[st
     later turns and other roles are looked up among the chosen ones.
     """
     own, outcome = _mixed(samples, attribution, key)
-    if attribution.horizon == "terminal":
-        value, some = outcome.value, outcome.some
-    elif attribution.horizon == "own_turn":
-        value, some = own.value + outcome.value, own.some | outcome.some
+    some = own.some | outcome.some
+    mine = own.value - overlong(samples, attribution)
+    shared = outcome.value
+    if attribution.takes_outcome:
+        shared = shared - attribution.timeout_penalty * np.array([s.timed_out for s in samples], np.float64)
+    if attribution.horizon == "reward_to_go":
+        value = _reward_to_go(samples, mine, shared, attribution.gamma)
     else:
-        value = _reward_to_go(samples, own.value, outcome.value, attribution.gamma)
-        some = own.some | outcome.some
+        value = mine + shared
     reward = np.where(some, value, np.nan)
     return reward if attribution.scope == "own" else _over_roles(samples, reward, mean=attribution.scope == "mean")
 
@@ -75,10 +77,39 @@ def _mixed(samples: Sequence[Sample], attribution: Attribution, key: tuple[str, 
     return own, outcome
 
 
-def attribute_siblings(rewards: Sequence[Mapping[str, float]], attribution: Attribution) -> Floats:
-    """[n] own-turn reward of the candidates of one call: what `attribute` gives them, for the selection to compare."""
+def attribute_siblings(
+    rewards: Sequence[Mapping[str, float]], attribution: Attribution, lengths: Sequence[Length] = ()
+) -> Floats:
+    """[n] own-turn reward of the candidates of one call: what `attribute` gives them, for the selection to compare.
+
+    `lengths` are those of the candidates; none: their rewards alone count.
+    """
     own = _mix(rewards, np.zeros(len(rewards), np.int64), attribution, {})
-    return np.where(own.some, own.value, np.nan)
+    penalty = _overlong(lengths, attribution) if rewards and lengths else 0.0
+    return np.where(own.some, own.value - penalty, np.nan)
+
+
+class Length(NamedTuple):
+    """Tokens of an answer, the most that it could have (None: unknown), and whether it was cut there."""
+
+    tokens: int
+    limit: int | None
+    truncated: bool
+
+
+def overlong(samples: Sequence[Sample], attribution: Attribution) -> Floats:
+    """[n] what each sample loses by its length: the penalty times 0 up to `overlong_buffer` tokens before its limit,
+    rising to 1 at the limit, and 1 for an answer that was cut (arXiv 2503.14476, equation 13, with the sign turned)."""
+    return _overlong([Length(s.tokens, s.limit, s.truncated) for s in samples], attribution)
+
+
+def _overlong(lengths: Sequence[Length], attribution: Attribution) -> Floats:
+    buffer = attribution.overlong_buffer
+    shares = [
+        1.0 if cut else 0.0 if limit is None or not buffer else min(max((tokens - limit + buffer) / buffer, 0.0), 1.0)
+        for tokens, limit, cut in lengths
+    ]
+    return attribution.overlong_penalty * np.array(shares, np.float64)
 
 
 class _Mixed(NamedTuple):

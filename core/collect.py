@@ -36,7 +36,6 @@ def collect(
     roles: Collection[str] | None = None,
     versions: Mapping[str, int] | None = None,
     max_lag: int = 0,
-    drop_truncated: bool = False,
     on_failure: OnFailure = "lowest",
 ) -> Collected:
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
@@ -54,8 +53,11 @@ def collect(
     """
     left_out: Counter[str] = Counter()
     usable: list[tuple[Episode, Call]] = []
+    timed_out: set[str] = set()
     for episode in episodes:
         for call in store.calls(episode.id):
+            if call.status == "timeout" and (roles is None or call.role in roles):
+                timed_out.add(episode.id)
             reason = _episode_reason(episode, plan, on_failure) or _call_reason(call, roles, versions or {}, max_lag)
             if reason is None:
                 usable.append((episode, call))
@@ -73,11 +75,10 @@ def collect(
             outcome = {**failures.outcome(episode.task.id), **outcome}
         for candidate in call.candidates:
             own = rewards.get(candidate_id(call.id, candidate.index)) or {}
-            reason = _candidate_reason(candidate, call, plan, drop_truncated) or _reward_reason(
-                own, outcome, call, plan
-            )
+            reason = _candidate_reason(candidate, call, plan) or _reward_reason(own, outcome, call, plan)
             if reason is None:
-                samples.append(_sample(episode, call, candidate, own, outcome, plan))
+                late = episode.id in timed_out
+                samples.append(_sample(episode, call, candidate, own, outcome, plan, timed_out=late))
             else:
                 left_out[reason] += 1
     return Collected(samples=samples, calls={call.id: call for _, call in usable}, left_out=dict(left_out))
@@ -152,7 +153,7 @@ def _call_reason(call: Call, roles: Collection[str] | None, versions: Mapping[st
     return "greedy" if temperature(call) <= 0.0 else None
 
 
-def _candidate_reason(candidate: Candidate, call: Call, plan: PlanKind, drop_truncated: bool) -> str | None:
+def _candidate_reason(candidate: Candidate, call: Call, plan: PlanKind) -> str | None:
     if plan == "independent" and candidate.index != call.chosen:
         return "not_chosen"
     if not candidate.token_ids and call.redacted and (candidate.text or candidate.tool_calls):
@@ -163,9 +164,7 @@ def _candidate_reason(candidate: Candidate, call: Call, plan: PlanKind, drop_tru
         return "no_logprobs"
     if len(candidate.logprobs) != len(candidate.token_ids) or not math.isfinite(sum(candidate.logprobs)):
         return "broken_logprobs"
-    if candidate.finish_reason not in COMPLETE:
-        return "interrupted"
-    return "truncated" if drop_truncated and candidate.finish_reason == "length" else None
+    return None if candidate.finish_reason in COMPLETE else "interrupted"
 
 
 def _reward_reason(own: Mapping[str, float], outcome: Mapping[str, float], call: Call, plan: PlanKind) -> str | None:
@@ -182,6 +181,8 @@ def _sample(
     own: Mapping[str, float],
     outcome: Mapping[str, float],
     plan: PlanKind,
+    *,
+    timed_out: bool,
 ) -> Sample:
     assert call.prompt is not None and call.policy is not None
     return Sample(
@@ -199,4 +200,7 @@ def _sample(
         outcome=outcome,
         chosen=candidate.index == call.chosen,
         training_step=episode.training_step,
+        limit=call.sampling.get("max_tokens"),
+        truncated=candidate.finish_reason == "length",
+        timed_out=timed_out,
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 
-from cotune.advantages import Spread
+from cotune.advantages import FLAT, Spread
 from cotune.groups import Group
 from cotune.recipes import Filters
+from cotune.samples import Sample
 
 REASONS: Mapping[str, str] = {
     "failed_episode": "the episode was cancelled, or it failed and such episodes are excluded",
@@ -23,7 +24,8 @@ REASONS: Mapping[str, str] = {
     "broken_logprobs": "log-probabilities are not finite, or not one per token",
     "empty_response": "the candidate has no token",
     "interrupted": "the provider cut the answer off, neither at its end nor at the length limit",
-    "truncated": "the answer hit the length limit, and such answers are dropped",
+    "truncated": "the answer was cut at its length limit, and drop_truncated is set",
+    "timed_out_episode": "a call of its episode timed out, and drop_timed_out is set",
     "greedy": "sampled at temperature 0, so nothing was explored",
     "stale_version": "sampled from another version of the policy than the one being trained",
     "not_chosen": "the application did not go on with it, and the plan compares whole episodes",
@@ -38,6 +40,15 @@ REASONS: Mapping[str, str] = {
     "no_signal": "all advantages of its policy are zero, so the step leaves that policy as it is",
 }
 """Reason -> why candidates with it are not trained on. A failed call without candidates counts as one."""
+
+
+def sample_reason(sample: Sample, advantage: float, filters: Filters) -> str | None:
+    """The first reason to leave out a sample that has its advantage, or None."""
+    if filters.drop_truncated and sample.truncated:
+        return "truncated"
+    if filters.drop_timed_out and sample.timed_out:
+        return "timed_out_episode"
+    return "zero_advantage" if filters.zero_advantage and abs(advantage) <= FLAT else None
 
 
 def group_reasons(

@@ -8,13 +8,13 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from cotune.advantages import FLAT, AdvantageState, Spread, combine, spread, units
-from cotune.attribution import Codes, Floats, attribute, codes, lacking
+from cotune.advantages import AdvantageState, Spread, combine, spread, units
+from cotune.attribution import Codes, Floats, attribute, codes, lacking, overlong
 from cotune.collect import Collected, temperature
 from cotune.errors import GroupError
-from cotune.filters import group_reasons
+from cotune.filters import group_reasons, sample_reason
 from cotune.groups import Group, build_groups, explain_alone, one_prompt
-from cotune.recipes import Recipe
+from cotune.recipes import Attribution, Recipe
 from cotune.samples import Sample, TrainRow
 from cotune.store import Store
 
@@ -24,7 +24,8 @@ class RoleStats(msgspec.Struct, frozen=True, kw_only=True):
 
     `reward` is the mean over all samples that have one, kept or not. `groups` counts groups of two or more,
     `group_spread` is the mean of their standard deviations (population), `zero_variance` the share whose rewards
-    are all equal. `kept` counts the samples that are trained on.
+    are all equal. `kept` counts the samples that are trained on. `truncated` is the share of all samples that were cut
+    at their length limit, `overlong` of those that lose reward by their length.
     """
 
     samples: int
@@ -33,6 +34,8 @@ class RoleStats(msgspec.Struct, frozen=True, kw_only=True):
     groups: int
     group_spread: float
     zero_variance: float
+    truncated: float = 0.0
+    overlong: float = 0.0
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,12 +94,12 @@ def prepare(
     order = order[stays]
     values, state = combine(kept, [r[order] for r in returns], recipe.terms, state)
     groups = [group for group, reason in zip(built.groups, reasons, strict=True) if reason is None]
-    if recipe.filters.zero_advantage:
-        moves = np.abs(values) > FLAT
-        left_out["zero_advantage"] = int((~moves).sum())
-        groups = _only(groups, moves)
-        kept = [sample for sample, move in zip(kept, moves, strict=True) if move]
-        values = values[moves]
+    gone = [sample_reason(s, value, recipe.filters) for s, value in zip(kept, values.tolist(), strict=True)]
+    left_out.update(reason for reason in gone if reason is not None)
+    stays = np.array([reason is None for reason in gone], np.bool_)
+    groups = _only(groups, stays)
+    kept = [sample for sample, stay in zip(kept, stays, strict=True) if stay]
+    values = values[stays]
     if not (decays or recipe.loss.moves_alone):
         signal = {sample.policy.name for sample, value in zip(kept, values.tolist(), strict=True) if value}
         moves = np.array([sample.policy.name in signal for sample in kept], np.bool_)
@@ -109,7 +112,7 @@ def prepare(
         advantages=values,
         groups=tuple(groups),
         left_out={reason: count for reason, count in left_out.items() if count},
-        roles=_role_stats(samples, returns[0], members, number, stats, kept),
+        roles=_role_stats(samples, returns[0], members, number, stats, kept, recipe.attribution),
         warnings=tuple(warnings),
         state=state,
     )
@@ -194,6 +197,7 @@ def _role_stats(
     number: Codes,
     stats: Spread,
     kept: Sequence[Sample],
+    attribution: Attribution,
 ) -> dict[str, RoleStats]:
     """Statistics by role; a group that spans several roles counts for each of them."""
     role, names = codes([s.role for s in samples])
@@ -201,6 +205,8 @@ def _role_stats(
     having = np.bincount(role, ~np.isnan(reward), minlength=len(names))
     sums = np.bincount(role, np.nan_to_num(reward), minlength=len(names))
     trained = Counter(s.role for s in kept)
+    cut = np.bincount(role, [s.truncated for s in samples], minlength=len(names))
+    long = np.bincount(role, overlong(samples, attribution) > 0, minlength=len(names))
     deviation = np.sqrt(stats.variance)
     pairs = sorted({(s.role, int(g)) for s, g in zip(members, number, strict=True)})
     result: dict[str, RoleStats] = {}
@@ -213,5 +219,7 @@ def _role_stats(
             groups=len(own),
             group_spread=float(deviation[own].mean()) if own else 0.0,
             zero_variance=float(stats.flat[own].mean()) if own else 0.0,
+            truncated=float(cut[i] / totals[i]),
+            overlong=float(long[i] / totals[i]),
         )
     return result

@@ -52,6 +52,9 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     at its last turn. `outcome` lets `own_turn` add those components that only the episode has.
     `absent` is what a component counts where a candidate, or its episode, lacks it while others of its group, or
     episodes of its task, carry it; None leaves such candidates out.
+    `overlong_penalty` is taken from the reward of an answer that was cut at its length limit, and a growing share of it
+    from one that ends in the last `overlong_buffer` tokens before that limit (DAPO's soft overlong punishment).
+    `timeout_penalty` is taken from the outcome of an episode in which a call of a trained role timed out.
     `scope` joins the roles of an episode on the turn: own reward, or sum or mean over the roles.
     """
 
@@ -63,9 +66,17 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     gamma: float = 1.0
     scope: Scope = "own"
     absent: float | None = None
+    overlong_buffer: int = 0
+    overlong_penalty: float = 0.0
+    timeout_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         _within("gamma", self.gamma, 0.0, 1.0)
+        for name in ("overlong_buffer", "overlong_penalty", "timeout_penalty"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(name, getattr(self, name), "0 or more")
+        if self.overlong_buffer and not self.overlong_penalty:
+            raise ConfigError("overlong_buffer", self.overlong_buffer, "0, as overlong_penalty is 0", "Set both.")
 
     @property
     def takes_outcome(self) -> bool:
@@ -115,12 +126,16 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
     """What is left out, and counted, beyond groups of one.
 
     Before the advantages: groups of `zero_variance`, groups whose mean reward is outside `mean_range` (inclusive).
-    After them: samples of `zero_advantage`.
+    After them, so that baselines take them in: samples of `zero_advantage`; `drop_truncated`: answers that were cut at
+    their length limit (DAPO's overlong filtering); `drop_timed_out`: all of an episode in which a call of a trained
+    role timed out.
     """
 
     zero_variance: bool = False
     mean_range: tuple[float, float] | None = None
     zero_advantage: bool = False
+    drop_truncated: bool = False
+    drop_timed_out: bool = False
 
 
 class LossSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from cotune.asked import fixes_form, request_params, template_options, tools_shown
-from cotune.attribution import attribute_siblings
+from cotune.attribution import Length, attribute_siblings
 from cotune.errors import RequestRefused, SamplerError, WorkflowError
 from cotune.plans import Plan, choose, seed_of
 from cotune.recipes import Attribution
@@ -79,7 +79,8 @@ class PolicyResponder:
         completions = await self.sampler.sample(prompt, self._count(call), params, policy)
         candidates = tuple(self._candidate(call, prompt, params, i, c) for i, c in enumerate(completions))
         rewards, error = await self._rewards(call, candidates)
-        compared = attribute_siblings(rewards, self.attribution).tolist()
+        lengths = [Length(len(c.token_ids), params.max_tokens, c.finish_reason == "length") for c in candidates]
+        compared = attribute_siblings(rewards, self.attribution, lengths).tolist()
         select = self.plan.select if self.plan else "first"
         return Answer(
             candidates=candidates,

@@ -19,7 +19,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     history the call happened in: under a tree plan the episode, whose chosen prefix all siblings share; under
     independent rollouts the prompt, as equal prompts are all that two episodes can have in common.
     `rollout` is the episode. `rewards` are the candidate's own components, from before the selection; `outcome`
-    the episode's.
+    the episode's. `limit` is the most tokens that the answer could have, None where unknown; `truncated` says that it
+    was cut there, `timed_out` that a call of a trained role timed out in its episode.
     """
 
     id: str
@@ -36,6 +37,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Mapping[str, float] = {}
     chosen: bool = True
     training_step: int | None = None
+    limit: int | None = None
+    truncated: bool = False
+    timed_out: bool = False
 
     @property
     def call(self) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
-from cotune.attribution import attribute, lacking
+from cotune.attribution import Length, attribute, attribute_siblings, lacking, overlong
 from cotune.recipes import Attribution
 from cotune.records import PolicyRef
 from cotune.samples import Sample
@@ -144,3 +145,33 @@ def test_a_missing_later_reward_reaches_every_earlier_return():
 def test_nothing_gives_nothing():
     for horizon in ("own_turn", "terminal", "reward_to_go"):
         assert attribute([], Attribution(horizon=horizon, scope="sum")).shape == (0,)
+
+
+def test_overlong_answers_lose_reward_as_in_dapo():
+    """Limit 10, buffer 4: nothing up to 6 tokens, then a quarter for each, all for an answer that was cut."""
+    lengths = [Length(6, 10, False), Length(7, 10, False), Length(8, 10, False), Length(10, 10, False)]
+    lengths += [Length(3, 10, True), Length(9, None, False)]
+    fields = [dict(zip(("tokens", "limit", "truncated"), length, strict=True)) for length in lengths]
+    candidates = [
+        msgspec.structs.replace(sample(f"c.{i}", rewards={"local": 1.0}), **more) for i, more in enumerate(fields)
+    ]
+    shaped = Attribution(overlong_buffer=4, overlong_penalty=2.0)
+    assert overlong(candidates, shaped).tolist() == [0.0, 0.5, 1.0, 2.0, 2.0, 0.0]
+    assert attribute(candidates, shaped).tolist() == [1.0, 0.5, 0.0, -1.0, -1.0, 1.0]
+    assert attribute_siblings([c.rewards for c in candidates], shaped, lengths).tolist() == [
+        1.0,
+        0.5,
+        0.0,
+        -1.0,
+        -1.0,
+        1.0,
+    ]
+    assert attribute(candidates, Attribution(overlong_penalty=2.0)).tolist() == [1.0, 1.0, 1.0, 1.0, -1.0, 1.0]
+    assert attribute(candidates, Attribution()).tolist() == [1.0] * 6
+
+
+def test_a_timed_out_call_lowers_the_outcome_of_its_episode():
+    fine, late = sample("c.0", rollout="e", outcome={"team": 1.0}), sample("d.0", rollout="f", outcome={"team": 1.0})
+    late = msgspec.structs.replace(late, timed_out=True)
+    assert attribute([fine, late], Attribution(horizon="terminal", timeout_penalty=0.25)).tolist() == [1.0, 0.75]
+    assert attribute([fine, late], Attribution(horizon="terminal")).tolist() == [1.0, 1.0]

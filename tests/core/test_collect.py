@@ -74,19 +74,28 @@ def test_calls_left_out(book, reason, fields):
         ("broken_logprobs", {"logprobs": (-1.0, math.nan)}),
         ("broken_logprobs", {"logprobs": (-1.0, -math.inf)}),
         ("interrupted", {"finish_reason": "content_filter"}),
-        ("truncated", {"finish_reason": "length"}),
     ],
 )
 def test_candidates_left_out(book, reason, fields):
     book.episode("e")
     book.call("c", "e", rewards=[1.0, 0.0], candidates=[book.candidate(0, **fields), book.candidate(1)])
-    assert left_out(book, drop_truncated=True) == (1, {reason: 1})
+    assert left_out(book) == (1, {reason: 1})
 
 
-def test_truncated_answers_are_trained_on_unless_told(book):
-    book.episode("e")
-    book.call("c", "e", rewards=[1.0], candidates=[book.candidate(0, finish_reason="length")])
-    assert left_out(book) == (1, {})
+def test_samples_know_their_limit_whether_they_were_cut_and_whether_a_call_timed_out(book):
+    for episode, status in (("e", "ok"), ("f", "timeout")):
+        book.episode(episode, outcome={"team": 1.0})
+        cut = book.candidate(0, finish_reason="length")
+        book.call(f"{episode}c", episode, rewards=[1.0], candidates=[cut], sampling={"max_tokens": 7})
+        book.call(f"{episode}d", episode, turn=1, status=status, rewards=[1.0])
+    samples = collect(book.store, book.store.episodes(), plan="independent").samples
+    assert {s.id: (s.limit, s.truncated, s.timed_out) for s in samples} == {
+        "ec.0": (7, True, False),
+        "ed.0": (None, False, False),
+        "fc.0": (7, True, True),
+    }
+    other = collect(book.store, book.store.episodes(), plan="independent", roles=["b"])
+    assert not any(s.timed_out for s in other.samples)
 
 
 def test_rewards_left_out(book):

@@ -218,6 +218,7 @@ def test_rows_carry_tokens_and_logprobs_as_recorded(book):
             advantage=0.5,
             temperature=0.8,
             version=3,
+            trajectory="e",
         ),
         TrainRow(
             id="c.1",
@@ -228,6 +229,7 @@ def test_rows_carry_tokens_and_logprobs_as_recorded(book):
             advantage=-0.5,
             temperature=0.8,
             version=3,
+            trajectory="e",
         ),
     ]
     assert [(r.id, r.prompt_ids, r.advantage, r.temperature) for r in rows["b"]] == [
@@ -262,3 +264,18 @@ def _seconds(work) -> float:
     start = time.thread_time()
     work()
     return time.thread_time() - start
+
+
+def test_truncated_and_timed_out_samples_are_in_the_baseline_but_not_trained_on_when_asked():
+    """Rewards 1, 0, 0, 0, the second cut: mean 1/4 with it, 1/3 without."""
+    samples = [sample(f"c.{i}", float(i == 0), truncated=i == 1, timed_out=i == 2) for i in range(4)]
+    plain = prepare(samples, recipe("at_grpo", scale="none"))
+    assert plain.advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
+    assert plain.roles["a"].truncated == 0.25
+    dropped = prepare(samples, recipe("at_grpo", scale="none", drop_truncated=True, drop_timed_out=True))
+    assert [s.id for s in dropped.samples] == ["c.0", "c.3"]
+    assert dropped.advantages.tolist() == [0.75, -0.25]
+    assert dropped.left_out == {"truncated": 1, "timed_out_episode": 1}
+    shaped = prepare(samples, recipe("at_grpo", scale="none", overlong_penalty=1.0))
+    assert shaped.advantages.tolist() == [1.0, -1.0, 0.0, 0.0]  # rewards 1, -1, 0, 0
+    assert (shaped.roles["a"].reward, shaped.roles["a"].overlong) == (0.0, 0.25)
