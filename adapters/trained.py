@@ -76,6 +76,15 @@ def latest_policies(run: str | Path) -> list[TrainedPolicy]:
     ]
 
 
+def steps_of(run: str | Path) -> tuple[int, int]:
+    """Steps that the newest checkpoint of a run has, and steps that the run is to make. Raises RunError."""
+    folder = Path(run)
+    described = _read_json(folder / "run.json", "Name a folder that cotune train wrote.")
+    name = (folder / "checkpoints" / "latest").read_text().strip()
+    done = int(name.rpartition("-")[2])
+    return done, int((described.get("config") or {}).get("steps", done))
+
+
 def other_roles_of(run: str | Path) -> OtherRoles:
     """What plays a role of a run that has no policy. Raises RunError."""
     found: OtherRoles = _config_of(run).get("other_roles", "provider")

@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +18,7 @@ from cotune.cli_serve import add_export, add_gateway, add_serve
 from cotune.cli_train import add_check, add_doctor, add_eval, add_trace, add_train
 from cotune.errors import CotuneError
 from cotune.process_end import leave, own_process
+from cotune.terminal import LogFormat, harmless
 from cotune.user_code import origin
 
 _DESCRIPTION = """Train the agents you already have.
@@ -43,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of all commands; each sub-parser's `run` default is the function that does it."""
     top = argparse.ArgumentParser("cotune", description=_DESCRIPTION, formatter_class=Formatter)
     top.add_argument("-v", "--verbose", action="store_true", help="log what happens, and show tracebacks")
+    top.add_argument("--version", action="version", version=f"cotune {version('cotune')}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (*_APPLICATIONS, *_SERVICES, *_RECORDS):
         add(commands)
@@ -52,7 +55,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status: 0 done, 1 an error, 2 wrong usage, 130 interrupted."""
     arguments = parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(name)s: %(message)s")
+    shown = logging.StreamHandler()
+    shown.setFormatter(LogFormat())
+    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, handlers=[shown])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     sys.path.insert(0, str(Path.cwd()))
@@ -81,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _failed(arguments: argparse.Namespace, said: str) -> int:
     if arguments.verbose:
         logging.getLogger("cotune").exception("failed")
-    print(f"cotune {arguments.command}: {said}", file=sys.stderr)
+    print(f"cotune {arguments.command}: {harmless(said)}", file=sys.stderr)
     return 1
 
 

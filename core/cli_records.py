@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from cotune.cli_command import RECORDS, add_command, pairs
+from cotune.terminal import tell, terminal
 
 
 def add_show(commands: Any) -> None:
     """Add `cotune show`."""
 
     def run(a: argparse.Namespace) -> int:
-        from rich.console import Console
-
         from cotune.show import show_run
 
-        Console().print(show_run(a.run_folder, episode=a.episode, task=a.task, groups=a.groups, limit=a.limit))
+        terminal().print(show_run(a.run_folder, episode=a.episode, task=a.task, groups=a.groups, limit=a.limit))
         return 0
 
     text = "show what a run recorded: episodes, the tree of calls of one, groups and what was left out"
@@ -39,7 +38,7 @@ def add_sft(commands: Any) -> None:
 
         with SqliteStore.open(a.run_folder, read_only=True) as store:
             made = write_supervised(store, a.to, role=a.role, min_reward=a.min_reward)
-        print(f"wrote {made.lines} lines to {a.to}")
+        tell(f"wrote {made.lines} lines to {a.to}")
         _say_left_out(made.left_out)
         return 0 if made.lines else 1
 
@@ -76,7 +75,7 @@ def _export(ways: Any) -> None:
                 exporter = otlp_exporter(a.endpoint, pairs("--header", a.header))
                 made = export_to(store, exporter, episode=a.episode, detail=detail)
                 exporter.shutdown()
-        print(f"exported {made.spans} spans of {made.episodes} episodes to {a.to or a.endpoint}")
+        tell(f"exported {made.spans} spans of {made.episodes} episodes to {a.to or a.endpoint}")
         _say_left_out(made.left_out)
         return 0
 
@@ -103,11 +102,11 @@ def _import(ways: Any) -> None:
         with SqliteStore.open(Path(a.to) / "records.db") as store:
             for file in a.files:
                 made = import_file(file, store)
-                print(f"{file}: {made.episodes} episodes with {made.calls} calls from {made.spans} spans")
+                tell(f"{file}: {made.episodes} episodes with {made.calls} calls from {made.spans} spans")
                 _say_left_out(made.left_out)
             store.flush()
             lost = store.lost
-        print(f"next: cotune show {a.to}" if not lost else f"{lost} records could not be stored")
+        tell(f"next: cotune show {a.to}" if not lost else f"{lost} records could not be stored")
         return 1 if lost else 0
 
     text = "read traces in OTLP/JSON as records, to look at, score and fine-tune on"
@@ -118,4 +117,4 @@ def _import(ways: Any) -> None:
 
 def _say_left_out(left_out: Mapping[str, int]) -> None:
     if left_out:
-        print("left out: " + ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())))
+        tell("left out: " + ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())))

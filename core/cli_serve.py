@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from functools import partial
 from typing import Any
 
 from cotune.cli_command import FUNCTION, REDACT, add_address, add_command, add_trust
+from cotune.terminal import tell
+
+_UNTRAINED = {"frozen": "frozen, the base model answers", "provider": "the application's own provider"}
 
 
 def add_export(commands: Any) -> None:
@@ -15,10 +17,18 @@ def add_export(commands: Any) -> None:
 
     def run(a: argparse.Namespace) -> int:
         from cotune.adapters.export import export_run
+        from cotune.adapters.trained import steps_of
 
         manifest = export_run(a.run_folder, a.to)
-        print(f"exported {', '.join(sorted(entry.role for entry in manifest.roles))} to {a.to}")
-        print(f"next: cotune serve {a.to}")
+        done, steps = steps_of(a.run_folder)
+        kinds = {entry.role: manifest.policy(entry.role).kind for entry in manifest.roles}
+        trained = sorted(role for role, kind in kinds.items() if kind in ("lora", "full"))
+        tell(f"exported {', '.join(trained)} to {a.to}")
+        if done < steps:
+            tell(f"the run is not finished: this is step {done} of {steps}")
+        for role in sorted(kinds.keys() - set(trained)):
+            tell(f"no folder for {role}: its policy is {_UNTRAINED[kinds[role]]}")
+        tell(f"next: cotune serve {a.to}")
         return 0
 
     text = "write the trained policies as PEFT folders (or models) with roles.json and a model card"
@@ -36,7 +46,7 @@ def add_serve(commands: Any) -> None:
 
         token = a.token or os.environ.get("COTUNE_TOKEN")
         options = {"base": a.model, "names": a.role, "tool_format": a.tool_format}
-        serve(a.folder, partial(print, flush=True), host=a.host, port=a.port, token=token, **options)
+        serve(a.folder, tell, host=a.host, port=a.port, token=token, **options)
         return 0
 
     text = "serve an export (or a plain model) over an OpenAI-compatible API, one model name per role"
@@ -67,7 +77,7 @@ def add_gateway(commands: Any) -> None:
         serve(
             a.upstream,
             a.records,
-            partial(print, flush=True),
+            tell,
             host=a.host,
             port=a.port,
             token=a.token or os.environ.get("COTUNE_TOKEN"),

@@ -20,6 +20,7 @@ from cotune.cli_command import (
     settings,
 )
 from cotune.errors import ConfigError
+from cotune.terminal import tell, terminal
 
 _CLUSTER = "run on Ray: local (its own, for this run), auto or HOST:PORT of a cluster; see docs/cluster.md"
 _FLAGS = (
@@ -41,8 +42,6 @@ def add_check(commands: Any) -> None:
     """Add `cotune check`."""
 
     def run(a: argparse.Namespace) -> int:
-        from rich.console import Console
-
         from cotune.trainer.check import check
         from cotune.trainer.check_report import render
         from cotune.trainer.config import load_config
@@ -55,7 +54,7 @@ def add_check(commands: Any) -> None:
                 a.workflow, a.tasks, config, model=a.model, answers=a.answer, call_tools=not a.no_tools, **bounds
             )
         if a.json in (None, "-"):
-            print(report.to_json()) if a.json else Console().print(render(report))
+            print(report.to_json()) if a.json else terminal().print(render(report))
         else:
             Path(a.json).write_text(report.to_json() + "\n")
         return 0 if report.trainable else 1
@@ -98,8 +97,6 @@ def add_doctor(commands: Any) -> None:
     """Add `cotune doctor`."""
 
     def run(a: argparse.Namespace) -> int:
-        from rich.console import Console
-
         from cotune.trainer.config import load_config
         from cotune.trainer.doctor import examine, render
 
@@ -111,8 +108,8 @@ def add_doctor(commands: Any) -> None:
         if a.json:
             print(report.to_json())
         else:
-            Console(soft_wrap=True).print(render(report))
-            print("a run can start" if report.fits else "a run cannot start: see what blocks it")
+            terminal(soft_wrap=True).print(render(report))
+            tell("a run can start" if report.fits else "a run cannot start: see what blocks it")
         return 0 if report.fits else 1
 
     text = "look at this machine or a Ray cluster and say whether a configuration fits; starts nothing"
@@ -233,9 +230,9 @@ def _run_train(a: argparse.Namespace) -> int:
         flags = {k: v for k, v in vars(a).items() if "." in k or k in _FLAGS}
         summary = train(a.workflow, a.tasks, load_config(a.config, {**flags, **settings(a.set)}), run=a.out)
     state = "finished" if summary.finished else "stopped"
-    print(f"{state} after {summary.steps} steps in {summary.seconds:.0f} s: {summary.path}")
+    tell(f"{state} after {summary.steps} steps in {summary.seconds:.0f} s: {summary.path}")
     if summary.finished:
-        print(f"next: cotune export {summary.path} --to adapters/")
+        tell(f"next: cotune export {summary.path} --to adapters/")
     return 0 if summary.finished else 130
 
 
@@ -243,15 +240,13 @@ def add_eval(commands: Any) -> None:
     """Add `cotune eval`."""
 
     def run(a: argparse.Namespace) -> int:
-        from rich.console import Console
-
         from cotune.trainer.evaluate import evaluate
         from cotune.trainer.evaluation_report import render
 
         settings = {"limit": a.limit, "concurrency": a.concurrency, "out": a.out, "prices": prices(a.price)}
         settings["roles_by"] = a.roles_by
         report = evaluate(a.run_folder, a.workflow, a.tasks, modes=tuple(a.modes.split(",")), **settings)
-        Console().print(render(report))
+        terminal().print(render(report))
         return 1 if report.broken else 0
 
     text = "evaluate trained policies against the base, with confidence intervals"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -157,7 +159,9 @@ def load_workflow(spec: str) -> Workflow:
         if not hasattr(found, part):
             known = [n for n, v in vars(module).items() if isinstance(getattr(v, "cotune", None), Workflow)]
             allowed = f"a name in {source}; workflows there: {', '.join(known) or 'none'}"
-            raise ConfigError("app", spec, allowed, f"Decorate a function in {source} with @cotune.workflow.")
+            near = difflib.get_close_matches(part, known or vars(module), n=1)
+            meant = f"Did you mean {source}:{near[0]}? " if near else ""
+            raise ConfigError("app", spec, allowed, f"{meant}Decorate a function in {source} with @cotune.workflow.")
         found = getattr(found, part)
     return workflow_of(found)
 
@@ -264,6 +268,15 @@ def _load_file(spec: str, source: str, field: str = "app") -> ModuleType:
 
 
 def _broken(spec: str, error: Exception, field: str) -> ConfigError:
-    return ConfigError(
-        field, spec, f"a module that imports; this one raised {type(error).__name__}: {error}", "Fix the module first."
-    )
+    what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    return ConfigError(field, spec, f"a module that imports; this one raised {what}{_line_of(error)}", "Fix it first.")
+
+
+def _line_of(error: Exception) -> str:
+    """File and line of the user's code that an import ended at: the innermost that is in no installed package."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}:{error.lineno})"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    frames = [frame for frame in frames if Path(frame.filename) not in (Path(__file__), Path(importlib.__file__))]
+    outside = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix))]
+    return f" ({(outside or frames)[-1].filename}:{(outside or frames)[-1].lineno})" if frames else ""

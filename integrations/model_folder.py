@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 from collections.abc import Iterator
@@ -28,8 +29,14 @@ def locate_model(model: str | Path) -> Path:
     path = Path(model).expanduser()
     if (path / "config.json").is_file():
         return _checked(path.resolve())
-    if path.exists() or str(model).startswith(("/", ".", "~")) or str(model).count("/") > 1:
-        raise ConfigError("model", str(model), "a model folder with a config.json", "Correct the path.")
+    if (path / "run.json").is_file():
+        raise _no_model(model, "it is a run folder", f"Export it first: cotune export {model} --to adapters/")
+    if (path / "roles.json").is_file():
+        raise _no_model(model, "it is an export", "Name the base model that it was trained on, or use cotune serve.")
+    if path.exists():
+        raise _no_model(model, "it has none", "Correct the path.")
+    if not _may_be_id(str(model)):
+        raise _no_model(model, "there is no such folder", f"{_near(path)}An id has the form owner/name.")
     from huggingface_hub import snapshot_download
 
     try:
@@ -107,6 +114,26 @@ def _settings(file: Path) -> dict[str, Any]:
         allowed = f"a model folder whose {file.name} is a JSON object"
         raise ConfigError("model", str(file.parent), allowed, "Fetch it again.")
     return found
+
+
+def _no_model(model: str | Path, why: str, remedy: str) -> ConfigError:
+    return ConfigError("model", str(model), f"a model folder with a config.json; {why}", remedy)
+
+
+def _may_be_id(model: str) -> bool:
+    """Whether a name that is no folder can be a Hugging Face id: of the form owner/name, where no folder `owner` is."""
+    owner, _, name = model.partition("/")
+    return bool(owner and name) and "/" not in name and owner[0] not in ".~" and not Path(owner).is_dir()
+
+
+def _near(path: Path) -> str:
+    """The folder that may have been meant."""
+    try:
+        here = [entry.name for entry in path.absolute().parent.iterdir() if entry.is_dir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, here, n=1)
+    return f"Did you mean {path.with_name(near[0])}? " if near else ""
 
 
 def _cause(error: Exception) -> str:

@@ -134,12 +134,13 @@ def judge_placement(
 def render(report: Report) -> Table:
     """The findings as a table."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for finding in report.findings:
         style = _STYLES[finding.level]
         said = finding.text + (f"\n{finding.remedy}" if finding.remedy else "")
-        table.add_row(f"[{style}]{finding.level}[/]", finding.subject, said)
+        table.add_row(Text(finding.level, style=style), Text(finding.subject), Text(said))
     return table
 
 

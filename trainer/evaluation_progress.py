@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 from cotune.records import Episode
+from cotune.terminal import terminal
 
 log = logging.getLogger(__name__)
 
@@ -16,10 +17,9 @@ OnMode = Callable[[str, int], Callable[[Episode], None] | None]
 @contextlib.contextmanager
 def shown_progress() -> Iterator[OnMode]:
     """Give what `evaluate_modes` calls at the start of each mode."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    console = terminal(stderr=True)
     if not console.is_terminal:
         yield _logged
         return

@@ -14,6 +14,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from cotune.records import Episode
+from cotune.terminal import terminal
 from cotune.trainer.metrics import StepMetrics
 
 _COLUMNS = ("reward", "group_spread", "zero_variance", "clip_share", "entropy", "sampler_gap_mean", "tokens_mean")
@@ -30,7 +31,7 @@ class Progress:
     """Shows steps, the episodes of the step in hand, the latest figures by role, and the time left."""
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or terminal()
         self._bars = Bars(
             TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             console=self.console,

@@ -8,12 +8,13 @@ from pathlib import Path
 from rich.console import Console
 
 from cotune.anywhere import run_anywhere
-from cotune.errors import WorkflowError
+from cotune.errors import RunError, WorkflowError
 from cotune.integrations.otel_export import LiveExport, otlp_exporter
 from cotune.integrations.otel_spans import Detail
 from cotune.records import Episode
 from cotune.sqlite_store import SqliteStore
 from cotune.tasks import load_tasks
+from cotune.terminal import terminal
 from cotune.trainer.progress import episode_bar
 from cotune.trainer.rollout import rollout
 from cotune.workflow import load_workflow
@@ -41,11 +42,15 @@ def trace(
     """
     flow = load_workflow(workflow).redacted(redact).named_by(roles_by)
     listed = load_tasks(tasks)[:limit]
-    console = console or Console()
+    console = console or terminal()
     exporter = otlp_exporter(otlp) if otlp else None
     folder = Path(out).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    store = SqliteStore.open(folder / "records.db")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        store = SqliteStore.open(folder / "records.db")
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise RunError(f"{folder} cannot be written: {why}.", "Free some space, or name another --out.") from None
     live = LiveExport(store, exporter, detail=Detail(content=otlp_content)) if exporter else None
     try:
         with episode_bar(console, len(listed)) as advance:

@@ -19,6 +19,7 @@ from cotune.adapters.hashes import write_hashes
 from cotune.adapters.load import load_export
 from cotune.adapters.manifest import read_manifest
 from cotune.adapters.trained import TrainedPolicy
+from cotune.cli import main
 from cotune.errors import ConfigError, RunError
 from cotune.policies import LoraSpec
 from cotune.sampler import Weights, fingerprint
@@ -181,6 +182,24 @@ def test_a_run_is_exported_from_its_newest_checkpoint(
     assert manifest.policies[0].version == 2
     assert manifest.policies[0].fingerprint == fingerprint(adapter(5))
     assert manifest.roles[0].metrics == {"reward": 0.25}
+
+
+def test_the_command_says_how_far_the_run_is_and_which_roles_got_no_folder(
+    tmp_path: Path, base: Path, lora: LoraSpec, adapter: Callable[[int], Weights], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    write_run(run, base, lora, adapter(5))
+    step = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
+    judge = {"name": "judge", "kind": "frozen", "version": 0, "roles": ["judge"], "model": str(base)}
+    saved = json.loads((step / "policies.json").read_text())
+    (step / "policies.json").write_text(json.dumps([*saved, judge]))
+    write_hashes(step)
+    (run / "run.json").write_text(json.dumps({"model": str(base), "config": {"steps": 100}}))
+    assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"exported planner to {tmp_path / 'out'}"
+    assert said[1] == f"the run is not finished: this is step {int(step.name.split('-')[1])} of 100"
+    assert said[2] == "no folder for judge: its policy is frozen, the base model answers"
 
 
 def test_a_folder_without_a_run_or_a_checkpoint_is_said_so(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +33,12 @@ def test_help_of_each_command(command, capsys):
     said = capsys.readouterr().out
     assert f"cotune {command}" in said
     assert "Example:" in said
+
+
+@pytest.mark.parametrize("start", [["-m", "cotune"], ["-m", "cotune.cli"]])
+def test_the_module_tells_its_version(start):
+    done = subprocess.run([sys.executable, *start, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"cotune {version('cotune')}\n"
 
 
 def test_help_names_every_command(capsys):

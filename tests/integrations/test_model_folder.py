@@ -16,11 +16,30 @@ def test_a_folder_stands_for_itself(tmp_path: Path) -> None:
     assert locate_model(tmp_path) == tmp_path.resolve()
 
 
-@pytest.mark.parametrize("model", ["/nowhere", "./models/nothing", "~/nothing", "a/b/c"])
+@pytest.mark.parametrize("model", ["/nowhere", "./models/nothing", "~/nothing", "a/b/c", "adaptors", "adaptors/"])
 def test_a_path_without_a_model_is_not_asked_for_anywhere(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
-    with pytest.raises(ConfigError, match=r"a model folder with a config\.json\. Correct the path\."):
+    with pytest.raises(ConfigError, match=r"a model folder with a config\.json; there is no such folder\."):
         locate_model(model)
+
+
+def test_a_name_in_a_folder_that_is_there_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"there is no such folder\. Did you mean runs/first\? An id has the form"):
+        locate_model("runs/frist")
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [("run.json", r"it is a run folder\. Export it first: cotune export .*/x --to"), ("roles.json", "it is an export")],
+)
+def test_a_run_and_an_export_are_told_from_a_model(tmp_path: Path, file: str, said: str) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / file).write_text("{}")
+    with pytest.raises(ConfigError, match=said):
+        locate_model(tmp_path / "x")
 
 
 def test_an_id_that_cannot_be_fetched_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,8 @@ def test_no_such_name_in_the_app(refused, module):
     error = refused(ConfigError, f"{module('bad_name_app', text)}:slove")
     assert (error.field, error.value) == ("app", "bad_name_app:slove")
     assert error.allowed == "a name in bad_name_app; workflows there: solve"
-    assert error.remedy == "Decorate a function in bad_name_app with @cotune.workflow."
+    meant = "Did you mean bad_name_app:solve?"
+    assert error.remedy == f"{meant} Decorate a function in bad_name_app with @cotune.workflow."
 
 
 def test_an_app_that_does_not_import(refused, module):
@@ -125,7 +126,7 @@ def test_a_tree_without_a_scorer(refused):
 def test_a_model_folder_that_is_missing(refused, tmp_path):
     error = refused(ConfigError, application(**BOTH), model=str(tmp_path / "nowhere"))
     assert (error.field, error.value) == ("model", str(tmp_path / "nowhere"))
-    assert error.allowed == "a model folder with a config.json"
+    assert error.allowed == "a model folder with a config.json; there is no such folder"
 
 
 def test_a_model_without_a_chat_template(refused, tmp_path):

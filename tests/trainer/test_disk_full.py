@@ -20,6 +20,7 @@ from cotune.recipes import LossSpec
 from cotune.trainer.checkpoint import _sync_file
 from cotune.trainer.learner_files import write_progress
 from cotune.trainer.local_learner import LocalLearner
+from cotune.trainer.trace import trace
 from tests.trainer.conftest import Trainer
 from tests.trainer.learner_rows import FAST, SMALL, make_rows
 from tests.trainer.tiny_app import TASKS, application, letters
@@ -70,6 +71,13 @@ def test_each_file_of_a_learner_tells_the_cause(base: str, tmp_path: Path, room:
             write_progress(tmp_path / "again", policy, order, 1)
         else:
             learner.save(tmp_path / "again")
+
+
+def test_tracing_into_a_place_that_cannot_be_written_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "tasks.jsonl").write_text('{"id": "a"}\n')
+    with pytest.raises(RunError, match=f"{tmp_path}/file/runs cannot be written: Not a directory"):
+        trace("tests.trainer.worker_app:solve", str(tmp_path / "tasks.jsonl"), str(tmp_path / "file" / "runs"))
 
 
 def test_records_that_cannot_be_written_stop_the_run_before_it_trains(tiny_base: Path, tmp_path: Path) -> None:

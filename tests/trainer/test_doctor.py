@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from cotune.errors import ConfigError
 from cotune.trainer.cluster_config import ClusterConfig
@@ -136,6 +138,10 @@ def test_this_machine_can_run_a_local_cluster(tiny_base: Path) -> None:
     assert report.fits
     assert {"torch", "ray", "vllm", "engines", "learners", "rollout workers"} <= {f.subject for f in report.findings}
     assert render(report).row_count == len(report.findings)
+    out = io.StringIO()
+    lost = Finding("ray", "blocks", "not installed", "pip install 'cotune[ray]'.")
+    Console(file=out, width=200).print(render(msgspec.structs.replace(report, findings=(lost,))))
+    assert "pip install 'cotune[ray]'." in out.getvalue()
 
 
 def test_the_command_blocks_a_cluster_that_is_not_there(tiny_base: Path) -> None:

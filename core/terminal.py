@@ -1,0 +1,56 @@
+"""What is printed for people: text of applications and models is shown, never obeyed by the terminal."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def harmless(text: str) -> str:
+    """`text` with a visible mark in place of each control character that a terminal acts on, but line ends and tabs."""
+    return _CONTROLS.sub(lambda found: chr(0x2400 + ord(found[0])) if ord(found[0]) < 0x20 else "�", text)
+
+
+def tell(text: str) -> None:
+    """Print a line at once."""
+    print(harmless(text), flush=True)  # noqa: T201
+
+
+def terminal(**options: Any) -> Console:
+    """A console that takes text as it is: no markup in it, and no escape sequence. `options` are those of `Console`."""
+    return _terminal_class()(markup=False, **options)
+
+
+@functools.cache
+def _terminal_class() -> type[Console]:
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class Terminal(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                if segment.control or not _CONTROLS.search(segment.text):
+                    yield segment
+                else:
+                    yield Segment(harmless(segment.text), segment.style)
+
+    return Terminal
+
+
+class LogFormat(logging.Formatter):
+    """`logger: message`, harmless."""
+
+    def __init__(self) -> None:
+        super().__init__("%(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return harmless(super().format(record))

@@ -1,0 +1,72 @@
+"""What applications and models say is shown on the terminal, never obeyed."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+from rich.text import Text
+
+from cotune.cli import main
+from cotune.episodes import run_episode
+from cotune.records import Task
+from cotune.sqlite_store import SqliteStore
+from cotune.stub import StubResponder
+from cotune.terminal import LogFormat, harmless, terminal
+from tests.trainer.tiny_app import application, ask
+
+EVIL = "\x1b]0;owned\x07\x1b[2J[bold]hi[/bold] \u202egnp.exe\x9b31m"
+
+
+def test_escapes_become_visible_and_markup_is_text() -> None:
+    assert harmless(EVIL) == "␛]0;owned␇␛[2J[bold]hi[/bold] �gnp.exe�31m"
+    assert harmless("a\tb\nc é 漢") == "a\tb\nc é 漢"
+    out = io.StringIO()
+    table = Table()
+    table.add_column(EVIL)
+    table.add_row(Text(EVIL, style="red"))
+    console = terminal(file=out, width=200, force_terminal=True)
+    console.print(EVIL)
+    console.print(table)
+    shown = out.getvalue()
+    assert "[bold]hi[/bold]" in shown and "\x1b[31m" in shown, "its own colours are kept"
+    assert not any(bad in shown for bad in ("\x1b]", "\x1b[2J", "\x07", "\x9b", "\u202e"))
+
+
+def test_logs_are_harmless() -> None:
+    record = logging.LogRecord("cotune", logging.WARNING, "", 0, "failed: %s", (EVIL,), None)
+    assert LogFormat().format(record) == f"cotune: failed: {harmless(EVIL)}"
+
+
+def test_an_error_of_an_application_is_harmless(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "evil_app.py").write_text("raise ValueError('\\x1b[2J')")
+    (tmp_path / "tasks.jsonl").write_text('{"id": "a"}\n')
+    assert main(["check", f"{tmp_path}/evil_app.py:solve", "--tasks", str(tmp_path / "tasks.jsonl")]) == 1
+    said = capsys.readouterr().err
+    assert "\x1b" not in said and "ValueError: ␛[2J" in said and f"{tmp_path}/evil_app.py:1" in said
+
+
+@pytest.mark.parametrize("extra", [[], ["--groups"], ["--episode"]])
+def test_show_prints_answers_harmless(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, extra: list[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+
+    async def solve(task: dict[str, str]) -> float:
+        await ask(EVIL, EVIL)
+        return 1.0
+
+    with SqliteStore.open(tmp_path / "records.db") as store:
+        flow = application(solve).cotune
+        stub = StubResponder(answers=[EVIL])
+        outcome = asyncio.run(run_episode(flow, Task(id=EVIL, input={"x": EVIL}), sink=store, responder=stub))
+        assert outcome.error is None
+    options = [*extra, *([outcome.episode.id] if extra == ["--episode"] else [])]
+    assert main(["show", str(tmp_path), *options]) == 0
+    shown = capsys.readouterr().out
+    assert ("owned" in shown) is (extra != ["--groups"])
+    assert not any(bad in shown for bad in ("\x1b", "\x07", "\x9b", "\u202e"))
