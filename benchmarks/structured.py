@@ -92,7 +92,8 @@ async def measure(sampler: Sampler, chat: ChatTemplate, learner: LocalLearner, r
         for mine, r in zip(learner.logprobs("base", rows), rows, strict=True)
     ]
     grammar = chat.grammar(form(TEXT), None, [1])
-    await speed(sampler, chat, grammar, 0)
+    for some in (grammar, ""):
+        await speed(sampler, chat, some, 0)
     pairs = [(await speed(sampler, chat, grammar, i), await speed(sampler, chat, "", i)) for i in range(rounds)]
     return {
         "valid": sum(valid(schema, text) for schema, _, text in replies) / len(replies),
