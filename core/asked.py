@@ -59,8 +59,10 @@ def tools_shown(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | No
 def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
     """What the request hands to the chat template: `chat_template_kwargs`, and `reasoning_effort` beside them."""
     options = dict(body.get("chat_template_kwargs") or {})
-    if body.get("reasoning_effort") is not None:
-        options.setdefault("reasoning_effort", body["reasoning_effort"])
+    reasoning = body.get("reasoning")  # the Responses API's form
+    effort = body.get("reasoning_effort") or (reasoning.get("effort") if isinstance(reasoning, Mapping) else None)
+    if effort is not None:
+        options.setdefault("reasoning_effort", effort)
     return options
 
 

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cotune.asked import form_type, function_of
+from cotune.asked import fixes_form, form_type, function_of
 from cotune.errors import RequestRefused
+from cotune.integrations.grammar import reason
+from cotune.integrations.hermes import TOOL_CALL, call_grammar
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """As `json.dumps` or compact: a model cannot fill its reply with white space."""
@@ -72,6 +74,29 @@ def reply_grammar(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
     end = f" ({' | '.join(f'<[{token}]>' for token in syntax.ends)})?" if syntax.ends else ""
     start = "start: " + ("thought " if thought and syntax.thinking else "thought? " if thought else "") + f"reply{end}"
     return "\n".join(["%llguidance {}", start, f"reply: {reply}", *rules, *thought, ""])
+
+
+def unenforceable(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """Why no grammar can be made of a request, whatever the model; "" where one can, or none is asked for."""
+    from llguidance import LLMatcher
+
+    def fault(grammar: str) -> str:
+        failed, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(grammar))
+        return messages[0] if failed else ""
+
+    if not fixes_form(body, tools):
+        return ""
+    plain = Syntax(
+        call_mark=TOOL_CALL[0],
+        call=lambda name, arguments: call_grammar(name, arguments, lambda mark: None),
+        token=lambda mark: None,
+        supports=lambda grammar: not fault(grammar),
+    )
+    try:
+        error = fault(reply_grammar(body, tools, plain))
+    except RequestRefused as refused:
+        return refused.cause
+    return f"The form that the request asks for cannot be enforced: {reason(error)}." if error else ""
 
 
 def json_grammar(schema: Mapping[str, Any] | bool) -> str:

@@ -17,6 +17,7 @@ from cotune.collect import Collected, collect
 from cotune.episodes import Outcome
 from cotune.errors import ConfigError, SamplerError
 from cotune.groups import build_groups
+from cotune.integrations.reply_grammar import unenforceable
 from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, require
 from cotune.plans import Plan
 from cotune.policies import Policies
@@ -100,6 +101,7 @@ def check(
             roles = _roles(seen, policies, flow, plan)
             groups, left_out = _groups(store, outcomes, seen, roles, plan, recipe)
             tokens, refused = _tokens(chat, seen, store)
+            refused += _forms(seen, store)
             found += [*more, *refused]
             if not groups and not any(finding.level == "blocks" for finding in found):
                 text = "the plan would form no group: nothing would be trained."
@@ -285,6 +287,17 @@ def _tokens(chat: Any, calls: Sequence[Call], store: Store) -> tuple[dict[str, i
         except SamplerError as error:
             found[call.role] = blocking(error, call.role)
     return counts, list(found.values())
+
+
+def _forms(calls: Sequence[Call], store: Store) -> list[Finding]:
+    """Forms of replies that calls ask for and no sampler can enforce: such a call is an error in training."""
+    found: dict[tuple[str, str], Finding] = {}
+    for call in calls:
+        cause = unenforceable(call.params, store.message(call.tools) if call.tools else None)
+        if cause:
+            remedy = "Change the schema or the tools, or give the role a policy of kind provider."
+            found[call.role, cause] = Finding(level="blocks", about=call.role, text=cause, remedy=remedy)
+    return list(found.values())
 
 
 def _frameworks() -> Iterable[Framework]:

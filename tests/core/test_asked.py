@@ -81,4 +81,5 @@ def test_template_options():
         "enable_thinking": False,
         "reasoning_effort": "low",
     }
+    assert template_options({"reasoning": {"effort": "high", "summary": None}}) == {"reasoning_effort": "high"}
     assert template_options({}) == {}

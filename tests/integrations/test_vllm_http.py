@@ -78,12 +78,20 @@ def opening(server: FakeServer, model: Path | str) -> None:
     asyncio.run(scenario())
 
 
-def sampling(server: FakeServer, model: Path, answer: tuple[int, Any]) -> Any:
+PLAIN = SamplingParams(max_tokens=3, seed=1)
+
+
+def sampling(
+    server: FakeServer,
+    model: Path,
+    answer: tuple[int, Any],
+    how: SamplingParams = PLAIN,
+) -> Any:
     async def scenario() -> Any:
         sampler = await VllmHttpSampler.open(server.url + "/v1/", model)
         server.answers["POST", "/v1/completions"] = answer
         try:
-            return await sampler.sample([5, 6], 1, SamplingParams(max_tokens=3, seed=1), PolicyRef("any"))
+            return await sampler.sample([5, 6], 1, how, PolicyRef("any"))
         finally:
             await sampler.aclose()
 
@@ -98,6 +106,16 @@ def test_everything_that_shapes_the_distribution_is_sent(server: FakeServer, con
     assert (body["prompt"], body["max_tokens"]) == ([5, 6], 3)
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
     assert {key: body[key] for key in neutral} == neutral
+
+
+def test_what_a_request_asks_is_sent(server: FakeServer, contract_model: Path) -> None:
+    asked = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2}
+    how = SamplingParams(max_tokens=3, seed=1, grammar="start: /a/", logit_bias=((7, -100.0),), **asked)
+    sampling(server, contract_model, (200, {"choices": [TOKEN]}), how)
+    body = server.asked[-2]
+    assert {key: body[key] for key in asked} == asked
+    assert body["logit_bias"] == {"7": -100.0}
+    assert body["structured_outputs"] == {"grammar": "start: /a/"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cotune.errors import LearnerError
+from cotune.errors import LearnerError, WorkflowError
 from cotune.policies import Policies, PolicySpec
 from cotune.recipes import recipe
 from cotune.samples import TrainRow
@@ -20,7 +20,7 @@ from cotune.sqlite_store import SqliteStore
 from cotune.trainer.check import check
 from cotune.trainer.config import convert
 from cotune.trainer.local_learner import LocalLearner
-from tests.integrations.tiny_models import build
+from tests.integrations.tiny_models import build, tokenizer
 from tests.trainer.learner_rows import FAST
 from tests.trainer.tiny_app import application, ask
 
@@ -38,6 +38,8 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with one token per character, so that its untrained replies are noise."""
     folder = tmp_path_factory.mktemp("speaking") / "base"
     build("qwen3", folder)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if enable_thinking is false %}!{% endif %}")
     return folder
 
 
@@ -46,7 +48,8 @@ async def plan(task: Mapping[str, Any]) -> dict[str, float]:
     asked = {"response_format": FORM, "max_tokens": 64, "logit_bias": {"200": -100}, "presence_penalty": 1.5}
     move = json.loads(await ask("planner", "where to?", **asked))
     jsonschema.validate(move, SCHEMA)
-    free = await ask("writer", "say anything", max_tokens=8)
+    quick = {"chat_template_kwargs": {"enable_thinking": False}}
+    free = await ask("writer", "say anything", max_tokens=8, extra_body=quick)
     return {"team": 0.1 * move["steps"] + 0.01 * len(free)}
 
 
@@ -74,6 +77,12 @@ def test_every_reply_fits_the_schema(ran) -> None:
     assert len({call.candidates[0].text for call in calls}) > 4
 
 
+def test_template_options_reach_the_prompt(ran) -> None:
+    episode = next(iter(ran[2].episodes(phase="train")))
+    ends = {call.role: tokenizer().decode(ran[2].token_ids(call.prompt))[-1] for call in ran[2].calls(episode.id)}
+    assert ends == {"planner": "\n", "writer": "!"}
+
+
 def test_the_learner_sees_the_distribution_that_was_sampled_from(ran) -> None:
     for line in ran[1].metrics("structured"):
         for role in ("planner", "writer"):
@@ -92,6 +101,24 @@ def test_check_names_what_training_replaces() -> None:
     )
     said = [finding.text for finding in found.findings if finding.about == "planner"]
     assert "asks for presence_penalty 1.5; training samples without it." in said
+
+
+async def impossible(task: Mapping[str, Any]) -> float:
+    """Asks for a set, which no grammar over tokens can keep free of repetition."""
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    form = {"type": "json_schema", "json_schema": {"name": "set", "schema": schema}}
+    return float(len(await ask("planner", "which?", response_format=form)))
+
+
+def test_check_blocks_a_form_that_cannot_be_enforced() -> None:
+    found = check(application(impossible), [{"id": "a"}], convert({"model": "none"}))
+    (finding,) = [finding for finding in found.findings if finding.about == "planner" and finding.level == "blocks"]
+    assert "uniqueItems" in finding.text
+
+
+def test_a_form_that_cannot_be_enforced_ends_training_with_its_cause(speaking: Path, module_trainer) -> None:
+    with pytest.raises(WorkflowError, match="uniqueItems"):
+        module_trainer(application(impossible), model=str(speaking), plan={"kind": "independent", "k": 4}, to="no")
 
 
 DIGIT = 'start: "{" /[1-3]/ "}"'
