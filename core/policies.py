@@ -28,8 +28,8 @@ def stand_in(others: OtherRoles) -> PolicyRef | None:
 
 def unlisted_said(role: str, others: OtherRoles) -> str:
     """A sentence on a role that has no policy."""
-    who = "the untrained model answers it" if others == "frozen" else "its own provider answers it"
-    return f"role {role!r} has no policy: {who}, and it is not trained (other_roles = {others!r})"
+    who = "the untrained model" if others == "frozen" else "its own provider"
+    return f"role {role!r} has no policy: {who} answers its calls, which are not trained on (other_roles = {others!r})"
 
 
 class LoraSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -156,7 +156,11 @@ def rewards_said(metrics: StepMetrics) -> list[str]:
         for name in ("success", "reward")
         if name in metrics.held_out
     )
-    return [*said, f"held-out, single samples: {held_out}"] if held_out else said
+    if not held_out:
+        return said
+    failed, count = metrics.held_out.get("failed", 0.0), metrics.held_out.get("episodes", 0.0)
+    beside = f" ({failed:.0f} of {count:.0f} failed)" if failed else ""
+    return [*said, f"held-out, single samples: {held_out}{beside}"]
 
 
 def _ends(figures: Mapping[str, float], name: str) -> str:

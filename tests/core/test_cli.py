@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from cotune import cli
+from cotune.cli_command import prices
 from cotune.errors import ConfigError
 from cotune.trainer import config as train_config
 from cotune.trainer import train as train_module
@@ -76,6 +77,16 @@ def test_errors_are_status_1_and_one_line_on_stderr(arguments, said, capsys, tmp
     assert err.startswith(said)
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_prices_are_per_million_prompt_and_completion_tokens():
+    assert prices(["gpt-4o-mini=0.15/0.6", "own=2"]) == {"gpt-4o-mini": (0.15, 0.6), "own": (2.0, 2.0)}
+
+
+@pytest.mark.parametrize("given", ["gpt", "gpt=", "gpt=cheap", "gpt=1/2/3"])
+def test_a_price_that_is_none_is_named(given):
+    with pytest.raises(ConfigError, match=r"--price = .*MODEL=PROMPT/COMPLETION, in money per million tokens"):
+        prices([given])
 
 
 def test_interrupted_is_status_130(monkeypatch, capsys):

@@ -163,6 +163,6 @@ def test_a_role_without_a_policy_is_played_alike_in_deployed_and_serve(
     assert len(provider.requests) == int(own)
     with serving(tmp_path / "adapters") as endpoint:
         asked = {"model": "critic", "messages": [{"role": "user", "content": "check"}], "max_tokens": 2}
-        answer = httpx.post(f"{endpoint.url}/chat/completions", json=asked)
-        unlisted = httpx.get(endpoint.url.removesuffix("/v1") + "/health").json()["unlisted"]
+        answer = httpx.post(f"{endpoint.url}/chat/completions", json=asked, timeout=60)
+        unlisted = httpx.get(endpoint.url.removesuffix("/v1") + "/health", timeout=60).json()["unlisted"]
     assert (answer.status_code, unlisted) == ((404, {}) if own else (200, {"critic": 1}))

@@ -40,7 +40,7 @@ def test_a_role_first_seen_late_does_not_fail_its_episode(
     assert [str(c.policy) for c, _ in calls_of(trainer.folder / "run") if c.role == "critic"] == [policy]
     assert len(provider.requests) == asked
     who = {"frozen": "the untrained model", "provider": "its own provider"}[others]
-    said = f"role 'critic' has no policy: {who} answers it, and it is not trained (other_roles = '{others}')"
+    said = f"role 'critic' has no policy: {who} answers its calls, which are not trained on (other_roles = '{others}')"
     assert trainer.said.splitlines().count(said) == 1
 
 
