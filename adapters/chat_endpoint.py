@@ -15,7 +15,7 @@ from cotune.adapters.conversations import Conversations, Place
 from cotune.adapters.local import Local, Served
 from cotune.adapters.openai_http import ChatRequest, Reply, completion, decode_request, events
 from cotune.asked import fixes_form, template_options, tools_shown
-from cotune.errors import RequestRefused, SamplerError, SampleTimeout
+from cotune.errors import PromptTooLong, RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.http_requests import (
     Access,
     ClientGone,
@@ -133,7 +133,7 @@ class ChatEndpoint:
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._long if long else None, self._render, request, served)
-        except RequestRefused as error:
+        except PromptTooLong as error:
             code = "context_length_exceeded"
             raise RequestError(400, error.cause, param="messages", code=code) from None
         except SamplerError as error:
@@ -149,7 +149,7 @@ class ChatEndpoint:
         tools = tools_shown(asked, request.tools)
         prompt = self.local.chat.render(request.messages, tools, earlier=place.paths, most=most, **shown)
         if len(prompt) > most:  # earlier ids may be more than the template's
-            raise RequestRefused(f"The prompt has {len(prompt)} tokens; the model takes {most + 1} with the reply.")
+            raise PromptTooLong(f"The prompt has {len(prompt)} tokens; the model takes {most + 1} with the reply.")
         return place, prompt
 
     async def _sample(self, prompt: list[int], n: int, params: SamplingParams, served: Served) -> list[Completion]:

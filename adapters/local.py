@@ -72,6 +72,19 @@ async def open_local(
     return await _open_model(source, base, names, tool_format)
 
 
+def with_aliases(local: Local, aliases: Mapping[str, str]) -> Local:
+    """The same under further names: what is asked of a name in `aliases` is answered by the role beside it.
+
+    Raises ConfigError for a role that is not served, and a name that is.
+    """
+    for name, role in aliases.items():
+        if role not in local.served:
+            raise ConfigError("as", f"{name}={role}", f"NAME=ROLE with one of the roles {', '.join(local.served)}")
+        if name in local.served:
+            raise ConfigError("as", f"{name}={role}", "a name that is not served already", "Leave it out.")
+    return replace(local, served={**local.served, **{name: local.served[role] for name, role in aliases.items()}})
+
+
 async def _open_export(export: Export, tool_format: str | None) -> Local:
     if export.model is None:
         raise AdapterError(f"{export.folder} leaves every role to a provider.", "There is nothing to serve.")
@@ -112,16 +125,32 @@ async def _open(
     tool_format: str,
     export: Export | None = None,
 ) -> Local:
+    from cotune.adapters.restarting import Restarting
     from cotune.integrations.transformers_sampler import TransformersSampler
 
-    starting = asyncio.create_task(TransformersSampler.open(model))
+    async def opened() -> TransformersSampler:
+        sampler = await TransformersSampler.open(model)
+        try:
+            if export is not None:
+                await export.publish(sampler)
+        except BaseException:
+            await sampler.aclose()
+            raise
+        return sampler
+
+    starting = asyncio.create_task(opened())
     try:
         chat = await asyncio.to_thread(ChatTemplate.load, model, tool_format)
         sampler = await starting
-        if export is not None:
-            await export.publish(sampler)
         info = await sampler.info()
     except BaseException:
         await (await starting).aclose()
         raise
-    return Local(sampler, chat, served, left, info.max_model_len, lambda token: chat.tokenizer.decode([token]))
+    return Local(
+        Restarting(opened, sampler),
+        chat,
+        served,
+        left,
+        info.max_model_len,
+        lambda token: chat.tokenizer.decode([token]),
+    )

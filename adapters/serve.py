@@ -14,7 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cotune.adapters.chat_endpoint import ChatEndpoint
-from cotune.adapters.local import Local, Served, open_local
+from cotune.adapters.local import Local, Served, open_local, with_aliases
+from cotune.adapters.restarting import Restarting
 from cotune.integrations.http_requests import Access
 from cotune.integrations.http_responses import application, json_response
 from cotune.integrations.http_server import App, Running, check_access, running, stopped_by_signals
@@ -22,6 +23,8 @@ from cotune.integrations.http_server import App, Running, check_access, running,
 __all__ = ["Endpoint", "build_app", "check_access", "serve", "serving", "serving_local"]
 
 MAX_BODY = 16 << 20
+_LOOK = 0.5
+"""Seconds between two looks at whether the engine is there."""
 
 
 def build_app(local: Local, *, token: str | None = None, max_body: int = MAX_BODY) -> Starlette:
@@ -31,19 +34,18 @@ def build_app(local: Local, *, token: str | None = None, max_body: int = MAX_BOD
 
     async def models(request: Request) -> Response:
         access.check(request.scope)
-        return json_response({"object": "list", "data": [_model(s, local) for s in local.served.values()]})
+        return json_response({"object": "list", "data": [_model(n, s, local) for n, s in local.served.items()]})
 
     async def model(request: Request) -> Response:
         access.check(request.scope)
-        return json_response(_model(chat.find(request.path_params["name"]), local))
+        name = request.path_params["name"]
+        return json_response(_model(name, chat.find(name), local))
 
     async def health(request: Request) -> Response:
         info = await local.sampler.info()
         counts = {"requests": chat.counts, "not_enforced": chat.not_enforced, "unlisted": chat.unlisted}
-        kept = chat.conversations.kept()
-        return json_response(
-            {"status": "ok", "sampler": info.name, "in_flight": chat.in_flight, "conversations": kept, **counts}
-        )
+        more = {"conversations": chat.conversations.kept(), "engine_restarts": getattr(local.sampler, "restarts", 0)}
+        return json_response({"status": "ok", "sampler": info.name, "in_flight": chat.in_flight, **more, **counts})
 
     return application(
         [
@@ -68,8 +70,13 @@ class Endpoint:
     _running: Running[Local]
 
     def wait(self) -> None:
-        """Block until the server stops."""
-        self._running.wait()
+        """Block until the server stops. Raises EngineLost when its engine has ended too often."""
+        sampler = self._running.opened.sampler
+        while not self._running.wait(_LOOK):
+            if isinstance(sampler, Restarting):
+                sampler.look()
+                if sampler.lost is not None:
+                    raise sampler.lost
 
 
 def serving(
@@ -81,15 +88,17 @@ def serving(
     base: str | Path | None = None,
     names: Sequence[str] = (),
     tool_format: str | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> contextlib.AbstractContextManager[Endpoint]:
     """Serve an export, a model folder or a Hugging Face id from a background thread; port 0 takes a free one.
 
     A context manager that is entered once requests are answered. `base` names the base model of an export where
     its recorded path does not hold; `names` are further names of a plain model, `tool_format` how it writes tool
-    calls. Raises ConfigError, AdapterError, SyncError when it cannot start.
+    calls. `aliases` are names under which a role answers too. Raises ConfigError, AdapterError, SyncError when it
+    cannot start.
     """
     settings = {"base": base, "names": names, "tool_format": tool_format}
-    return serving_local(lambda: open_local(source, **settings), host=host, port=port, token=token)
+    return serving_local(lambda: open_local(source, **settings), host=host, port=port, token=token, aliases=aliases)
 
 
 def serving_local(
@@ -99,6 +108,7 @@ def serving_local(
     port: int = 0,
     token: str | None = None,
     max_body: int = MAX_BODY,
+    aliases: Mapping[str, str] | None = None,
 ) -> contextlib.AbstractContextManager[Endpoint]:
     """Serve what `opened` opens in the server's loop; it is closed with the server."""
 
@@ -106,7 +116,8 @@ def serving_local(
     async def opening() -> AsyncIterator[tuple[App, Local]]:
         local = await opened()
         try:
-            yield build_app(local, token=token, max_body=max_body), local
+            named = with_aliases(local, aliases or {})
+            yield build_app(named, token=token, max_body=max_body), named
         finally:
             await local.aclose()
 
@@ -117,8 +128,9 @@ def serve(source: str | Path, say: Callable[[str], None], **options: Any) -> Non
     """Serve until Ctrl-C or SIGTERM; `options` are those of `serving`, `say` receives what to show."""
     with stopped_by_signals(), serving(source, **options) as endpoint:
         say(f"Serving {source} at {endpoint.url}")
-        for entry in endpoint.models.values():
-            say(f"  {entry.name}: {entry.policy} ({entry.kind}), weights {entry.fingerprint[:12]}, {entry.base}")
+        for name, entry in endpoint.models.items():
+            who = name if name == entry.name else f"{name}, as {entry.name}"
+            say(f"  {who}: {entry.policy} ({entry.kind}), weights {entry.fingerprint[:12]}, {entry.base}")
         for role in endpoint.left_to_provider:
             say(f"  {role}: not here, its provider answers")
         if (others := endpoint.others) is not None:
@@ -134,9 +146,9 @@ def _endpoint(server: contextlib.AbstractContextManager[Running[Local]]) -> Iter
         yield Endpoint(f"{found.url}/v1", found.port, local.served, local.left_to_provider, local.others, found)
 
 
-def _model(served: Served, local: Local) -> dict[str, Any]:
+def _model(name: str, served: Served, local: Local) -> dict[str, Any]:
     return {
-        "id": served.name,
+        "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "cotune",

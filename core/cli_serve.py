@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from cotune.cli_command import FUNCTION, REDACT, add_address, add_command, add_trust
+from cotune.errors import ConfigError
 from cotune.terminal import tell
 
 _UNTRAINED = {"frozen": "frozen, the base model answers", "provider": "the application's own provider"}
@@ -46,7 +47,8 @@ def add_serve(commands: Any) -> None:
 
         token = a.token or os.environ.get("COTUNE_TOKEN")
         options = {"base": a.model, "names": a.role, "tool_format": a.tool_format}
-        serve(a.folder, tell, host=a.host, port=a.port, token=token, **options)
+        aliases = dict(map(_alias, a.alias))
+        serve(a.folder, tell, host=a.host, port=a.port, token=token, aliases=aliases, **options)
         return 0
 
     text = "serve an export (or a plain model) over an OpenAI-compatible API, one model name per role"
@@ -59,11 +61,26 @@ def add_serve(commands: Any) -> None:
         "--role", action="append", default=[], metavar="NAME", help="further model name for a plain model; repeatable"
     )
     command.add_argument(
+        "--as",
+        dest="alias",
+        action="append",
+        default=[],
+        metavar="NAME=ROLE",
+        help="answer for this model name too, by the role: --as gpt-4o-mini=planner; repeatable",
+    )
+    command.add_argument(
         "--tool-format",
         metavar="FORMAT",
         help="how the model writes tool calls: auto, hermes, qwen3_coder, mistral, mistral_v11, llama3_json, or "
         "vllm:NAME for a tool parser of vLLM (default: as exported, or auto: as its chat template does)",
     )
+
+
+def _alias(given: str) -> tuple[str, str]:
+    name, is_pair, role = given.partition("=")
+    if not (name and is_pair and role):
+        raise ConfigError("as", given, "NAME=ROLE, such as gpt-4o-mini=planner")
+    return name, role
 
 
 def add_gateway(commands: Any) -> None:

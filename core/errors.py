@@ -59,6 +59,10 @@ class RequestRefused(SamplerError):
     """A healthy engine will not serve this request (too long, unknown version): asking another engine is no use."""
 
 
+class PromptTooLong(RequestRefused):
+    """A prompt leaves no room for a reply in the model's context."""
+
+
 class EngineLost(SamplerError):
     """Too few engines are left and their restarts are used up: no request can be served any more."""
 

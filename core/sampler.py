@@ -145,7 +145,7 @@ class ChatFormat(Protocol):
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered, and
-        RequestRefused when it has more than `most` tokens.
+        PromptTooLong when it has more than `most` tokens.
 
         `earlier` are token paths of the same role; the longest one that the prompt extends is kept id for id.
         `options` are variables for the template (`enable_thinking`, ...).

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.errors import ConfigError, RequestRefused, SamplerError
+from cotune.errors import ConfigError, PromptTooLong, SamplerError
 from cotune.ids import pack_ids, unpack_ids
 from cotune.integrations.bounded import Bounded
 from cotune.integrations.earlier_ids import EarlierIds
@@ -105,7 +105,7 @@ class ChatTemplate:
     ) -> list[int]:
         """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered.
 
-        A prompt of more than `most` tokens is refused (RequestRefused) and not kept; one whose text is far too long for
+        A prompt of more than `most` tokens is refused (PromptTooLong) and not kept; one whose text is far too long for
         them, before it is tokenized.
 
         `earlier` are token paths (prompt, or prompt and reply) of the same role. The longest one that the new prompt
@@ -292,8 +292,8 @@ def end_token_ids(model: str, tokenizer: Any) -> list[int]:
     return list(dict.fromkeys(ids))
 
 
-def _too_long(size: str, most: int) -> RequestRefused:
-    return RequestRefused(
+def _too_long(size: str, most: int) -> PromptTooLong:
+    return PromptTooLong(
         f"The prompt has {size}; the model takes {most + 1} tokens with the reply.", "Send a shorter conversation."
     )
 

@@ -42,9 +42,9 @@ class Running(Generic[T]):
     opened: T
     _ended: threading.Event
 
-    def wait(self) -> None:
-        """Block until the server stops."""
-        self._ended.wait()
+    def wait(self, seconds: float | None = None) -> bool:
+        """Block until the server stops, or for so long; whether it has stopped."""
+        return self._ended.wait(seconds)
 
 
 @contextlib.contextmanager

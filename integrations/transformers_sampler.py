@@ -117,6 +117,11 @@ class TransformersSampler:
         if self._host is not None:
             await asyncio.to_thread(self._host.close)
 
+    @property
+    def broken(self) -> SamplerError | None:
+        """Why the engine answers no more; None while it does."""
+        return self._broken
+
     def _start(self, kind: type[ProcessHost | ThreadHost], source: ModelSource) -> None:
         host = kind(source, self._receive, self._fail)
         with self._lock:

@@ -360,3 +360,32 @@ def test_the_sampler_is_closed_with_the_server_also_when_requests_hang() -> None
 def test_names_with_an_export_are_refused(export: Any) -> None:
     with pytest.raises(ConfigError, match="--role"):
         serve(export, lambda line: None, names=("extra",))
+
+
+def test_a_role_answers_under_the_names_that_the_application_uses() -> None:
+    with scripted(aliases={"gpt-4o-mini": "planner"}) as (endpoint, sampler):
+        with openai.OpenAI(base_url=endpoint.url, api_key="unused", max_retries=0) as client:
+            answer = client.chat.completions.create(model="gpt-4o-mini", messages=HELLO)
+            listed = {model.id: getattr(model, "policy", "") for model in client.models.list()}
+        assert answer.model == "gpt-4o-mini"
+        assert sampler.asked[0][3] == PolicyRef("planner", 3)
+        assert listed == {"planner": "planner", "writer": "writer", "gpt-4o-mini": "planner"}
+
+
+@pytest.mark.parametrize(
+    ("aliases", "match"),
+    [
+        ({"gpt": "critic"}, r"as = 'gpt=critic': allowed is NAME=ROLE with one of the roles planner, writer"),
+        ({"writer": "planner"}, r"a name that is not served already"),
+    ],
+)
+def test_an_alias_that_cannot_be_is_refused(aliases: dict[str, str], match: str) -> None:
+    with pytest.raises(ConfigError, match=match), scripted(aliases=aliases):
+        pass
+
+
+def test_an_alias_is_a_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    from cotune.cli import main
+
+    assert main(["serve", "nowhere", "--as", "gpt-4o-mini"]) != 0
+    assert "as = 'gpt-4o-mini': allowed is NAME=ROLE" in " ".join(capsys.readouterr().err.split())
