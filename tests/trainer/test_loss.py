@@ -68,6 +68,14 @@ def test_dual_clip_bounds_a_bad_token():
     assert parts.clipped.tolist() == [True, False]
 
 
+def test_dual_clip_and_cispos_bound_act_beside_the_correction():
+    """By default nothing is cut at tis_cap but the sampler's mismatch: ratios of 5 and 8 meet their own bounds."""
+    bad = tokens([5.0, 2.0], [-1.0, -1.0], behind=[1.0, 1.0])
+    assert loss_and_slope(LossSpec(dual_clip=3.0), bad)[1:] == (pytest.approx(2.5), pytest.approx([0.0, 1.0]))
+    rare = tokens([8.0, 3.0], [1.0, 1.0], behind=[1.0, 1.0])
+    assert loss_and_slope(recipe("cispo").loss, rare)[2] == pytest.approx([-2.5, -1.5])
+
+
 def test_cispo_weighs_the_score_with_a_clipped_constant():
     # low 1, high 4: weights clip(0.5) = 0.5, clip(8) = 5; loss = -(0.5 * 1 * log .125 + 5 * -1 * log 2) / 2
     spec = LossSpec(style="cispo", clip_low=1.0, clip_high=4.0, tis_cap=None)

@@ -63,6 +63,14 @@ def test_an_episode_weighs_the_same_whatever_its_number_of_calls(trainer, overri
     assert line["policies"]["shared"]["loss"] == pytest.approx(loss, abs=2e-3)
 
 
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_the_penalty_for_leaving_the_untrained_policy_is_asked_for_by_name(trainer, kl_in):
+    trainer(application(first=letters), overrides={"kl": 0.1, "kl_in": kl_in}, **{**MIXED, "plan": {}, "steps": 2})
+    kl = [line["policies"]["shared"]["kl"] for line in trainer.metrics()]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert kl[1] > 1e-6
+
+
 @pytest.mark.parametrize(
     ("recipe", "overrides", "words"),
     [
