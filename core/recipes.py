@@ -77,6 +77,13 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(name, getattr(self, name), "0 or more")
         if self.overlong_buffer and not self.overlong_penalty:
             raise ConfigError("overlong_buffer", self.overlong_buffer, "0, as overlong_penalty is 0", "Set both.")
+        if self.timeout_penalty and not self.takes_outcome:
+            raise ConfigError(
+                "timeout_penalty",
+                self.timeout_penalty,
+                "0 where candidates answer for their own rewards alone, as under a tree plan",
+                "Use drop_timed_out, or --plan independent.",
+            )
 
     @property
     def takes_outcome(self) -> bool:

@@ -200,6 +200,11 @@ def test_at_grpo_over_independent_rollouts_takes_in_the_outcome():
         ("grpo", {"kl": -1}, "kl = -1.0: allowed is 0 or more"),
         ("grpo", {"ddof": 2}, "ddof = 2"),
         ("grpo", {"overlong_penalty": -1}, "overlong_penalty = -1.0: allowed is 0 or more"),
+        (
+            "at_grpo",
+            {"timeout_penalty": 1},
+            "timeout_penalty = 1.0: allowed is 0 where candidates answer for their own",
+        ),
         ("grpo", {"overlong_buffer": 8}, "overlong_buffer = 8: allowed is 0, as overlong_penalty is 0"),
         ("grpo", {"eps": -1.0}, "eps = -1.0"),
         ("grpo", {"tis_cap": 0}, "tis_cap = 0.0"),
