@@ -45,7 +45,7 @@ class Replies:
         reader = self.format or HERMES
         reasoning, rest = split_reasoning(text, opened=self.opened(prompt))
         try:
-            content, calls = reader.read(rest, tools)
+            content, calls = reader.read(rest, tools) if tools or reader is HERMES else (rest, [])
         except (ValueError, KeyError, TypeError):
             self._refused()
             return text, {"role": "assistant", "content": rest} | _thought(reasoning), "malformed"

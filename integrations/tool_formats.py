@@ -65,7 +65,7 @@ def _template(**call: Any) -> dict[str, Any]:
 _AS_IS = {"strip": False}
 _TEMPLATES: Mapping[str, Mapping[str, Any]] = {
     "llama3_json": _template(
-        open_pattern=r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*\"(?:name|type|parameters)\")",
+        open_pattern=r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{.*\"(?:parameters|arguments)\"\s*:)",
         close_pattern=r"\s*\Z",
         content="json",
     ),

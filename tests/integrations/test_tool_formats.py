@@ -127,6 +127,13 @@ def test_two_calls_in_one_reply(name: str, reply: str) -> None:
     assert [call["arguments"] for call in calls] == [{}, {"to": 1}]
 
 
+def test_json_that_is_an_answer_is_no_call() -> None:
+    chat = made(CALLS["llama3_json"])
+    for reply, tools in (('{"name": "Bob", "type": "cat"}', TOOLS), ('{"name": "f", "parameters": {}}', None)):
+        ids = chat.tokenizer.encode(reply, add_special_tokens=False)
+        assert chat.parse(ids, tools=tools)[1:] == ({"role": "assistant", "content": reply}, "stop")
+
+
 def test_a_form_that_nothing_reads_is_refused_when_tools_are_offered() -> None:
     chat = made("CALL {{ f.name }} WITH {{ f.arguments }}")
     assert chat.tool_format is None
