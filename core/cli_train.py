@@ -213,22 +213,29 @@ def add_train(commands: Any) -> None:
     )
     command.add_argument("--out", help="run folder (default: runs/DATE-TIME)")
     command.add_argument(
-        "--resume", metavar="RUN", help="go on with a stopped or killed run, under its own configuration"
+        "--resume",
+        metavar="RUN",
+        help="go on with a stopped, killed or finished run, under its own configuration; settings that are safe to "
+        "change (--steps, --tasks-per-step, memory, machines, ...) may be given, others are refused; see "
+        "docs/run-folder.md",
     )
 
 
 def _run_train(a: argparse.Namespace) -> int:
-    from cotune.trainer.config import load_config
+    from cotune.trainer.config import load_config, read_toml
     from cotune.trainer.train import resume, train
 
+    given = {k: v for k, v in vars(a).items() if v is not None and ("." in k or k in _FLAGS)}
     if a.resume:
-        summary = resume(a.resume, workflow=a.workflow, tasks=a.tasks)
+        if a.out is not None:
+            raise ConfigError("out", a.out, "left out with --resume, which names the run", "Leave out --out.")
+        typed = {**read_toml(a.config), **given, **settings(a.set)}
+        summary = resume(a.resume, workflow=a.workflow, tasks=a.tasks, changes=typed)
     else:
         for name in ("workflow", "tasks"):
             if getattr(a, name) is None:
                 raise ConfigError(name, None, "given, unless --resume is", "See cotune train --help.")
-        flags = {k: v for k, v in vars(a).items() if "." in k or k in _FLAGS}
-        summary = train(a.workflow, a.tasks, load_config(a.config, {**flags, **settings(a.set)}), run=a.out)
+        summary = train(a.workflow, a.tasks, load_config(a.config, {**given, **settings(a.set)}), run=a.out)
     state = "finished" if summary.finished else "stopped"
     tell(f"{state} after {summary.steps} steps in {summary.seconds:.0f} s: {summary.path}")
     if summary.finished:

@@ -26,6 +26,8 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
     samples: list[Sample]
     calls: Mapping[str, Call]
     left_out: Mapping[str, int]
+    roles: frozenset[str] = frozenset()
+    """All roles that called, trained or not."""
 
 
 def collect(
@@ -33,7 +35,7 @@ def collect(
     episodes: Iterable[Episode],
     *,
     plan: PlanKind = "tree",
-    roles: Collection[str] | None = None,
+    roles: Collection[str] | Mapping[str, str] | None = None,
     versions: Mapping[str, int] | None = None,
     max_lag: int = 0,
     on_failure: OnFailure = "lowest",
@@ -41,7 +43,8 @@ def collect(
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
 
     Under a tree plan all candidates of a call are samples and need rewards of their own; under independent rollouts
-    only the chosen one is, and the episode's outcome will do. `roles` are the trained roles (None: all). `versions`
+    only the chosen one is, and the episode's outcome will do. `roles` are the trained roles (None: all); where they are
+    mapped to the policies that play them, what another one has answered is not trained on. `versions`
     is the version of each policy that is trained now; a candidate from more than `max_lag` versions before it, or
     from a version after it (of a run that was rolled back), is stale.
 
@@ -54,8 +57,10 @@ def collect(
     left_out: Counter[str] = Counter()
     usable: list[tuple[Episode, Call]] = []
     timed_out: set[str] = set()
+    seen: set[str] = set()
     for episode in episodes:
         for call in store.calls(episode.id):
+            seen.add(call.role)
             if call.status == "timeout" and (roles is None or call.role in roles):
                 timed_out.add(episode.id)
             reason = _episode_reason(episode, plan, on_failure) or _call_reason(call, roles, versions or {}, max_lag)
@@ -81,7 +86,8 @@ def collect(
                 samples.append(_sample(episode, call, candidate, own, outcome, plan, timed_out=late))
             else:
                 left_out[reason] += 1
-    return Collected(samples=samples, calls={call.id: call for _, call in usable}, left_out=dict(left_out))
+    calls = {call.id: call for _, call in usable}
+    return Collected(samples=samples, calls=calls, left_out=dict(left_out), roles=frozenset(seen))
 
 
 def temperature(call: Call) -> float:
@@ -145,6 +151,8 @@ def _call_reason(call: Call, roles: Collection[str] | None, versions: Mapping[st
         return "untrained_role"
     if call.policy is None:
         return "no_policy"
+    if isinstance(roles, Mapping) and roles[call.role] != call.policy.name:
+        return "untrained_role"
     if call.prompt is None:
         return "redacted" if call.redacted else "no_token_ids"
     current = versions.get(call.policy.name)

@@ -34,7 +34,8 @@ RETRY = (0.05, 2.0)
 """First and longest pause in seconds before a failed transaction is tried again."""
 
 CONFLICTS = {
-    **dict.fromkeys(("messages", "segments", "calls", "episodes"), "ON CONFLICT (id) DO NOTHING"),
+    **dict.fromkeys(("messages", "segments", "calls"), "ON CONFLICT (id) DO NOTHING"),
+    "episodes": "ON CONFLICT (id) DO UPDATE SET status = excluded.status, body = excluded.body",
     "rewards": "ON CONFLICT (target, name) DO UPDATE SET value = excluded.value, at = excluded.at",
 }
 MOST_ROWS = 2048

@@ -12,7 +12,8 @@ class Store(Protocol):
     """Keeps records. Writing never blocks or breaks the application; reading never blocks writing."""
 
     def write(self, records: Sequence[Record]) -> None:
-        """Queue records, in order, to be committed together. Never raises for a full disk: see `lost`."""
+        """Queue records, in order, to be committed together; the last record of an episode stands. Never raises for a
+        full disk: see `lost`."""
         ...
 
     def flush(self) -> None:
@@ -27,6 +28,11 @@ class Store(Protocol):
     @property
     def unreadable(self) -> int:
         """Broken rows that were left out of what was read, since the store was opened."""
+        ...
+
+    @property
+    def refused(self) -> int:
+        """Rewards refused as their groups had been trained on, since the store was opened."""
         ...
 
     def episodes(
@@ -59,8 +65,8 @@ class Store(Protocol):
         """Ids of episodes that have calls but no end: interrupted by a crash."""
         ...
 
-    def consume(self, groups: Iterable[str], training_step: int) -> None:
-        """Mark groups as trained; later rewards for their candidates are refused and counted."""
+    def consume(self, groups: Iterable[str] | Mapping[str, Iterable[str]], training_step: int) -> None:
+        """Mark groups as trained; later rewards for their candidates (a mapping names them) are refused and counted."""
         ...
 
     def consumed(self) -> Mapping[str, int]:

@@ -30,6 +30,10 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, int]
     policies: Policies
     ledger: dict[str, int] = {}
+    members: dict[str, tuple[str, ...]] = {}
+    """The candidates of its groups, where the id of a group is not that of their call."""
+    newcomers: tuple[str, ...] = ()
+    """Roles first seen in the last step: they get policies before the next one."""
     state: AdvantageState = AdvantageState()
     metrics: dict[str, dict[str, float]] = {}
     """Latest figures of each role, for the export."""

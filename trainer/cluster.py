@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 from collections.abc import Callable
 
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, RunError
 from cotune.integrations.model_folder import locate_model
 from cotune.integrations.policy_sampler import PolicySampler
 from cotune.integrations.ray_runtime import open_ray
@@ -17,7 +18,7 @@ from cotune.sampler import Sampler
 from cotune.trainer.app_source import import_path
 from cotune.trainer.cluster_config import ClusterConfig
 from cotune.trainer.config import TrainConfig
-from cotune.trainer.engines import Kind, first_weights, owners, start_engines
+from cotune.trainer.engines import Kind, first_weights, owners, policy_count, start_engines
 from cotune.trainer.fsdp_learner import FsdpLearner
 from cotune.trainer.ray_rollout import RolloutWorkers
 from cotune.workflow import Workflow
@@ -44,6 +45,7 @@ class Cluster:
         self._stack = stack
         self._say = say
         self._settings: ClusterConfig = config.cluster
+        self._learner: FsdpLearner | None = None
 
     def open_ray(self) -> None:
         """Start or join Ray; blocks. Raises ConfigError."""
@@ -96,6 +98,22 @@ class Cluster:
             raise learner
         return workers, learner
 
+    async def reopen_learner(self, policies: Policies, loss: LossSpec) -> FsdpLearner:
+        """Learners for these policies in place of the present ones. Raises RunError where the engines have no room for
+        them."""
+        full, _ = owners(self._config, policies)
+        trained = sum(spec.trained for spec in policies.specs.values())
+        if full or (self._settings.engine == "vllm" and trained > policy_count(self._config)):
+            raise RunError(
+                f"The vLLM engines of this run have no room for the policies of roles that were first seen now; all "
+                f"roles are {', '.join(policies.roles)}.",
+                "Go on with engines for all: cotune train --resume RUN --set "
+                f"'roles={json.dumps(list(policies.roles))}'",
+            )
+        if self._learner is not None:
+            await self._learner.aclose()
+        return await self._open_learner(policies, loss)
+
     async def _open_workers(self, sampler: Sampler) -> RolloutWorkers:
         settings = self._settings
         workers = await RolloutWorkers.open(
@@ -133,4 +151,5 @@ class Cluster:
             timeout=settings.learner_timeout,
         )
         self._stack.push_async_callback(learner.aclose)
+        self._learner = learner
         return learner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -241,25 +241,41 @@ class TrainConfig(_Table):
                 )
         return Policies(specs, roles)
 
+    def join(self, policies: Policies, roles: Sequence[str], *, scored: Collection[str] | None = None) -> Policies:
+        """`policies`, and after them those that the layout gives to `roles` that have none; `scored` as above.
+
+        None where [[policy]] tables name all policies, or `other_roles` leaves such roles to the provider.
+        """
+        new = [role for role in roles if role not in policies.roles and (scored is None or role in scored)]
+        if not new or self.policy or self.other_roles == "provider":
+            return policies
+        more = policies_for(self.policies, new, self.lora.spec())
+        return Policies({**policies.specs, **more.specs}, {**policies.roles, **more.roles})
+
 
 def load_config(path: str | Path | None, flags: Mapping[str, Any]) -> TrainConfig:
     """Read TOML (if any) and apply flags over it; keys of `flags` are dotted field names, None means not given.
 
     Raises ConfigError naming the field, its value and what is allowed.
     """
-    table: dict[str, Any] = {}
-    if path is not None:
-        path = Path(path)
-        if not path.is_file():
-            raise ConfigError("config", str(path), "a TOML file", "See docs/config.md.")
-        try:
-            table = tomllib.loads(path.read_text())
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError("config", str(path), f"valid TOML ({error})") from None
+    table = read_toml(path)
     for name, value in flags.items():
         if value is not None:
-            _assign(table, name, value)
+            assign(table, name, value)
     return convert(table)
+
+
+def read_toml(path: str | Path | None) -> dict[str, Any]:
+    """What a TOML file says; nothing where there is no `path`. Raises ConfigError."""
+    if path is None:
+        return {}
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError("config", str(path), "a TOML file", "See docs/config.md.")
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("config", str(path), f"valid TOML ({error})") from None
 
 
 def convert(table: Mapping[str, Any]) -> TrainConfig:
@@ -289,7 +305,8 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
         raise ConfigError(field, _lookup(table, field), message, "See docs/config.md.") from None
 
 
-def _assign(table: dict[str, Any], dotted: str, value: Any) -> None:
+def assign(table: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set a field by its dotted name. Raises ConfigError where a part of the name is no table."""
     *parents, leaf = dotted.split(".")
     for parent in parents:
         table = table.setdefault(parent, {})

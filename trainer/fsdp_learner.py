@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -151,10 +151,11 @@ class FsdpLearner:
         files.write_identity(folder, self._specs)
         self._all(lambda pool: pool.call("save", str(folder.absolute())))
 
-    def load(self, folder: Path) -> None:
-        """Restore what `save` or a `LocalLearner` wrote, with any number of workers. Raises RunError."""
-        files.check_identity(folder, self._specs)
-        self._all(lambda pool: pool.call("load", str(folder.absolute())))
+    def load(self, folder: Path, new: Collection[str] = ()) -> None:
+        """Restore what `save` or a `LocalLearner` wrote, with any number of workers, but for policies that are `new`.
+        Raises RunError."""
+        files.check_identity(folder, [spec for spec in self._specs if spec.name not in new])
+        self._all(lambda pool: pool.call("load", str(folder.absolute()), list(new)))
 
     def restart(self) -> None:
         """Fresh actors for the pools that lost one; then `load` the last checkpoint, which sets back all pools."""

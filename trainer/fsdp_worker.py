@@ -75,8 +75,8 @@ class FsdpRank:
         self._learner.save_policies(Path(folder))
         dist.barrier()
 
-    def load(self, folder: str) -> None:
-        self._learner.load_policies(Path(folder))
+    def load(self, folder: str, new: list[str]) -> None:
+        self._learner.load_policies(Path(folder), new)
 
 
 def pack_rows(rows: Sequence[TrainRow]) -> bytes:

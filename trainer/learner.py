@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -35,6 +35,7 @@ class Learner(Protocol):
         """
         ...
 
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Raises RunError when it does not fit this learner."""
+    def load(self, folder: Path, new: Collection[str] = ()) -> None:
+        """Restore what `save` wrote, but for policies that are `new` and stay as they are. Raises RunError when it does
+        not fit this learner."""
         ...

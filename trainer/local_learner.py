@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -154,16 +154,18 @@ class LocalLearner:
                 if self._ranks.rank == 0:
                     files.write_progress(folder, policy, self._order[name], self._movement[name].steps)
 
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, here or in a learner of several processes. Raises RunError when it is missing,
-        broken, or of other policies."""
-        files.check_identity(folder, [policy.spec for policy in self._policies.values()])
-        self.load_policies(folder)
+    def load(self, folder: Path, new: Collection[str] = ()) -> None:
+        """Restore what `save` wrote, here or in a learner of several processes, but for policies that are `new`. Raises
+        RunError when it is missing, broken, or of other policies."""
+        files.check_identity(folder, [p.spec for name, p in self._policies.items() if name not in new])
+        self.load_policies(folder, new)
 
-    def load_policies(self, folder: Path) -> None:
+    def load_policies(self, folder: Path, new: Collection[str] = ()) -> None:
         """What `load` restores of each policy."""
         with self._lock, files.restoring(folder):
             for name, policy in self._policies.items():
+                if name in new:
+                    continue
                 files.read_weights(folder, policy)
                 files.read_optimizer(folder, policy, self._optimizers[name])
                 self._movement[name].steps = files.read_progress(folder, policy, self._order[name])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cotune.collect import collect, failure_reward, is_outcome
+from cotune.collect import collect, failure_reward
 from cotune.errors import LearnerLost, RunError
 from cotune.policies import unlisted_said
 from cotune.prepare import prepare, train_rows
@@ -16,11 +16,13 @@ from cotune.records import Episode
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from cotune.trainer.held_out import evaluate_held_out
 from cotune.trainer.metrics import Clock
+from cotune.trainer.newcomers import take_in
 from cotune.trainer.progress import Progress
+from cotune.trainer.reuse import reusable
 from cotune.trainer.rollouts import Rollouts
-from cotune.trainer.run import Run, restore
+from cotune.trainer.run import Run, consume, restore
 from cotune.trainer.run_rollout import run_episodes
-from cotune.trainer.schedule import lr_scale, tasks_of_step
+from cotune.trainer.schedule import lr_scale
 from cotune.trainer.step_report import counted, lags, step_metrics
 from cotune.trainer.updates import asleep, by_policy, moved, publish, update
 from cotune.trainer.usable import require_usable
@@ -55,7 +57,10 @@ async def one_step(run: Run, rollouts: Rollouts, progress: Progress) -> None:
     """Save the steps before, get the episodes of the next one, train on them; nothing more when the run is stopped."""
     clock = Clock()
     with clock("checkpoint"):
-        await commit(run)
+        await commit(run, last=bool(run.newcomers))
+    if run.newcomers:
+        with clock("newcomers"):
+            await take_in(run, progress)
     with clock("rollout"):
         episodes = await run.interruptible(rollouts.of(run.step))
     if episodes is None:
@@ -75,10 +80,13 @@ async def go_back(run: Run, error: LearnerLost, progress: Progress) -> None:
             f"See the cause, then go on with: cotune train --resume {run.folder.path}",
         ) from error
     progress.say(f"{error.cause} Restarting it from the last checkpoint ({run.learner_restarts} of {limit}).")
-    await asyncio.to_thread(run.learner.restart)
     saved = load_checkpoint(run.folder.checkpoints)
     if saved is None:
         raise error
+    if run.policies.specs.keys() == saved[0].policies.specs.keys():
+        await asyncio.to_thread(run.learner.restart)
+    else:  # policies that are younger than the checkpoint begin again
+        await run.reopen_learner()
     await restore(run, *saved)
 
 
@@ -116,7 +124,11 @@ async def train_step(run: Run, episodes: Sequence[Episode], clock: Clock, progre
         run, episodes, collected, prepared, rows, updates, left_out, staleness, counters, scale, clock, held_out
     )
     run.latest = metrics.roles
+    known = run.policies.roles.keys()
+    run.newcomers = tuple(sorted(run.joined(run.policies, sorted(collected.roles)).roles.keys() - known))
     run.ledger.update({group.id: run.step for group in prepared.groups})
+    if run.plan.kind == "independent":  # under a tree plan a group is a call, by its id
+        run.members.update({group.id: tuple(s.id for s in group.samples) for group in prepared.groups})
     run.consumed.update(run.ledger)
     run.folder.append_metrics(msgspec.to_builtins(metrics))
     run.step += 1
@@ -130,9 +142,10 @@ async def roll_out(run: Run, step: int, progress: Progress) -> list[Episode]:
     gone and RunError when records were lost: the step is not trained on, as it lacks episodes that it need not lack.
     """
     config = run.config
-    tasks = tasks_of_step(run.tasks, step, config.tasks_per_step, config.seed)
-    recorded = run.store.episodes(phase="train", training_step=step)
-    done = [episode for episode in recorded if is_outcome(episode)]
+    tasks = run.schedule.of(step)
+    done, cut = reusable(run, step, {task.id for task in tasks})
+    if cut:
+        progress.say(f"{cut} episodes of step {step + 1} lack records that were lost: they are run again")
     progress.rollout(step, len(tasks) * run.plan.episodes_per_task)
     episodes, errors, unlisted = await run_episodes(
         run,
@@ -167,6 +180,8 @@ async def commit(run: Run, *, last: bool = False) -> None:
         versions=dict(run.versions),
         policies=run.policies,
         ledger=dict(run.ledger),
+        members=dict(run.members),
+        newcomers=run.newcomers,
         state=run.state,
         metrics=run.latest,
     )
@@ -178,7 +193,7 @@ async def commit(run: Run, *, last: bool = False) -> None:
             f"The checkpoint after {run.step} steps cannot be written: {error}.",
             f"Free some space, then go on with: cotune train --resume {run.folder.path}",
         ) from error
-    for step in sorted(set(run.ledger.values())):
-        run.store.consume([group for group, at in run.ledger.items() if at == step], step)
+    consume(run, checkpoint)
     run.ledger.clear()
+    run.members.clear()
     run.committed = run.step

@@ -23,7 +23,19 @@ _TITLES = ("reward", "spread", "zero var.", "clipped", "entropy", "gap", "tokens
 CAUSES = 5
 """Different causes of failed episodes that are said in a run."""
 
-MENDED = ("died", "errors", "faulty", "garbage", "lost", "restarts", "retried", "slow", "timeouts", "unhealthy")
+MENDED = (
+    "died",
+    "errors",
+    "faulty",
+    "garbage",
+    "late_rewards_refused",
+    "lost",
+    "restarts",
+    "retried",
+    "slow",
+    "timeouts",
+    "unhealthy",
+)
 """Counters of the sampler that a person wants to see beside a step."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,9 @@ from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.config import TrainConfig
 from cotune.trainer.learner import Learner
 from cotune.trainer.preflight import look_around
+from cotune.trainer.resuming import counts
 from cotune.trainer.run_folder import RunFolder
+from cotune.trainer.schedule import TaskSchedule
 from cotune.workflow import Workflow
 
 if TYPE_CHECKING:
@@ -51,6 +54,8 @@ class Run:
     recipe: Recipe
     policies: Policies
     notes: list[str]
+    schedule: TaskSchedule
+    reopen: Callable[[Learner, Policies], Coroutine[Any, Any, Learner]]
     workers: RolloutWorkers | None = None
     """The processes that run the application; None runs it in this one."""
     held_out: Sequence[Task] = ()
@@ -61,7 +66,11 @@ class Run:
     live: dict[str, list[PolicyRef]] = field(default_factory=dict)
     """Versions that the sampler serves, oldest first."""
     state: AdvantageState = field(default_factory=AdvantageState)
+    newcomers: tuple[str, ...] = ()
+    """Roles seen since the last step that get a policy before the next one."""
     ledger: dict[str, int] = field(default_factory=dict)
+    members: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The candidates of those groups of the ledger that hold several calls."""
     consumed: set[str] = field(default_factory=set)
     counted: dict[str, int] = field(default_factory=dict)
     """What sampler and workers had counted when the last step ended."""
@@ -90,9 +99,19 @@ class Run:
         if self._working is not None:
             self._working.cancel()
 
+    async def reopen_learner(self) -> None:
+        """A learner for the run's policies, in their first state, in place of the present one."""
+        old, self.learner = self.learner, None  # type: ignore[assignment]
+        self.learner = await self.reopen(old, self.policies)
+
+    def joined(self, policies: Policies, roles: Sequence[str]) -> Policies:
+        """`policies` with those of `roles` that have none and get one by the configuration."""
+        return self.config.join(policies, roles, scored=self.workflow.scorers if self.plan.kind == "tree" else None)
+
     @property
-    def trained_roles(self) -> list[str]:
-        return [role for role, name in self.policies.roles.items() if self.policies.specs[name].trained]
+    def trained_roles(self) -> dict[str, str]:
+        """The trained roles, and the policies that play them."""
+        return {role: name for role, name in self.policies.roles.items() if self.policies.specs[name].trained}
 
     @property
     def provider_roles(self) -> list[str]:
@@ -131,7 +150,10 @@ async def opened(
             )
             notes = [*seen.notes, *filter(None, seen.lessons(policies, recipe))]
         else:
-            policies = saved[0].policies
+            scored = list(workflow.scorers) if plan.kind == "tree" else None
+            policies = config.join(saved[0].policies, [*saved[0].newcomers, *config.roles], scored=scored)
+            new = policies.roles.keys() - saved[0].policies.roles.keys()
+            notes = [f"role {role!r} gets the policy {policies.roles[role]}" for role in sorted(new)]
         if cluster is not None:
             sampler = await cluster.complete(policies, sampler)
         limit = recipe.loss.constant_length or config.sampling.max_tokens
@@ -140,6 +162,14 @@ async def opened(
             workers, learner = await cluster.open_workers_and_learner(policies, loss, sampler)
         else:
             workers, learner = None, _local_learner(config, policies, loss)
+
+        async def reopen(old: Learner, policies: Policies) -> Learner:
+            if cluster is not None:
+                return await cluster.reopen_learner(policies, loss)
+            del old
+            gc.collect()  # the old one's memory is needed for the new one
+            return await asyncio.to_thread(_local_learner, config, policies, loss)
+
         run = Run(
             folder=folder,
             config=config,
@@ -149,6 +179,8 @@ async def opened(
             sampler=sampler,
             chat=chat,
             learner=learner,
+            schedule=TaskSchedule(tasks, config.seed, counts(config, folder.described.get("changes", ()))),
+            reopen=reopen,
             workers=workers,
             plan=plan,
             recipe=recipe,
@@ -220,19 +252,21 @@ def _untrained(policies: Policies) -> list[str]:
 
 async def restore(run: Run, checkpoint: Checkpoint, path: Path) -> None:
     """Go back to a checkpoint: weights and optimizers, versions at the sampler, and what counts as consumed."""
-    await asyncio.to_thread(run.learner.load, path)
+    new = [name for name, spec in run.policies.specs.items() if spec.trained and name not in checkpoint.policies.specs]
+    await asyncio.to_thread(run.learner.load, path, new)
     for served in (await run.sampler.info()).served:  # a publish that broke off may or may not have arrived
         name, _, version = served.rpartition("@")
         await run.sampler.retire(PolicyRef(name, int(version)))
     run.live.clear()
     run.ledger.clear()
+    run.members.clear()
+    run.newcomers = ()
     run.proofs.clear()
     run.step = run.committed = checkpoint.steps
     run.versions = dict(checkpoint.versions)
     run.state = checkpoint.state
     run.latest = dict(checkpoint.metrics)
-    for step in sorted(set(checkpoint.ledger.values())):
-        run.store.consume([group for group, at in checkpoint.ledger.items() if at == step], step)
+    consume(run, checkpoint)
     run.consumed = {group for group, at in run.store.consumed().items() if at < run.step} | set(checkpoint.ledger)
     run.folder.truncate_metrics(run.step)
     for name, version in run.versions.items():
@@ -241,3 +275,10 @@ async def restore(run: Run, checkpoint: Checkpoint, path: Path) -> None:
         lora = spec.lora if spec.kind == "lora" else None
         run.live[name] = [PolicyRef(name, version)]
         run.proofs[name] = await prove_publish(run.sampler, run.live[name][0], weights, lora)
+
+
+def consume(run: Run, checkpoint: Checkpoint) -> None:
+    """Mark the groups of a checkpoint's ledger as trained: later rewards for them are refused, and counted."""
+    for step in sorted(set(checkpoint.ledger.values())):
+        groups = [group for group, at in checkpoint.ledger.items() if at == step]
+        run.store.consume({group: checkpoint.members.get(group, ()) for group in groups}, step)

@@ -22,7 +22,7 @@ import msgspec
 
 from cotune.errors import RunError
 from cotune.locks import FileLock
-from cotune.trainer.config import TrainConfig, convert
+from cotune.trainer.config import TrainConfig
 
 _PACKAGES = ("cotune", "torch", "transformers", "peft", "openai", "langgraph", "langchain-openai", "numpy")
 
@@ -51,8 +51,11 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
 
     @classmethod
-    def create(cls, path: str | Path, config: TrainConfig, *, workflow: str | None, tasks: str | None) -> RunFolder:
-        """Make a new run. Raises RunError when the folder already holds one or another process writes to it."""
+    def create(
+        cls, path: str | Path, config: TrainConfig, *, workflow: str | None, tasks: str | None, **more: Any
+    ) -> RunFolder:
+        """Make a new run, with `more` in its run.json. Raises RunError when the folder already holds one or another
+        process writes to it."""
         path = Path(path).absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -69,9 +72,12 @@ class RunFolder:
             "tasks": tasks,
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "versions": versions(),
+            "run": str(path),
+            "folder": str(Path.cwd()),
             "config": msgspec.to_builtins(config),
+            **more,
         }
-        write_atomically(path / "run.json", json.dumps(described, indent=2).encode())
+        folder.describe_as(described)
         folder.checkpoints.mkdir(exist_ok=True)
         return folder
 
@@ -83,13 +89,19 @@ class RunFolder:
         return cls(path, FileLock(path / "lock", f"The run {path}"))
 
     @property
+    def described(self) -> dict[str, Any]:
+        """What run.json says."""
+        return describe(self.path)
+
+    def describe_as(self, described: Mapping[str, Any]) -> None:
+        """Write run.json anew."""
+        write_atomically(self.path / "run.json", json.dumps(described, indent=2).encode())
+
+    @property
     def workflow(self) -> str | None:
         """Where the workflow is; None for one that was given as an object."""
-        found: str | None = describe(self.path)["workflow"]
+        found: str | None = self.described["workflow"]
         return found
-
-    def config(self) -> TrainConfig:
-        return convert(describe(self.path)["config"])
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         with self.metrics.open("a") as file:

@@ -1,4 +1,4 @@
-"""Which tasks a step takes, and its learning rate: pure functions of seed and step, so a resumed run repeats them."""
+"""Which tasks a step takes, and its learning rate: functions of seed and step alone, so a resumed run repeats them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,45 @@ from cotune.records import Task
 from cotune.trainer.config import ScheduleConfig
 
 
-def tasks_of_step(tasks: Sequence[Task], step: int, count: int, seed: int) -> list[Task]:
-    """`count` tasks for step `step` (from 0): passes over all tasks, each in a new random order.
+class TaskSchedule:
+    """The tasks of each step (from 0): passes over all tasks, each in a new random order.
 
-    A task appears at most once in a step unless there are fewer than `count` tasks; then the step takes all once.
+    Every task comes once in every pass, and at most once in a step: a step at the border of two passes takes what is
+    left of the one, then the first of the other that it does not have yet, which keeps the rest of its order. A step
+    that asks for as many tasks as there are, or more, takes all once, in their own order.
+
+    `counts` is how many tasks a step takes, by the first step for which that holds.
     """
-    if count >= len(tasks):
-        return list(tasks)
-    chosen: dict[int, None] = {}
-    position = step * count
-    while len(chosen) < count:
-        epoch, offset = divmod(position, len(tasks))
-        order = np.random.default_rng([seed, epoch]).permutation(len(tasks))
-        for index in order[offset : offset + count - len(chosen)]:
-            chosen[int(index)] = None
-        position = (epoch + 1) * len(tasks)
-    return [tasks[index] for index in chosen]
+
+    def __init__(self, tasks: Sequence[Task], seed: int, counts: Sequence[tuple[int, int]]) -> None:
+        self._tasks = tasks
+        self._seed = seed
+        self._counts = sorted(counts)
+        self._drawn: list[list[int]] = []
+        self._left: list[int] = []
+        self._passes = 0
+
+    def of(self, step: int) -> list[Task]:
+        """The tasks of `step`."""
+        while len(self._drawn) <= step:
+            self._drawn.append(self._draw(self._count(len(self._drawn))))
+        return [self._tasks[index] for index in self._drawn[step]]
+
+    def _count(self, step: int) -> int:
+        return [count for first, count in self._counts if first <= step][-1]
+
+    def _draw(self, count: int) -> list[int]:
+        if count >= len(self._tasks):
+            return list(range(len(self._tasks)))
+        taken, self._left = self._left[:count], self._left[count:]
+        if len(taken) < count:
+            order = np.random.default_rng([self._seed, self._passes]).permutation(len(self._tasks)).tolist()
+            self._passes += 1
+            have = set(taken)
+            fresh = [index for index in order if index not in have][: count - len(taken)]
+            taken, have = [*taken, *fresh], set(fresh)
+            self._left = [index for index in order if index not in have]
+        return taken
 
 
 def lr_scale(schedule: ScheduleConfig, step: int, steps: int) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,12 +20,14 @@ from cotune.interrupts import asking
 from cotune.process_end import go_on
 from cotune.records import Task
 from cotune.tasks import as_tasks, load_tasks
+from cotune.trainer.checkpoint import load_checkpoint
 from cotune.trainer.config import TrainConfig, convert
 from cotune.trainer.held_out import held_out_tasks, overlap
 from cotune.trainer.loop import train_steps
 from cotune.trainer.progress import Progress
+from cotune.trainer.resuming import base_of, changed, check_tasks, found_again, hold_base, tasks_digest
 from cotune.trainer.run import Run, opened
-from cotune.trainer.run_folder import RunFolder, describe, read_metrics
+from cotune.trainer.run_folder import RunFolder, read_metrics
 from cotune.workflow import Workflow, load_workflow, workflow_of
 
 
@@ -63,15 +67,20 @@ def train(
     listed = _tasks(tasks)
     chosen = _config(config, settings)
     chosen.resolve_plan(list(flow.scorers))
-    locate_model(chosen.model)
+    if (base := locate_model(chosen.model)) and Path(chosen.model).expanduser().is_dir():
+        chosen = msgspec.structs.replace(chosen, model=str(base))
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
     held_out_tasks(chosen.evaluation)
+    if chosen.evaluation.tasks:
+        there = msgspec.structs.replace(chosen.evaluation, tasks=str(Path(chosen.evaluation.tasks).resolve()))
+        chosen = msgspec.structs.replace(chosen, evaluation=there)
     path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     folder = RunFolder.create(
         path,
         chosen,
-        workflow=workflow if isinstance(workflow, str) else None,
+        workflow=absolute(workflow) if isinstance(workflow, str) else None,
         tasks=str(Path(tasks).resolve()) if isinstance(tasks, str | Path) else None,
+        held={"tasks": tasks_digest(listed), "count": len(listed)},
     )
     try:
         return run_anywhere(_train(folder, chosen, flow, listed, console))
@@ -85,22 +94,60 @@ def resume(
     *,
     workflow: Any = None,
     tasks: str | Path | Iterable[Any] | None = None,
+    changes: Mapping[str, Any] | None = None,
     console: Console | None = None,
 ) -> RunSummary:
-    """Go on with a run from its newest checkpoint, under its own configuration.
+    """Go on with a run from its newest checkpoint, under its own configuration with `changes`, which are recorded.
 
-    `workflow` and `tasks` are needed only where the run was started from Python with objects instead of names.
+    `changes` are fields of TrainConfig, nested or by dotted names; only those in `MAY_CHANGE` may differ. `workflow`
+    and `tasks` are needed only where the run was started from Python with objects instead of names. Raises ConfigError
+    or RunError, before work starts, for what would make it another run.
     """
-    described = describe(run)
-    given = {"workflow": workflow or described["workflow"], "tasks": tasks or described["tasks"]}
-    for name, value in given.items():
-        if value is None:
-            raise ConfigError(name, None, "given: the run was started from Python and did not record where it is")
-    flow, listed = _workflow(given["workflow"]), _tasks(given["tasks"])
     folder = RunFolder.open(run)
-    config = folder.config()
-    flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids).named_by(config.roles_by)
-    return run_anywhere(_train(folder, config, flow, listed, console))
+    with contextlib.ExitStack() as stack:
+        stack.callback(folder.close)
+        described = folder.described
+        flow, listed = _resumed_app(folder, described, workflow, tasks)
+        check_tasks(described, listed)
+        saved = load_checkpoint(folder.checkpoints)
+        done = saved[0].steps if saved else 0
+        base = found_again(described["config"]["model"], described, folder.path)
+        was = convert({**described["config"], "model": base})
+        config, found = changed(was, changes or {}, done=done)
+        if found:
+            past = [*described.get("changes", ()), {"step": done, "changed": found}]
+            now = {"model": config.model, "config": msgspec.to_builtins(config), "changes": past}
+            folder.describe_as({**described, **now})
+        flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids).named_by(config.roles_by)
+        stack.pop_all()
+    said = [f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in found.items()]
+    return run_anywhere(_train(folder, config, flow, listed, console, said))
+
+
+def _resumed_app(
+    folder: RunFolder, described: Mapping[str, Any], workflow: Any, tasks: str | Path | Iterable[Any] | None
+) -> tuple[Workflow, list[Task]]:
+    """Workflow and tasks: what is given, else what run.json names. Raises ConfigError where neither says, or where
+    another workflow is given than the run was started with."""
+    known = described["workflow"]
+    if isinstance(workflow, str) and known is not None and workflow.rpartition(":")[2] != known.rpartition(":")[2]:
+        raise ConfigError("workflow", workflow, f"{known!r}, with which the run was started", "Start a new run for it.")
+    if workflow is None and known is not None:
+        source, _, name = known.rpartition(":")
+        workflow = f"{found_again(source, described, folder.path)}:{name}"
+        sys.path[:0] = [path for path in (described.get("folder"), str(Path.cwd())) if path and path not in sys.path]
+    if tasks is None and described["tasks"] is not None:
+        tasks = found_again(described["tasks"], described, folder.path)
+    if workflow is None or tasks is None:
+        name = "workflow" if workflow is None else "tasks"
+        raise ConfigError(name, None, "given: the run was started from Python and did not record where it is")
+    return _workflow(workflow), _tasks(tasks)
+
+
+def absolute(spec: str) -> str:
+    """`spec` of a workflow with the file, if it names one, by its whole path."""
+    source, _, name = spec.rpartition(":")
+    return f"{Path(source).resolve()}:{name}" if source.endswith(".py") else spec
 
 
 def _workflow(given: Any) -> Workflow:
@@ -121,15 +168,28 @@ def _config(config: TrainConfig | Mapping[str, Any] | None, settings: Mapping[st
 
 
 async def _train(
-    folder: RunFolder, config: TrainConfig, flow: Workflow, tasks: list[Task], console: Console | None
+    folder: RunFolder,
+    config: TrainConfig,
+    flow: Workflow,
+    tasks: list[Task],
+    console: Console | None,
+    said: Iterable[str] = (),
 ) -> RunSummary:
     started = time.perf_counter()
     go_on.set(f"Go on with: cotune train --resume {folder.path}")
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(folder.close)
         progress = Progress(config.steps, console)
+        for text in said:
+            progress.say(text)
         held_out = held_out_tasks(config.evaluation)
-        run = await stack.enter_async_context(opened(folder, config, flow, tasks, progress.say))
+        base = asyncio.create_task(asyncio.to_thread(base_of, config.model))
+        try:
+            run = await stack.enter_async_context(opened(folder, config, flow, tasks, progress.say))
+        except BaseException:
+            await asyncio.gather(base, return_exceptions=True)
+            raise
+        hold_base(folder, await base)
         run.held_out = held_out
         with asking(run.stop), progress:
             progress.begin(run.step)

@@ -37,8 +37,11 @@ class Trainer:
         settings["learner"] = {"lr": 3e-3, "threads": 1, "device": "cpu", **settings.get("learner", {})}
         return self._listen(lambda console: train(app, tasks, settings, run=self.folder / to, console=console))
 
-    def resume(self, app: WorkflowFunction, tasks: Any = TASKS, *, to: str = "run") -> RunSummary:
-        return self._listen(lambda console: resume(self.folder / to, workflow=app, tasks=tasks, console=console))
+    def resume(
+        self, app: WorkflowFunction | None, tasks: Any = TASKS, *, to: str = "run", **changes: Any
+    ) -> RunSummary:
+        run = self.folder / to
+        return self._listen(lambda c: resume(run, workflow=app, tasks=tasks, changes=changes, console=c))
 
     def metrics(self, run: str = "run") -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / run / "metrics.jsonl").read_text().splitlines()]

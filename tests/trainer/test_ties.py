@@ -60,6 +60,12 @@ def test_ties_change_nothing_and_the_run_goes_on_and_resumes(trainer: Trainer, r
     assert equal(at[0], at[1]) and not equal(at[1], at[2]) and equal(at[2], at[3]) and equal(at[3], at[4])
     assert load_checkpoint(run / "checkpoints")[0].versions == {}
 
+    again = Rewards({1}, before=0)  # the third step of the run is the second after it goes on
+    resumed = trainer.resume(application(again), steps=5)
+    assert resumed.finished and resumed.versions == whole.versions
+    assert [line["rows"] for line in trainer.metrics()] == [0, 0, 8, 0, 0]
+    assert equal(trained(run, 5), at[4])
+
 
 def test_a_rare_role_alone_without_a_call_is_no_reason_to_stop(trainer: Trainer) -> None:
     """The only trained role is not there in most steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.trainer.tiny_app import application, client, letters
+from tests.trainer.tiny_app import application, ask, client, letters
 
 _warm = client("http://127.0.0.1:9/v1").chat.completions  # imports now what the SDK imports at the first call
 
@@ -19,3 +19,14 @@ def judge(candidate: Any, call: Any, task: Mapping[str, str]) -> float:
 
 solve = application(first=letters, second=judge)
 """Two roles, both scored."""
+
+
+async def _late(task: Mapping[str, str]) -> float:
+    said = await ask("first", f"say {task['letter']}")
+    if task["id"] == "late":
+        said = await ask("critic", f"judge {said}")
+    return said.count(task["letter"]) / 4
+
+
+late = application(_late)
+"""A role that only the task `late` knows."""

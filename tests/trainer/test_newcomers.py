@@ -1,0 +1,103 @@
+"""Roles that a run first sees after its start: they get policies as configured, and are trained."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from cotune.errors import GroupError
+from cotune.integrations.ray_runtime import RayRuntime
+from cotune.sqlite_store import SqliteStore
+from cotune.trainer.checkpoint import load_checkpoint
+from tests.trainer import worker_app
+from tests.trainer.conftest import Trainer
+from tests.trainer.tiny_app import TASKS, application, ask, letters
+
+LATE = [*({"id": f"{i}", "letter": "a"} for i in range(3)), {"id": "late", "letter": "b"}]
+
+
+async def run(task: dict[str, str]) -> float:
+    """The first tasks, at which training looks around, know one role only."""
+    said = await ask("first", f"say {task['letter']}")
+    if task["id"] == "late":
+        said = await ask("critic", f"judge {said}")
+    return sum(letter in "abcdefgh" for letter in said) / 4
+
+
+@pytest.mark.parametrize(("layout", "policy"), [("lora", "critic"), ("full", "critic"), ("shared", "shared")])
+def test_a_late_role_is_played_and_trained_from_the_next_step_on(trainer: Trainer, layout: str, policy: str) -> None:
+    app = application(run, first=letters, critic=letters)
+    settings = {"tasks_per_step": 4, "roles": [], "policies": layout, "keep_checkpoints": 9}
+    # a scorer's role must be seen, or be listed as rare, before the run
+    with pytest.raises(Exception, match="scorer = 'critic'"):
+        trainer(app, LATE, steps=1, **settings)
+    plan = {"kind": "independent", "k": 8}
+    summary = trainer(application(run), LATE, steps=4, plan=plan, **settings)
+    own = f"a policy of its own ({layout}, version 0)" if layout != "shared" else "the policy shared"
+    assert f"role 'critic', first seen in step 1: {own} plays it from step 2 on\n" in trainer.said
+    lines = trainer.metrics()
+    assert [line["failed"] for line in lines] == [0] * 4
+    assert [line["left_out"].get("untrained_role", 0) for line in lines] == [8, 0, 0, 0]
+    assert "critic" not in lines[0]["roles"] and lines[1]["roles"]["critic"]["samples"] == 8
+    assert summary.versions[policy] >= 1
+    store = SqliteStore.open(trainer.folder / "run", read_only=True)
+    answered = Counter()
+    for episode in store.episodes(phase="train"):
+        answered.update((episode.training_step, str(c.policy)) for c in store.calls(episode.id) if c.role == "critic")
+    assert answered[0, "base@0"] == 8
+    assert sum(count for (step, name), count in answered.items() if name.startswith(f"{policy}@")) == 24
+
+
+def test_a_run_resumed_where_a_role_was_first_seen_goes_on_with_its_policy(trainer: Trainer) -> None:
+    """The checkpoint after the step knows the role; the resumed run ends as the whole one."""
+    settings = {"tasks_per_step": 4, "plan": {"kind": "independent", "k": 8}, "concurrency": 1}
+    whole = trainer(application(run), LATE, steps=3, to="whole", **settings)
+    trainer(application(run), LATE, steps=1, **settings)
+    saved = load_checkpoint(trainer.folder / "run" / "checkpoints")[0]
+    assert (list(saved.policies.roles), saved.newcomers) == (["first"], ("critic",))
+    resumed = trainer.resume(application(run), LATE, steps=3)
+    assert "role 'critic' gets the policy critic\n" in trainer.said
+    assert resumed.versions == whole.versions and set(whole.versions) == {"first", "critic"}
+    one, other = ([line["roles"] for line in trainer.metrics(name)] for name in ("whole", "run"))
+    assert json.dumps(one) == json.dumps(other)
+
+
+def test_policies_by_name_leave_a_late_role_to_the_untrained_model(trainer: Trainer) -> None:
+    policy = [{"name": "talker", "roles": ["first"]}]
+    plan = {"kind": "independent", "k": 4}
+    summary = trainer(application(run), LATE, steps=2, tasks_per_step=4, policy=policy, plan=plan)
+    assert set(summary.versions) <= {"talker"}
+    assert [line["left_out"]["untrained_role"] for line in trainer.metrics()] == [4, 4]
+    assert "role 'critic' has no policy: the untrained model answers it" in trainer.said
+
+
+def test_a_late_role_in_mode_async_is_not_trained_on_what_the_base_has_said(trainer: Trainer) -> None:
+    plan = {"kind": "independent", "k": 4}
+    summary = trainer(application(run), LATE, steps=4, tasks_per_step=4, plan=plan, mode="async")
+    assert summary.finished
+    assert [line["left_out"].get("untrained_role", 0) for line in trainer.metrics()] == [4, 4, 0, 0]
+
+
+def test_a_step_in_which_everything_fails_names_the_cause_and_goes_on_once_it_is_put_right(trainer: Trainer) -> None:
+    state = Counter()
+
+    async def breaks(task: dict[str, str]) -> float:
+        state["ran"] += 1
+        if 3 < state["ran"] <= 9:
+            raise ConnectionRefusedError("the database is down")
+        return await run({**task, "id": "early"})
+
+    with pytest.raises(GroupError, match=r"Step 1 has no usable sample .*6 of 6 episodes failed with: .*database is d"):
+        trainer(application(breaks), TASKS, plan={"k": 2})
+    assert not (trainer.folder / "run" / "metrics.jsonl").exists()
+
+
+def test_a_late_role_on_a_cluster(ray_runtime: RayRuntime, trainer: Trainer) -> None:
+    cluster = {"address": "local", "engine": "transformers", "learners": 2, "rollout_workers": 1}
+    plan = {"kind": "independent", "k": 4}
+    summary = trainer(worker_app.late, LATE, steps=2, tasks_per_step=4, plan=plan, cluster=cluster)
+    assert "role 'critic', first seen in step 1: a policy of its own (lora, version 0)" in trainer.said
+    assert summary.finished and trainer.metrics()[1]["roles"]["critic"]["samples"] == 4
+    assert [line["failed"] for line in trainer.metrics()] == [0] * 2
