@@ -35,7 +35,8 @@ RETRY = (0.05, 2.0)
 
 CONFLICTS = {
     **dict.fromkeys(("messages", "segments", "calls"), "ON CONFLICT (id) DO NOTHING"),
-    "episodes": "ON CONFLICT (id) DO UPDATE SET status = excluded.status, body = excluded.body",
+    "episodes": "ON CONFLICT (id) DO UPDATE SET status = excluded.status, body = excluded.body "
+    "WHERE excluded.status = 'cancelled'",
     "rewards": "ON CONFLICT (target, name) DO UPDATE SET value = excluded.value, at = excluded.at",
 }
 MOST_ROWS = 2048

@@ -12,8 +12,8 @@ class Store(Protocol):
     """Keeps records. Writing never blocks or breaks the application; reading never blocks writing."""
 
     def write(self, records: Sequence[Record]) -> None:
-        """Queue records, in order, to be committed together; the last record of an episode stands. Never raises for a
-        full disk: see `lost`."""
+        """Queue records, in order, to be committed together. The first of an id stands, but that an episode may be
+        written again as cancelled, which withdraws it. Never raises for a full disk: see `lost`."""
         ...
 
     def flush(self) -> None:

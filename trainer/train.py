@@ -71,9 +71,6 @@ def train(
         chosen = msgspec.structs.replace(chosen, model=str(base))
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
     held_out_tasks(chosen.evaluation)
-    if chosen.evaluation.tasks:
-        there = msgspec.structs.replace(chosen.evaluation, tasks=str(Path(chosen.evaluation.tasks).resolve()))
-        chosen = msgspec.structs.replace(chosen, evaluation=there)
     path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     folder = RunFolder.create(
         path,
