@@ -27,7 +27,7 @@ from cotune.trainer.loop import train_steps
 from cotune.trainer.progress import Progress
 from cotune.trainer.resuming import base_of, changed, check_tasks, found_again, hold_base, tasks_digest
 from cotune.trainer.run import Run, opened
-from cotune.trainer.run_folder import RunFolder, read_metrics
+from cotune.trainer.run_folder import RunFolder, describe, read_metrics
 from cotune.workflow import Workflow, load_workflow, workflow_of
 
 
@@ -100,6 +100,7 @@ def resume(
     and `tasks` are needed only where the run was started from Python with objects instead of names. Raises ConfigError
     or RunError, before work starts, for what would make it another run.
     """
+    describe(run)
     folder = RunFolder.open(run)
     with contextlib.ExitStack() as stack:
         stack.callback(folder.close)
