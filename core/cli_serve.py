@@ -89,7 +89,9 @@ def add_gateway(commands: Any) -> None:
     def run(a: argparse.Namespace) -> int:
         from cotune.integrations.gateway import serve
         from cotune.integrations.gateway_proxy import Limits
+        from cotune.integrations.gateway_sessions import Split
         from cotune.redaction import load_redactor
+        from cotune.workflow import load_roles
 
         serve(
             a.upstream,
@@ -102,6 +104,9 @@ def add_gateway(commands: Any) -> None:
             limits=Limits(body=a.max_body, in_flight=a.max_inflight, seconds=a.timeout),
             anthropic=a.anthropic_upstream,
             anthropic_key=os.environ.get("COTUNE_ANTHROPIC_KEY"),
+            roles=load_roles(a.roles) if a.roles else None,
+            role_header=a.role_header,
+            split=Split(by=a.episode_by, header=a.episode_header, idle=a.episode_idle),
             redactors=[load_redactor(a.redact)] if a.redact else [],
         )
         return 0
@@ -119,6 +124,7 @@ def add_gateway(commands: Any) -> None:
         "--records", default="runs/gateway", metavar="PATH", help="folder or records file (default: %(default)s)"
     )
     add_address(command, port=8100)
+    _add_identity(command)
     command.add_argument(
         "--max-body", type=int, default=16 << 20, metavar="BYTES", help="largest body (default: %(default)s)"
     )
@@ -127,3 +133,28 @@ def add_gateway(commands: Any) -> None:
     )
     command.add_argument("--timeout", type=float, default=600.0, help="seconds for one request (default: %(default)s)")
     command.add_argument("--redact", metavar=FUNCTION, help=REDACT)
+
+
+def _add_identity(command: Any) -> None:
+    """How the gateway tells the roles and episodes of an application that names none."""
+    command.add_argument(
+        "--roles",
+        metavar="WHO",
+        help="MODULE:FUNCTION or FILE.py:FUNCTION that names the role of a call from its messages, model and tools; or "
+        "model, for the name of the model that it asks; see docs/roles.md",
+    )
+    command.add_argument(
+        "--role-header", default="", metavar="NAME", help="a header of the application's that says the role"
+    )
+    command.add_argument(
+        "--episode-by", choices=("connection",), help="calls that name no episode: one for each connection"
+    )
+    command.add_argument(
+        "--episode-header", default="", metavar="NAME", help="the same: one for each value of this header"
+    )
+    command.add_argument(
+        "--episode-idle",
+        type=float,
+        metavar="SECONDS",
+        help="an episode ends after so long without a call (default with --episode-header: 300); alone, one at a time",
+    )

@@ -29,13 +29,13 @@ class Mark(msgspec.Struct):
     """Id under which the framework will know this call's output."""
     unit: Hashable = None
     """What the enclosing scope is that names this mark, where it is one: two marks of the same scope have the same."""
+    given: bool = False
+    """Whether the application itself names the role (`role`, the gateway's header): nothing overrules it."""
     done: bool = False
     calls: int = 0
     """Calls that were made under this mark."""
 
 
-OVERRIDE = "override"
-"""Integration of a mark that `role` made: nothing overrules it."""
 current_episode: ContextVar[LiveEpisode | None] = ContextVar("cotune_episode", default=None)
 current_mark: ContextVar[Mark | None] = ContextVar("cotune_mark", default=None)
 opened_call: ContextVar[LiveCall | None] = ContextVar("cotune_call", default=None)
@@ -77,7 +77,7 @@ def identify() -> Mark:
     if name is None:
         return mark
     mark.calls += 1
-    return Mark(name, OVERRIDE, state=mark.state, read=mark.read, output=mark.output)
+    return Mark(name, "override", state=mark.state, read=mark.read, output=mark.output, given=True)
 
 
 def _scope_around() -> Mark | None:

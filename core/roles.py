@@ -9,13 +9,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from cotune.callers import Function, follow_tasks, functions_around
-from cotune.context import OVERRIDE, Mark
+from cotune.context import Mark
 from cotune.errors import WorkflowError
 
 if TYPE_CHECKING:
     from cotune.recorder import LiveEpisode
 
-CALLER = "caller"
+CALLER, MODEL = "caller", "model"
 LONGEST = 200
 """Most characters of a role's name."""
 
@@ -65,16 +65,17 @@ RolesFunction = Callable[[CallRequest], str | None]
 
 
 def roles_function(given: Any) -> RolesFunction | None:
-    """What names roles: a function of one argument, or for `"caller"` the innermost application function's name.
+    """What names roles: a function of one argument, or for `"caller"` the innermost application function's name, for
+    `"model"` the model's that is asked for.
 
     None for None. Raises WorkflowError for anything else.
     """
     if given is None:
         return None
     follow_tasks()
-    if given == CALLER:
-        return by_caller
-    remedy = 'Define it as: def roles(call): return "planner", or give "caller".'
+    if given in (CALLER, MODEL):
+        return by_caller if given == CALLER else by_model
+    remedy = 'Define it as: def roles(call): return "planner", or give "caller" or "model".'
     if not callable(given) or inspect.iscoroutinefunction(given):
         raise WorkflowError(f"roles = {given!r} is not a plain function.", remedy)
     try:
@@ -91,12 +92,17 @@ def by_caller(call: CallRequest) -> str | None:
     return call.caller
 
 
+def by_model(call: CallRequest) -> str | None:
+    """The roles function of `roles = "model"`."""
+    return call.model or None
+
+
 def named(roles: RolesFunction, mark: Mark, body: Mapping[str, Any], episode: LiveEpisode) -> Mark:
     """The mark of a call under the role that `roles` gives it.
 
     A fault of the function fails the episode, not the call: the application has its answer, under the old role.
     """
-    if mark.integration == OVERRIDE:
+    if mark.given:
         return mark
     request = CallRequest(mark.role, body, sys._getframe(1))
     try:

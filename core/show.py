@@ -45,6 +45,10 @@ _CAUSES = """
 _STOOD_IN = """
     SELECT role, count(*) FROM calls JOIN episodes ON episodes.id = calls.episode
     WHERE json_extract(calls.body, '$.policy.name') = ? AND phase != 'check' GROUP BY role ORDER BY role"""
+_OPEN = """
+    SELECT episode, count(*) FROM calls WHERE episode NOT IN (SELECT id FROM episodes)
+    GROUP BY episode ORDER BY episode DESC LIMIT ?"""
+"""Episodes without an end: still running, or interrupted."""
 _FAILURES = "SELECT role, status, count(*) FROM calls WHERE status != 'ok' GROUP BY role, status ORDER BY role, status"
 
 
@@ -150,6 +154,8 @@ def episode_list(store: SqliteStore, task: str | None, limit: int) -> Iterable[R
         step = "" if episode.training_step is None else episode.training_step
         row = (Text(id, style=NAME), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
         table.add_row(*cells(row), status, scores(rewards[id]))
+    for id, calls in [] if task is not None else store.rows(_OPEN, (limit,))[::-1]:
+        table.add_row(Text(id, style=NAME), "", "", "", str(calls), "", Text("open", style="yellow"), "")
     yield table
 
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast, overload
 from cotune.context import current_episode
 from cotune.errors import ConfigError, WorkflowError
 from cotune.redaction import Redactor, check_redactor, load_redactor
-from cotune.roles import CALLER, RolesFunction, roles_function
+from cotune.roles import CALLER, MODEL, RolesFunction, roles_function
 from cotune.scoring import Scorer
 
 GraphRunner = Callable[[Any], Awaitable[Any]]
@@ -167,14 +167,14 @@ def load_workflow(spec: str) -> Workflow:
 
 
 def load_roles(spec: str) -> RolesFunction:
-    """Import a roles function: `package.module:name`, `path/to/file.py:name`, or `caller`.
+    """Import a roles function: `package.module:name`, `path/to/file.py:name`, `caller` or `model`.
 
     Raises ConfigError for what is not there, WorkflowError for what is no roles function.
     """
-    if spec == CALLER:
+    if spec in (CALLER, MODEL):
         return cast(RolesFunction, roles_function(spec))
     source, _, name = spec.rpartition(":")
-    allowed = 'module:function, file.py:function or "caller"'
+    allowed = 'module:function, file.py:function, "caller" or "model"'
     if not source or not name:
         raise ConfigError("roles", spec, allowed, "For example: --roles app:who, or --roles caller.")
     module = _load_file(spec, source, "roles") if source.endswith(".py") else _load_module(spec, source, "roles")

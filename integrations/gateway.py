@@ -26,10 +26,12 @@ from cotune.integrations.gateway_address import address_of
 from cotune.integrations.gateway_control import control_app
 from cotune.integrations.gateway_episodes import Episodes
 from cotune.integrations.gateway_proxy import KEYS, Limits, Proxy
+from cotune.integrations.gateway_sessions import Split
 from cotune.integrations.gateway_upstream import Upstream, checked_url
 from cotune.integrations.http_requests import Access, RequestError, send_error
 from cotune.integrations.http_server import App, Receive, Running, Scope, Send, running, stopped_by_signals
 from cotune.redaction import Redactor
+from cotune.roles import RolesFunction
 from cotune.sqlite_store import SqliteStore
 
 _TOKENS = (b"x-cotune-token", *KEYS)
@@ -49,17 +51,21 @@ class Gateway:
         redactors: Sequence[Redactor] = (),
         anthropic: str | None = None,
         anthropic_key: str | None = None,
+        roles: RolesFunction | None = None,
+        role_header: str = "",
+        split: Split | None = None,
     ) -> None:
         """`upstream` is the base URL of the provider, `key` its key for clients that send `token` as theirs;
-        `anthropic` and its key are those for Anthropic's interface, where another provider serves it."""
+        `anthropic` and its key are those for Anthropic's interface, where another provider serves it. `roles` names
+        the roles of calls that do not, `role_header` a header that does, `split` divides calls without an episode."""
         limits = limits or Limits()
         access = Access(token, _TOKENS)
         self.loop = asyncio.get_running_loop()
         self.store = store
         self.upstream = None if upstream is None else Upstream(upstream, key)
-        self.episodes = Episodes(store, redactors=redactors)
+        self.episodes = Episodes(store, redactors=redactors, roles=roles, split=split)
         self.anthropic = None if anthropic is None else Upstream(anthropic, anthropic_key)
-        self.proxy = Proxy(self.upstream, self.episodes, access, limits, self.anthropic)
+        self.proxy = Proxy(self.upstream, self.episodes, access, limits, self.anthropic, role_header)
         self._control = control_app(self.episodes, self.proxy, access, store, limits.body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,9 +107,10 @@ def running_gateway(
     key: str | None = None,
     redactors: Sequence[Redactor] = (),
     anthropic: str | None = None,
-    anthropic_key: str | None = None,
+    **options: Any,
 ) -> AbstractContextManager[Running[Gateway]]:
-    """Run a gateway in a background thread; `records` is a folder or a records file, None records nothing by itself.
+    """Run a gateway in a background thread; `options` are further ones of `Gateway`, `records` is a folder or a records
+    file, None records nothing by itself.
 
     Raises ConfigError, RunError when it cannot start.
     """
@@ -114,8 +121,8 @@ def running_gateway(
     async def opening() -> AsyncIterator[tuple[App, Gateway]]:
         store = None if records is None else _opened(Path(records))
         try:
-            providers = {"key": key, "anthropic": anthropic, "anthropic_key": anthropic_key}
-            made = Gateway(upstream, store, token=token, limits=limits, redactors=redactors, **providers)
+            options.update(key=key, redactors=redactors, anthropic=anthropic)
+            made = Gateway(upstream, store, token=token, limits=limits, **options)
             try:
                 yield made, made
             finally:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote
 
 from cotune.integrations.anthropic_answers import MESSAGES
-from cotune.integrations.http_requests import RequestError
+from cotune.integrations.http_requests import RequestError, header
 from cotune.integrations.http_server import Scope
 from cotune.integrations.openai_forms import FORMS, Form
 
@@ -54,6 +54,8 @@ class Identity:
 
     episode: str | None
     role: str
+    named: bool
+    """Whether the request says its role."""
     parents: tuple[str, ...]
 
 
@@ -105,10 +107,11 @@ def _within(tail: str, name: str) -> bool:
     return tail.startswith(name) and len(tail) > len(name) if name.endswith("/") else tail == name
 
 
-def identity(scope: Scope, address: Address) -> Identity:
+def identity(scope: Scope, address: Address, role_header: str = "") -> Identity:
     """Episode, role and parents: each from its header, else from the path, else from baggage; the role `app` without.
 
-    Raises RequestError (400) for one that is malformed or given twice.
+    `role_header` is another header that says the role. Raises RequestError (400) for one that is malformed or given
+    twice.
     """
     given: dict[str, str] = {}
     baggage: dict[str, str] = {}
@@ -123,11 +126,13 @@ def identity(scope: Scope, address: Address) -> Identity:
     if episode is None and (address.episode is not None or "episode" in baggage):
         episode = address.episode or baggage["episode"]
     if role is None:
-        role = address.role or baggage.get("role", "app")
+        own = header(scope, role_header.lower().encode()).decode("latin-1") if role_header else ""
+        role = address.role or baggage.get("role", own or None)
     parents = given.get("parents") or baggage.get("parents") or ""
     return Identity(
         None if episode is None else _episode(episode),
-        _role(role),
+        "app" if role is None else _role(role),
+        role is not None,
         tuple(_id(part.strip(), "parent") for part in parents.split(",") if part.strip()),
     )
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -16,11 +16,13 @@ from cotune.ids import message_id
 from cotune.integrations.gateway_address import Identity
 from cotune.integrations.gateway_exchange import Exchange, Key
 from cotune.integrations.gateway_requests import chat_of
+from cotune.integrations.gateway_sessions import Sessions, Split
 from cotune.integrations.http_requests import RequestError
 from cotune.integrations.openai_forms import Form
 from cotune.recorder import LiveEpisode, Sink
 from cotune.records import CallStatus, Episode, EpisodeStatus, Reward, Task
 from cotune.redaction import Redactor
+from cotune.roles import RolesFunction
 
 log = logging.getLogger("cotune.gateway")
 
@@ -38,8 +40,20 @@ class Episodes:
     Without a `sink`, as inside a workflow's process, episodes can only be attached and other calls are not recorded.
     """
 
-    def __init__(self, sink: Sink | None, *, limit: int = 10_000, redactors: Sequence[Redactor] = ()) -> None:
+    def __init__(
+        self,
+        sink: Sink | None,
+        *,
+        limit: int = 10_000,
+        redactors: Sequence[Redactor] = (),
+        roles: RolesFunction | None = None,
+        split: Split | None = None,
+    ) -> None:
         self.sink = sink
+        self.roles = roles
+        self.split = split or Split()
+        """How calls that name no episode are divided into episodes."""
+        self._sessions = Sessions(self.split, self._begin, self._finish, lambda episode: episode in self._exchanges)
         self.redactors = redactors
         self.limit = limit
         self.open: dict[str, LiveEpisode] = {}
@@ -77,6 +91,7 @@ class Episodes:
             phase=phase,
             training_step=training_step,
             redactors=self.redactors,
+            roles=self.roles,
         )
         self.open[episode.id] = episode
         return episode
@@ -106,6 +121,7 @@ class Episodes:
         """End an open episode. Raises RequestError (404, 409) when it is not open here."""
         if episode_id in self._attached:
             raise RequestError(409, "The workflow that opened this episode ends it.", code="attached")
+        self._sessions.forget(episode_id)
         episode = self.open.pop(episode_id, None)
         if episode is None:
             raise RequestError(404, f"No episode {episode_id} is open.", param="id", code="unknown_episode")
@@ -120,13 +136,22 @@ class Episodes:
         self.counts["rewards"] += len(rewards)
 
     def exchange(
-        self, who: Identity, form: Form, asked: dict[str, Any], raw: bytes, retry: int | None, upstream: bool
+        self,
+        who: Identity,
+        form: Form,
+        asked: dict[str, Any],
+        raw: bytes,
+        retry: int | None,
+        upstream: bool,
+        session: tuple[Hashable, str] | None = None,
     ) -> Exchange | None:
         """The exchange that a request belongs to: a new call, or the failed one that it is the retry of.
 
-        None where it cannot be recorded. Raises RequestError (409) when it belongs nowhere and no provider is there.
+        `session` is what its episode is known by, where it names none. None where it cannot be recorded. Raises
+        RequestError (409) when it belongs nowhere and no provider is there.
         """
-        episode = self._episode(who, upstream)
+        own = session is not None and self.sink is not None and upstream
+        episode = self._sessions.episode(*session) if session and own else self._episode(who, upstream)
         if episode is None:
             return None
         key = None if retry is None else (episode.id, who.role, form.name, blake2b(raw, digest_size=16).digest())
@@ -134,13 +159,13 @@ class Episodes:
             found = self._resume(key, retry)
             if found is not None:
                 return found
-        mark = Mark(who.role, "gateway", read=who.parents)
+        mark = Mark(who.role, "gateway", read=who.parents, given=who.named)
         chat, obstacle = chat_of(form, asked, episode)
         try:
             call = episode.start(mark, chat)
         except RecordError as error:
             raise RequestError(409, str(error), code="episode_ended") from None
-        mark.output, call.obstacle = call.id, obstacle
+        call.mark.output, call.obstacle = call.id, obstacle
         exchange = Exchange(call, form, asked, key, self._ended)
         self._exchanges.setdefault(episode.id, set()).add(exchange)
         return exchange
@@ -177,6 +202,7 @@ class Episodes:
         """End all that is open: orphaned episodes as cancelled."""
         for episode_id in list(self._attached):
             self.detach(episode_id)
+        self._sessions.close()
         for episode in list(self.open.values()):
             self._close(episode, "cancelled", {}, {}, "the gateway stopped before the episode ended")
         self.open.clear()
@@ -213,7 +239,11 @@ class Episodes:
             self._implicit = None
         if self._implicit is None:
             self._implicit = LiveEpisode(
-                self.sink, Task(id=IMPLICIT, input=None), workflow=IMPLICIT, redactors=self.redactors
+                self.sink,
+                Task(id=IMPLICIT, input=None),
+                workflow=IMPLICIT,
+                redactors=self.redactors,
+                roles=self.roles,
             )
             self._implicit_calls = 0
         self._implicit_calls += 1
@@ -289,6 +319,13 @@ class Episodes:
             del self._exchanges[episode_id]
             if episode_id in self._retiring:
                 self._retired(episode_id)
+            self._sessions.ended(episode_id)
+
+    def _begin(self, task: str) -> LiveEpisode:
+        return self.start({"id": task}, workflow="gateway")
+
+    def _finish(self, episode_id: str) -> None:
+        self._close(self.open.pop(episode_id), "ok", {}, {}, None)
 
 
 def task_of(value: Any) -> Task:

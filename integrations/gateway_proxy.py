@@ -85,13 +85,16 @@ class Proxy:
         access: Access,
         limits: Limits,
         anthropic: Upstream | None = None,
+        role_header: str = "",
     ) -> None:
-        """`anthropic` is the provider of Anthropic's interface, where it is not `upstream`."""
+        """`anthropic` is the provider of Anthropic's interface, where it is not `upstream`; `role_header` a header of
+        the application's own that says the role."""
         self.upstream = upstream
         self.anthropic = anthropic or upstream
         self.episodes = episodes
         self.access = access
         self.limits = limits
+        self.role_header = role_header
         self.in_flight = 0
         self.counts: Counter[str] = Counter()
 
@@ -178,13 +181,14 @@ class Proxy:
 
     def _open(self, passage: _Passage, form: Form, asked: dict[str, Any], raw: bytes) -> None:
         scope = passage.scope
-        who = identity(scope, passage.address)
+        who = identity(scope, passage.address, self.role_header)
+        session = self.episodes.split.of(scope) if who.episode is None else None
         counted = header(scope, b"x-stainless-retry-count")
         retry = int(counted) if counted.isdigit() and len(counted) < 4 else None
         found = self.episodes.open.get(who.episode or "")
         if found is not None and found.responder is not None:
             check_sampling(asked)
-        passage.exchange = self.episodes.exchange(who, form, asked, raw, retry, self.upstream is not None)
+        passage.exchange = self.episodes.exchange(who, form, asked, raw, retry, self.upstream is not None, session)
         if passage.exchange is not None:
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
             assert task is not None
@@ -226,7 +230,7 @@ class Proxy:
             content, kind = json_bytes(body), b"application/json"
         length = str(len(content)).encode()
         fields = [(b"content-type", kind), (b"content-length", length), (b"x-should-retry", b"false")]
-        await passage.start(200, [*fields, (b"x-cotune-call", call.id.encode())])
+        await passage.start(200, [*fields, *_names(exchange)])
         await passage.body(content, more=False)
         return True
 
@@ -237,7 +241,7 @@ class Proxy:
         async with upstream.send(method, address.tail, query, passage.headers, raw) as reply:
             fields = reply.headers
             if exchange is not None:
-                fields = [*fields, (b"x-cotune-call", exchange.call.id.encode())]
+                fields = [*fields, *_names(exchange)]
                 if 200 <= reply.status < 300:
                     exchange.begins(reply.header(b"content-type"), reply.header(b"content-encoding"))
                 else:
@@ -254,6 +258,11 @@ class Proxy:
         await passage.body(b"", more=False)
         if exchange is not None and exchange.answering:
             exchange.settle("malformed", f"the answer is not whole, after {exchange.size} bytes")
+
+
+def _names(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    call = exchange.call
+    return [(b"x-cotune-call", call.id.encode()), (b"x-cotune-episode", call.episode.id.encode())]
 
 
 def _phrase(status: int) -> str:

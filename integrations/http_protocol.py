@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 MAX_HEAD = 64 << 10
@@ -36,14 +37,41 @@ class _Refusing:
         self.transport.close()
 
 
+class Connection:
+    """A client's connection, as requests see it in `scope["cotune.connection"]`."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._then: list[Callable[[], None]] = []
+
+    def on_close(self, then: Callable[[], None]) -> None:
+        """Call `then` when it is closed."""
+        self._then.append(then)
+
+    def close(self) -> None:
+        self.closed = True
+        for then in self._then:
+            then()
+
+
 class _Bounded:
     """Counts the bytes of the head as they come; httptools itself takes any number."""
 
     _head = 0
+    scope: Any
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self._connection = Connection()
+        super().connection_made(transport)  # type: ignore[misc]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)  # type: ignore[misc]
+        self._connection.close()
 
     def on_message_begin(self) -> None:
         self._head = 0
         super().on_message_begin()  # type: ignore[misc]
+        self.scope["cotune.connection"] = self._connection
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
