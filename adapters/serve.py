@@ -42,6 +42,7 @@ def build_app(local: Local, *, token: str | None = None, max_body: int = MAX_BOD
         return json_response(_model(name, chat.find(name), local))
 
     async def health(request: Request) -> Response:
+        access.check_local(request.scope)
         info = await local.sampler.info()
         counts = {"requests": chat.counts, "not_enforced": chat.not_enforced, "unlisted": chat.unlisted}
         more = {"conversations": chat.conversations.kept(), "engine_restarts": getattr(local.sampler, "restarts", 0)}

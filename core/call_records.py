@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from cotune.recorder import Answer, LiveCall
 
 
+_SHORT = 512
+"""Bytes from which on a message is remembered by its address: looking it up costs more, keeping it less."""
+
+
 class CallRecords:
     """Makes the records of calls that have ended, in the form in which they may be stored.
 
@@ -28,7 +32,7 @@ class CallRecords:
         self.outputs = Outputs()
         """What the calls that have ended said; for whoever holds the lock."""
         self._prompts = PromptTree()
-        self._names: dict[bytes, str] = {}
+        self._names: dict[bytes | str, str] = {}
         self._withheld: set[str] = set()
 
     def paths(self, role: str) -> list[tuple[int, ...]]:
@@ -67,9 +71,10 @@ class CallRecords:
         """The content addresses of messages; those that are the episode's first like it are among the records."""
         names = []
         for raw, body in zip(said, bodies, strict=True):
-            name = self._names.get(raw)
+            key = raw if len(raw) < _SHORT else address(raw)
+            name = self._names.get(key)
             if name is None:
-                name = self._names[raw] = address(raw)
+                name = self._names[key] = key if isinstance(key, str) else address(raw)
                 records.append(Message(name, body))
             names.append(name)
         return tuple(names)

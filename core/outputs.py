@@ -7,6 +7,9 @@ from typing import Any
 
 from cotune.ids import message_id
 
+_SHORT = 512
+"""Characters from which on a text is remembered by its digest."""
+
 
 class Outputs:
     """Answers of the calls that have ended. Not thread-safe: the episode's lock guards it."""
@@ -38,7 +41,7 @@ class Outputs:
 def _said(message: Mapping[str, Any]) -> Hashable:
     """What an assistant message says, whatever optional fields a client adds or drops on the way."""
     content, tools = message.get("content") or None, message.get("tool_calls")
-    if not tools and (content is None or isinstance(content, str)):
+    if not tools and (content is None or (isinstance(content, str) and len(content) < _SHORT)):
         return (content,)
     functions = [tool.get("function") for tool in tools or []]
     calls = [(f.get("name"), f.get("arguments")) if isinstance(f, Mapping) else None for f in functions]

@@ -21,6 +21,8 @@ Redactor = Callable[[dict[str, Any]], Mapping[str, Any]]
 """A message in, the message to store out. What is no chat message comes as one too: see `docs/privacy.md`."""
 
 FAILED = "[redaction failed]"
+_MOST = 16 << 20
+"""Bytes of messages whose redaction an episode keeps; older ones are redacted again."""
 _json = msgspec.json.Encoder(enc_hook=repr)
 """As the store encodes what is no JSON."""
 
@@ -84,12 +86,13 @@ def _each(value: Any, fn: Callable[[str], str]) -> Any:
 
 @dataclass
 class Redaction:
-    """The redactors of one episode, applied in order, each message once. A redactor that raises stores `FAILED`."""
+    """The redactors of one episode, applied in order, each message once. One that raises stores `FAILED`."""
 
     redactors: Sequence[Redactor]
     keep_token_ids: bool = False
     warn: Callable[[str, str], None] = lambda kind, text: None
-    _done: dict[bytes, tuple[dict[str, Any], bool]] = field(default_factory=dict)
+    _done: dict[bytes, tuple[dict[str, Any], bool, int]] = field(default_factory=dict)
+    _held: int = 0
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """What to store of a message; the message itself is not touched."""
@@ -161,8 +164,11 @@ class Redaction:
         name = hashlib.blake2b(raw, digest_size=16).digest()
         if name not in self._done:
             found = self._redact(raw)
-            self._done[name] = (found, found != msgspec.json.decode(raw))
-        return self._done[name]
+            self._done[name] = (found, found != msgspec.json.decode(raw), len(raw))
+            self._held += len(raw)
+            while self._held > _MOST and len(self._done) > 1:
+                self._held -= self._done.pop(next(iter(self._done)))[2]
+        return self._done[name][:2]
 
     def _redact(self, raw: bytes) -> dict[str, Any]:
         message = msgspec.json.decode(raw)

@@ -131,7 +131,15 @@ def running_gateway(
             if store is not None:
                 store.close()
 
-    return running(opening, host=host, port=port, token=token, name="cotune-gateway", date_header=False)
+    return running(
+        opening,
+        host=host,
+        port=port,
+        token=token,
+        name="cotune-gateway",
+        date_header=False,
+        seconds=(limits or Limits()).seconds,
+    )
 
 
 def serve(upstream: str, records: str | Path, say: Callable[[str], None], **options: Any) -> None:

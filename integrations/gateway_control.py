@@ -61,7 +61,13 @@ def control_app(
 
     async def body(request: Request, kind: type[T]) -> T:
         access.check(request.scope)
-        return _decoded(await read_body(request.scope, request.receive, max_body), kind)
+        try:
+            async with asyncio.timeout(proxy.limits.seconds):
+                raw = await read_body(request.scope, request.receive, max_body)
+        except TimeoutError:
+            text = f"The body did not come within the gateway's {proxy.limits.seconds:g} seconds."
+            raise RequestError(408, text, code="timeout", headers={"connection": "close"}) from None
+        return _decoded(raw, kind)
 
     async def open_(request: Request) -> Response:
         given = await body(request, OpenEpisode)
@@ -88,6 +94,7 @@ def control_app(
         return json_response({"target": given.target, "rewards": given.rewards})
 
     async def health(request: Request) -> Response:
+        access.check_local(request.scope)
         stored = {"lost": store.lost, "refused": store.refused} if store is not None else {}
         counts = {"requests": proxy.counts, "in_flight": proxy.in_flight}
         return json_response({"status": "ok", **counts, **episodes.health(), **stored})

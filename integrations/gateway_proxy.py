@@ -153,8 +153,12 @@ class Proxy:
         exchange = passage.exchange
         if exchange is None or exchange.failure is not None:
             return
-        if exchange.answering:
+        if exchange.answering and (exchange.call.streamed or (status == "cancelled" and exchange.finish())):
             exchange.settle(status, f"{text}, after {exchange.size} bytes of the answer")
+        elif exchange.answering:
+            # A client that reads no stream asks again when a whole answer does not come.
+            text = f"{text}, after {exchange.size} bytes of the answer"
+            self.episodes.failed(exchange, status, text, retried=True)
         else:
             self.episodes.failed(exchange, status, text, retried=True)
 
@@ -168,7 +172,7 @@ class Proxy:
             raw = await read_body(scope, passage.receive, self.limits.body)
             content = inflated(raw, header(scope, b"content-encoding").decode("latin-1"), self.limits.body)
             self._open(passage, address.form, read_call(address.form, content), raw)
-        elif scope["method"] == "POST" and address.tail in ("embeddings", "messages/count_tokens"):
+        elif scope["method"] == "POST":
             raw = await read_body(scope, passage.receive, self.limits.body)
         else:
             raw = await read_any(scope, passage.receive, self.limits.body)

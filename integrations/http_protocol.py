@@ -10,18 +10,23 @@ from typing import Any
 
 MAX_HEAD = 64 << 10
 """Most bytes of a request's line and headers."""
+GRACE = 1.0
+"""Seconds that a body has longer than a head: the application answers a late one first."""
 
 
 @functools.cache
-def protocol_class() -> type[asyncio.Protocol]:
-    """The protocol class for `uvicorn.Config(http=...)`. h11, the other parser, has a bound of its own."""
+def protocol_class(seconds: float) -> type[asyncio.Protocol]:
+    """The protocol class for `uvicorn.Config(http=...)`: a request has `seconds` to arrive.
+
+    h11, the other parser, has a bound on the head's bytes of its own, and none on its time.
+    """
     if importlib.util.find_spec("httptools") is None:
         from uvicorn.protocols.http.h11_impl import H11Protocol
 
         return type("Protocol", (_Refusing, H11Protocol), {})
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-    return type("Protocol", (_Bounded, _Refusing, HttpToolsProtocol), {})
+    return type("Protocol", (_Timed, _Bounded, _Refusing, HttpToolsProtocol), {"seconds": seconds})
 
 
 class _Refusing:
@@ -34,6 +39,53 @@ class _Refusing:
         body = refusal % msg.encode()
         head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
         self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        self.transport.close()
+
+
+class _Timed:
+    """Closes the connection of a request that does not arrive: of a head in time, and of a body a little later, when
+    the application has not refused it by then."""
+
+    seconds: float
+    loop: asyncio.AbstractEventLoop
+    transport: Any
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)  # type: ignore[misc]
+        self._within(self.seconds, True)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arrived()
+        super().connection_lost(exc)  # type: ignore[misc]
+
+    def on_message_begin(self) -> None:
+        self._within(self.seconds, True)
+        super().on_message_begin()  # type: ignore[misc]
+
+    def on_headers_complete(self) -> None:
+        self._within(self.seconds + GRACE, False)
+        super().on_headers_complete()  # type: ignore[misc]
+
+    def on_message_complete(self) -> None:
+        self._arrived()
+        super().on_message_complete()  # type: ignore[misc]
+
+    def _within(self, seconds: float, head: bool) -> None:
+        self._arrived()
+        self._timer = self.loop.call_later(seconds, self._late, head)
+
+    def _arrived(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self, head: bool) -> None:
+        if head:
+            body = b'{"error":{"message":"The request did not arrive in time.","type":"invalid_request_error",'
+            body += b'"param":null,"code":"timeout"}}'
+            lines = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            self.transport.write(lines + b"content-length: %d\r\n\r\n" % len(body) + body)
         self.transport.close()
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
+import ipaddress
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -52,13 +55,30 @@ class Access:
         self._headers = headers
 
     def check(self, scope: Scope) -> None:
-        """Raises RequestError (401) when the token is missing or wrong."""
-        if self._token is None or any(self.given(scope, name) for name in self._headers):
+        """Raises RequestError (401) when the token is missing or wrong; without one, see `check_local`."""
+        if self._token is None:
+            self.check_local(scope)
+            return
+        if any(self.given(scope, name) for name in self._headers):
             return
         names = " or ".join(
             "Authorization: Bearer TOKEN" if n == b"authorization" else _shown(n) for n in self._headers
         )
         raise RequestError(401, f"This server needs its token: send it as {names}.", code="invalid_api_key")
+
+    def check_local(self, scope: Scope) -> None:
+        """Raises RequestError (403) for what a web page of elsewhere may send, where no token keeps it out.
+
+        A page can make a browser ask a server on loopback, under a host name of its own (DNS rebinding), or with a
+        plain POST, which carries the page's origin.
+        """
+        if self._token is not None:
+            return
+        for name, allowed in ((b"host", "loopback"), (b"origin", "a page from loopback")):
+            value = header(scope, name).decode("latin-1")
+            if value and not _of_loopback(value):
+                text = f"{name.decode().title()}: {value[:100]!r} is not {allowed}. For others start it with a token."
+                raise RequestError(403, text, code="forbidden_" + name.decode())
 
     def given(self, scope: Scope, name: bytes) -> bool:
         """Whether this header carries the token."""
@@ -66,6 +86,19 @@ class Access:
             return False
         expected = b"Bearer " + self._token if name == b"authorization" else self._token
         return hmac.compare_digest(header(scope, name), expected)
+
+
+@functools.lru_cache(256)
+def _of_loopback(place: str) -> bool:
+    """Whether a host with its port, or an origin, names this machine."""
+    try:
+        host = urlsplit(place if "://" in place else f"//{place}").hostname or ""
+    except ValueError:
+        return False
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def _shown(name: bytes) -> str:

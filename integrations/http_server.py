@@ -49,19 +49,26 @@ class Running(Generic[T]):
 
 @contextlib.contextmanager
 def running(
-    opening: Opening[T], *, host: str, port: int, token: str | None, name: str, date_header: bool = True
+    opening: Opening[T],
+    *,
+    host: str,
+    port: int,
+    token: str | None,
+    name: str,
+    date_header: bool = True,
+    seconds: float = 60.0,
 ) -> Iterator[Running[T]]:
     """Serve what `opening` opens in the server's loop and closes with it; port 0 takes a free one.
 
-    Entered once requests are accepted. Raises ConfigError for an address that cannot be had or would be reachable from
-    outside without a `token`, and whatever `opening` raises.
+    A request has `seconds` to arrive. Entered once requests are accepted. Raises ConfigError for an address that cannot
+    be had or would be reachable from outside without a `token`, and whatever `opening` raises.
     """
     check_access(host, token)
     listener = _bind(host, port)
     ready: Future[tuple[uvicorn.Server, T]] = Future()
     # Not the thread's own `join`: once that was interrupted, it takes a running thread for an ended one.
     ended = threading.Event()
-    work = (opening, listener, ready, ended, date_header)
+    work = (opening, listener, ready, ended, date_header, seconds)
     threading.Thread(target=_run, args=work, name=name, daemon=True).start()
     try:
         bound = listener.getsockname()[1]
@@ -105,11 +112,16 @@ class _Server(uvicorn.Server):
 
 
 def _run(
-    opening: Opening[T], listener: socket.socket, ready: Future[Any], ended: threading.Event, date_header: bool
+    opening: Opening[T],
+    listener: socket.socket,
+    ready: Future[Any],
+    ended: threading.Event,
+    date_header: bool,
+    seconds: float,
 ) -> None:
     config = uvicorn.Config(
         _not_open,
-        http=protocol_class(),
+        http=protocol_class(seconds),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -389,3 +389,14 @@ def test_an_alias_is_a_pair(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert main(["serve", "nowhere", "--as", "gpt-4o-mini"]) != 0
     assert "as = 'gpt-4o-mini': allowed is NAME=ROLE" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"origin": "https://evil.example"}, {"origin": "null"}])
+def test_a_page_of_elsewhere_is_refused(server: tuple[Endpoint, Scripted], headers: dict[str, str]) -> None:
+    body = {"model": "writer", "messages": HELLO}
+    answers = [
+        httpx.post(f"{server[0].url}/chat/completions", json=body, headers=headers),
+        httpx.get(f"{server[0].url}/models", headers=headers),
+        httpx.get(f"{server[0].url.removesuffix('/v1')}/health", headers=headers),
+    ]
+    assert [answer.status_code for answer in answers] == [403] * 3
