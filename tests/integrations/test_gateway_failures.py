@@ -51,7 +51,8 @@ def send(gate: Bench, base: str, body: dict[str, Any]) -> socket.socket:
     """A connection with a request on it, whose answer nobody has read."""
     content = json.dumps(body).encode()
     path = chat(base).removeprefix(gate.url)
-    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
     connection = socket.create_connection(("127.0.0.1", gate.running.port), timeout=20)
     connection.sendall(head.encode() + content)
     return connection
