@@ -19,6 +19,7 @@ from cotune.adapters.hashes import hashes_of
 from cotune.adapters.manifest import (
     ADAPTER_FILE,
     FORMAT,
+    MANIFEST,
     Base,
     ExportedPolicy,
     ExportedRole,
@@ -167,7 +168,10 @@ def _folder_name(policy: str, taken: list[str]) -> str:
 
 
 def _sync(folder: Path) -> None:
+    mode = (folder / MANIFEST).stat().st_mode
     for path in (*folder.rglob("*"), folder):
+        if path.is_file():
+            path.chmod(mode)  # safetensors makes files for their owner alone
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)

@@ -45,7 +45,7 @@ def base_fingerprint(folder: Path) -> BaseFingerprint:
         weights=_weights_sha256(folder),
         config=_config_sha256(config),
         tokenizer=_tokenizer_sha256(folder),
-        chat_template=hashlib.sha256(chat_template(folder).encode()).hexdigest(),
+        chat_template=hashlib.sha256(chat_template(folder).encode(errors="surrogateescape")).hexdigest(),
     )
 
 
@@ -53,14 +53,14 @@ def chat_template(folder: Path) -> str:
     """Text of the chat template of a model folder; empty where there is none."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text()
+        return file.read_text(errors="surrogateescape")
     settings = folder / "tokenizer_config.json"
-    template: Any = json.loads(settings.read_text()).get("chat_template") if settings.is_file() else None
+    template: Any = _object(settings).get("chat_template") if settings.is_file() else None
     return template if isinstance(template, str) else json.dumps(template, sort_keys=True) if template else ""
 
 
 def _config_sha256(path: Path) -> str:
-    config = {k: v for k, v in json.loads(path.read_text()).items() if k not in _VOLATILE}
+    config = {k: v for k, v in _object(path).items() if k not in _VOLATILE}
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
@@ -80,20 +80,39 @@ def _weights_sha256(folder: Path) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
+def _object(path: Path) -> dict[str, Any]:
+    """A file of one JSON object. Raises AdapterError."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise AdapterError(f"{path} is no JSON object.", "Fetch or export the model again.")
+    return found
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
 def _tensors(path: Path) -> Iterator[tuple[str, str]]:
     """Name and digest of each tensor of a safetensors file: an 8-byte length, a JSON header, then the data."""
+    size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
-            header = json.loads(file.read(length))
-        except ValueError:
+            header = json.loads(file.read(length)) if length <= size else None
+            entries = msgspec.convert({k: v for k, v in header.items() if k != "__metadata__"}, dict[str, _Entry])
+        except (ValueError, AttributeError, RecursionError):
             raise AdapterError(f"{path} is no safetensors file.", "Fetch or export the model again.") from None
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            file.seek(8 + length + begin)
-            yield name, f"{entry['dtype']} {entry['shape']} {_digest(file, end - begin, path)}"
+        for name, entry in entries.items():
+            begin, end = entry.data_offsets
+            if not 0 <= begin <= end:
+                raise AdapterError(f"{path} is no safetensors file.", "Fetch or export the model again.")
+            file.seek(min(8 + length + begin, size))
+            yield name, f"{entry.dtype} {entry.shape} {_digest(file, end - begin, path)}"
 
 
 def _digest(file: BinaryIO, size: int, path: Path) -> str:

@@ -183,7 +183,10 @@ def _late(workflow: Workflow, live: LiveEpisode, timeout: float | None, error: T
 
 
 def _failed(live: LiveEpisode, error: CotuneError) -> Outcome:
+    """The error is shown and raised by whoever ran the episode, so it goes through the redactors as the record does."""
     whose: Blame = "infrastructure" if live.outage else blame(error)
+    if live.redaction is not None:
+        error = live.redaction.error(error)
     return Outcome(live.end("error", error=str(error), blame=whose), {}, error, live)
 
 

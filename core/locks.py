@@ -13,10 +13,15 @@ class FileLock:
     """Holds an exclusive lock on a side file that names the holder's process id."""
 
     def __init__(self, path: Path, what: str) -> None:
-        """Take the lock at once. `what` names what is guarded. Raises RunError naming the process that holds it."""
+        """Take the lock at once. `what` names what is guarded. Raises RunError naming the process that holds it,
+        or the file that cannot be made."""
         import fcntl
 
-        self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            cause = f"{what} cannot be written: {error.strerror}: {path}."
+            raise RunError(cause, "Check the rights of the folder, or choose another one.") from None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

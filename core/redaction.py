@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import inspect
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cotune.errors import ConfigError, WorkflowError
+from cotune.errors import ConfigError, CotuneError, WorkflowError
 from cotune.records import Candidate, Task
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 Redactor = Callable[[dict[str, Any]], Mapping[str, Any]]
 """A message in, the message to store out. What is no chat message comes as one too: see `docs/privacy.md`."""
 
+_FINISHED = {"stop", "length", "tool_calls", "function_call", "content_filter", "interrupted", "unknown"}
+"""Finish reasons that are none of a provider's own making."""
 FAILED = "[redaction failed]"
 _MOST = 16 << 20
 """Bytes of messages whose redaction an episode keeps; older ones are redacted again."""
@@ -107,7 +110,19 @@ class Redaction:
         return self.message(self._as_message(role, content)).get("content")
 
     def task(self, task: Task) -> Task:
-        return Task(id=task.id, input=self.content("task", task.input))
+        """The same for a task. One that is a text has it as its id too."""
+        told = self.content("task", task.input)
+        same = isinstance(task.input, str) and task.id == task.input
+        return Task(id=str(told) if same else task.id, input=told)
+
+    def error(self, error: CotuneError) -> CotuneError:
+        """An error of an episode, as it may be shown: its cause is an error text."""
+        told = str(self.text(error.cause))
+        if told == error.cause:
+            return error
+        shown = copy.copy(error)
+        shown.cause, shown.args = told, (f"{told} {error.remedy}".strip(),)
+        return shown
 
     def text(self, text: str | None) -> str | None:
         """The same for an error text."""
@@ -141,6 +156,9 @@ class Redaction:
         return msgspec.structs.replace(answer, candidates=candidates, sampling=self.table(answer.sampling))
 
     def _candidate(self, candidate: Candidate) -> Candidate:
+        if candidate.finish_reason not in _FINISHED:
+            finish = str(self.content("finish_reason", candidate.finish_reason))
+            candidate = msgspec.structs.replace(candidate, finish_reason=finish)
         message = self._as_message("assistant", candidate.message.get("content"))
         message.update(candidate.message)
         text = message if candidate.text == message["content"] else self._as_message("assistant", candidate.text)

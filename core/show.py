@@ -31,13 +31,13 @@ _REWARDS_BY_ROLE = """
 _EPISODES_BY_PHASE = """
     SELECT phase, count(*), sum(status = 'ok'), sum(status = 'error'), sum(status = 'cancelled'),
            count(DISTINCT task), count(DISTINCT training_step),
-           coalesce(avg(json_extract(iif(json_valid(body), body, '{}'), '$.latency')), 0)
+           coalesce(avg(json_extract(body, '$.latency')), 0)
     FROM episodes GROUP BY phase ORDER BY min(id)"""
 _CALLS_BY_ROLE = """
     SELECT role, count(*), sum(status = 'ok'), sum(status NOT IN ('ok')),
-           sum(json_array_length(iif(json_valid(candidates), candidates, '[]'))),
+           sum(json_array_length(candidates)),
            sum(prompt_tokens), sum(completion_tokens), max(turn) + 1,
-           coalesce(avg(json_extract(iif(json_valid(body), body, '{}'), '$.latency')), 0)
+           coalesce(avg(json_extract(body, '$.latency')), 0)
     FROM calls GROUP BY role ORDER BY min(id)"""
 _CAUSES = """
     SELECT phase, json_extract(body, '$.error') AS cause, count(*) AS times FROM episodes WHERE status = 'error'

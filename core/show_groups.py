@@ -74,9 +74,7 @@ def show_groups(store: SqliteStore, limit: int) -> Iterable[RenderableType]:
 
 def recipe_of(store: SqliteStore) -> tuple[Recipe, str]:
     """The run's recipe as its run.json tells, else the default one for the plan that the records look like."""
-    several = store.rows(
-        "SELECT 1 FROM calls WHERE json_array_length(iif(json_valid(candidates), candidates, '[]')) > 1 LIMIT 1"
-    )
+    several = store.rows("SELECT 1 FROM calls WHERE json_array_length(candidates) > 1 LIMIT 1")
     plan: PlanKind = "tree" if several else "independent"
     config = _config_of(store)
     plan = (config.get("plan") or {}).get("kind") or plan

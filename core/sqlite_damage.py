@@ -10,19 +10,41 @@ from cotune.errors import RunError
 from cotune.sqlite_rows import WIDTHS
 
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_FORGIVING = """
+PRAGMA temp_store = MEMORY;
+CREATE TEMP VIEW calls AS
+    SELECT id, episode, step, role, turn, status, prompt, prompt_tokens, completion_tokens,
+           iif(json_valid(body), body, '{}') AS body, iif(json_valid(candidates), candidates, '[]') AS candidates,
+           token_ids, logprobs FROM main.calls;
+CREATE TEMP VIEW episodes AS
+    SELECT id, task, phase, training_step, status, iif(json_valid(body), body, '{}') AS body, metrics
+    FROM main.episodes;"""
+"""Views that stand before the tables of the same names."""
 _OUT_OF_REACH = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PERM}
 
 
-def is_the_files(error: sqlite3.Error) -> bool:
+def is_the_files(error: sqlite3.Error | UnicodeDecodeError) -> bool:
     """Whether the file is the cause of an error, and not what was asked of it."""
-    return _code(error) in _DAMAGED | _OUT_OF_REACH
+    return isinstance(error, UnicodeDecodeError) or _code(error) in _DAMAGED | _OUT_OF_REACH
 
 
-def _code(error: sqlite3.Error) -> int:
+def is_a_values(error: sqlite3.Error | UnicodeDecodeError) -> bool:
+    """Whether some value that is no text or no JSON is the cause: that is its row's matter, not its file's."""
+    return "Could not decode to UTF-8" in str(error) or "malformed JSON" in str(error)
+
+
+def forgiving(db: sqlite3.Connection) -> sqlite3.Connection:
+    """`db`, where broken texts are read as far as they go, and what is no JSON has nothing in it."""
+    db.text_factory = lambda text: text.decode("utf-8", "replace")
+    db.executescript(_FORGIVING)
+    return db
+
+
+def _code(error: sqlite3.Error | UnicodeDecodeError) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
-def unusable(path: Path, error: sqlite3.Error) -> RunError:
+def unusable(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> RunError:
     """The error for `path`, of which SQLite says `error`."""
     if not _is_damage(path, error):
         return RunError(f"The records file {path} cannot be used: {error}.", "Check the path, its rights and the disk.")
@@ -34,12 +56,12 @@ def unusable(path: Path, error: sqlite3.Error) -> RunError:
     )
 
 
-def _is_damage(path: Path, error: sqlite3.Error) -> bool:
+def _is_damage(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> bool:
     """Whether this was a database: a file that begins neither like one nor empty is another kind of file."""
     if _code(error) == sqlite3.SQLITE_NOTADB:
         with path.open("rb") as file:
             return file.read(16) in (b"SQLite format 3\0", bytes(16))
-    return _code(error) in _DAMAGED
+    return isinstance(error, UnicodeDecodeError) or _code(error) in _DAMAGED
 
 
 def _readable(path: Path) -> str:
@@ -62,6 +84,6 @@ def _rows(db: sqlite3.Connection, table: str) -> int:
     try:
         for _ in db.execute(f"SELECT * FROM {table}"):
             count += 1
-    except sqlite3.Error:
+    except (sqlite3.Error, UnicodeDecodeError):
         pass
     return count

@@ -50,6 +50,19 @@ PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {VERSION};
 """
 
+COLUMNS = {
+    "messages": "id, body",
+    "segments": "id, parent, token_ids",
+    "calls": "id, episode, step, role, turn, status, prompt, prompt_tokens, completion_tokens, body, candidates, "
+    "token_ids, logprobs",
+    "episodes": "id, task, phase, training_step, status, body, metrics",
+    "rewards": "target, name, value, at",
+    "consumed": "grp, training_step",
+    "closed": "target",
+    "counters": "name, value",
+}
+"""Columns of each table, which a file has unless it is damaged."""
+
 WIDTHS = {"messages": 2, "segments": 3, "calls": 13, "episodes": 7, "rewards": 4}
 """Columns of each table that records are written to."""
 
@@ -170,7 +183,11 @@ def episode_from(body: str, metrics: str) -> Episode:
     Raises ValueError or TypeError for broken ones.
     """
     episode = _episodes.decode(body)
-    return replace(episode, metrics=json.loads(metrics)) if metrics != "{}" else episode
+    if metrics == "{}":
+        return episode
+    found = msgspec.convert(json.loads(metrics), dict[str, float])
+    "".join(found).encode()  # which raises for names that are no text
+    return replace(episode, metrics=found)
 
 
 def join_path(segment_id: str, rows: Iterable[tuple[str, str | None, bytes]]) -> tuple[int, ...]:
@@ -189,4 +206,8 @@ def join_path(segment_id: str, rows: Iterable[tuple[str, str | None, bytes]]) ->
             f"The token path of segment {segment_id!r} is not complete in this store.",
             "Leave out the calls that refer to it; the store's `lost` counter says how many records it misses.",
         )
-    return unpack_ids(b"".join(reversed(path)))
+    try:
+        return unpack_ids(b"".join(reversed(path)))
+    except (TypeError, struct.error):
+        cause = f"The token path of segment {segment_id!r} is broken in this store."
+        raise RecordError(cause, "Leave out the calls that refer to it.") from None

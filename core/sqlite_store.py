@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sqlite3
 import struct
 import weakref
@@ -17,8 +19,8 @@ from cotune.errors import RecordError, RunError
 from cotune.forks import survives_fork
 from cotune.locks import FileLock
 from cotune.records import Call, Episode, Record
-from cotune.sqlite_damage import is_the_files, unusable
-from cotune.sqlite_rows import APPLICATION, SCHEMA, VERSION, Row, call_from, episode_from, join_path
+from cotune.sqlite_damage import forgiving, is_a_values, is_the_files, unusable
+from cotune.sqlite_rows import APPLICATION, COLUMNS, SCHEMA, VERSION, Row, call_from, episode_from, join_path
 from cotune.sqlite_writer import Writer, in_parts
 
 log = logging.getLogger("cotune.store")
@@ -68,10 +70,19 @@ class SqliteStore:
             with store._reader() as db:
                 _check(db, path)
             return store
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            cause = f"The folder {path.parent} cannot be made: {error.strerror}."
+            raise RunError(cause, "Check the path and its rights.") from None
         lock = FileLock(path.with_name(path.name + ".lock"), f"The records file {path}")
         try:
+            path.touch()  # as other files of the run are made: SQLite's own mode leaves out the group
             return cls(path, Writer(_connect_writer(path), str(path)), lock)
+        except OSError as error:
+            lock.release()
+            cause = f"The records file {path} cannot be written: {error.strerror}."
+            raise RunError(cause, "Check its rights.") from None
         except BaseException:
             lock.release()
             raise
@@ -112,10 +123,10 @@ class SqliteStore:
         last = ""
         while True:
             sql = f"SELECT id, body, metrics FROM episodes WHERE id > ?{where} ORDER BY id LIMIT {PAGE}"
-            page = self.rows(sql, (last, *filters.values()))
+            page, before = self.rows(sql, (last, *filters.values())), last
             for last, *columns in page:  # noqa: B007
                 yield from self._read(episode_from, columns)
-            if len(page) < PAGE:
+            if len(page) < PAGE or last <= before:  # an id that is no text does not lead on
                 return
 
     def episode(self, episode_id: str) -> Episode:
@@ -151,7 +162,8 @@ class SqliteStore:
         for some in in_parts(found):
             sql = f"SELECT target, name, value FROM rewards WHERE target IN ({','.join('?' * len(some))})"
             for target, name, value in self.rows(sql, some):
-                found[target][name] = float("nan") if value is None else value
+                for number in self._read(_reward, (value,)):
+                    found.setdefault(target, {})[name] = number
         return found
 
     def unfinished(self) -> Iterator[str]:
@@ -190,16 +202,16 @@ class SqliteStore:
         with self._reader() as db:
             try:
                 return db.execute(sql, parameters).fetchall()
-            except sqlite3.DatabaseError as error:
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
                 if is_the_files(error):
                     raise unusable(self.path, error) from error
-                if "Could not decode to UTF-8" not in str(error):
+                if not is_a_values(error):
                     raise
-            db.text_factory = _lenient  # some row has a broken text, which is that row's matter
-            try:
+        try:
+            with contextlib.closing(forgiving(_connect_reader(self.path))) as db:
                 return db.execute(sql, parameters).fetchall()
-            finally:
-                db.text_factory = str
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            raise unusable(self.path, error) from error
 
     def close(self) -> None:
         """Flush, stop writing and give the file back; safe to call twice. Happens at exit by itself."""
@@ -217,7 +229,8 @@ class SqliteStore:
             made = make(*columns)
         except (ValueError, TypeError, struct.error, RecursionError) as error:
             self._unreadable += 1
-            log.warning("%s: a broken row is left out (%s)", self.path, type(error).__name__)
+            if self._unreadable == 1:
+                log.warning("%s: a broken row is left out (%s), as are any others", self.path, type(error).__name__)
             return
         yield made
 
@@ -273,13 +286,23 @@ def _connect_writer(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _lenient(text: bytes) -> str:
-    return text.decode("utf-8", "replace")
+def _can_be_shared(path: Path) -> bool:
+    """Whether readers can keep their index beside the file: not in a folder that they cannot write, where nobody
+    writes the file either unless it has a log."""
+    log, index = (path.with_name(path.name + end) for end in ("-wal", "-shm"))
+    writable = os.access(path.parent, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+    return writable or index.exists() or (log.exists() and log.stat().st_size > 0)
+
+
+def _reward(value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError("a reward is a number")
+    return float("nan") if value is None else value
 
 
 def _connect_reader(path: Path) -> sqlite3.Connection:
     try:
-        uri = f"{path.absolute().as_uri()}?mode=ro"
+        uri = f"{path.absolute().as_uri()}?mode=ro{'' if _can_be_shared(path) else '&immutable=1'}"
         return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5.0)
     except sqlite3.Error as error:
         raise unusable(path, error) from error
@@ -290,7 +313,7 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
     try:
         application = db.execute("PRAGMA application_id").fetchone()[0]
         version = db.execute("PRAGMA user_version").fetchone()[0]
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         raise unusable(path, error) from error
     if application != APPLICATION:
         raise RunError(f"{path} is not a cotune records file.", "Name a run folder or its records file.")
@@ -299,6 +322,11 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
             f"{path} has records of version {version}; this cotune reads version {VERSION}.",
             "Use the cotune that wrote it, or start a new run folder.",
         )
+    try:
+        for table, columns in COLUMNS.items():
+            db.execute(f"SELECT {columns} FROM {table} LIMIT 0")
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        raise unusable(path, error) from error
 
 
 def _shut(writer: Writer | None, readers: list[sqlite3.Connection], lock: FileLock | None) -> None:

@@ -51,7 +51,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, learner: Learner, *, k
     write_atomically(partial / "checkpoint.json", msgspec.json.encode(checkpoint))
     write_atomically(partial / "policies.json", json.dumps(_policies(checkpoint), indent=2).encode())
     write_hashes(partial)
+    mode = (partial / "checkpoint.json").stat().st_mode
     for file in partial.rglob("*"):
+        if file.is_file():
+            file.chmod(mode)  # safetensors makes files for their owner alone
         _sync_file(file)
     sync_folder(partial)
     partial.rename(target)

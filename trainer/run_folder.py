@@ -9,6 +9,7 @@ RUN/checkpoints/       step-000012/, and `latest`, the name of the newest comple
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import shutil
@@ -24,6 +25,8 @@ from cotune.errors import RunError
 from cotune.locks import FileLock
 from cotune.trainer.config import TrainConfig
 
+log = logging.getLogger("cotune")
+
 _PACKAGES = ("cotune", "torch", "transformers", "peft", "openai", "langgraph", "langchain-openai", "numpy")
 
 
@@ -36,6 +39,17 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+class _Line(msgspec.Struct):
+    """What every line of metrics.jsonl has that is read again."""
+
+    step: int
+    outcome: dict[str, float | None]
+    left_out: dict[str, int]
+    calls: int
+    candidates: int
+    groups: int
 
 
 class RunFolder:
@@ -139,15 +153,21 @@ def describe(path: str | Path) -> dict[str, Any]:
 
 
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Lines of metrics.jsonl; a last line cut by a crash is left out."""
+    """Lines of metrics.jsonl. Broken ones (a last line cut by a crash, damage) are left out, counted in the log."""
     file = Path(path) / "metrics.jsonl"
     if not file.is_file():
         return
-    for line in file.read_text().splitlines():
+    broken = 0
+    for line in file.read_bytes().splitlines():
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return
+            found = json.loads(line)  # which takes NaN, as a figure may be
+            msgspec.convert(found, _Line)
+        except (ValueError, RecursionError):
+            broken += bool(line.strip())
+        else:
+            yield found
+    if broken:
+        log.warning("%s: %d broken %s left out", file, broken, "line is" if broken == 1 else "lines are")
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -4,15 +4,18 @@ import logging
 import os
 import random
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
 import pytest
 
+import cotune
 from cotune.context import Mark
 from cotune.errors import RecordError, RunError
 from cotune.recorder import Answer, LiveEpisode
@@ -431,3 +434,40 @@ def test_the_queries_of_the_documentation_work(store):
         '{"role":"user","content":"next"}',
     }
     assert store.rows(size, {"prompt": store.calls(live.id)[1].prompt}) == [(5,)]
+
+
+@pytest.fixture
+def nobody():
+    """No right to write other people's folders, as root has it: the effective user is nobody."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_folder_that_cannot_be_written_is_read_and_refused_for_writing(request):
+    folder = Path(tempfile.mkdtemp())
+    try:
+        with SqliteStore.open(folder) as store:
+            store.write([episode("E1")])
+        with cotune.trace():  # whose imports nobody may read
+            pass
+        folder.chmod(0o555)
+        request.getfixturevalue("nobody")
+        with SqliteStore.open(folder, read_only=True) as store:
+            assert [found.id for found in store.episodes()] == ["E1"]
+        with pytest.raises(RunError, match=r"records.db cannot be written: Permission denied"):
+            SqliteStore.open(folder)
+        with pytest.raises(RunError, match=r"The folder .*new cannot be made: Permission denied"):
+            SqliteStore.open(folder / "new" / "records.db")
+        with pytest.raises(RunError, match="cannot be written"), cotune.trace(folder):
+            pass
+    finally:
+        if os.geteuid() != os.getuid():
+            os.seteuid(0)
+        folder.chmod(0o755)
+        shutil.rmtree(folder)

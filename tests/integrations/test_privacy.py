@@ -21,7 +21,7 @@ from cotune.cli import main
 from cotune.outputs import Outputs
 from cotune.records import Message
 from tests.core.whole_file import copied
-from tests.integrations.provider import Provider, event, json_reply
+from tests.integrations.provider import Provider, completion, event, json_reply
 from tests.integrations.recorded import Recorded, Sink, answer, episode
 
 SECRET = "my-secret-words"
@@ -150,6 +150,35 @@ def app(tmp_path: Path, monkeypatch) -> Path:
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_text_tasks_errors_and_finish_reasons_are_redacted(provider: Provider, app: Path, capsys):
+    def hide(message):
+        return {**message, "content": str(message.get("content")).replace(SECRET, "***")}
+
+    body = completion({"role": "assistant", "content": "yes"})
+    body["choices"][0]["finish_reason"] = f"because of {SECRET}"
+    provider.reply = lambda asked, number: json_reply(body)
+    client = openai.OpenAI(base_url=provider.url, api_key="none", max_retries=0)
+    with cotune.trace("run/records.db", task=f"find {SECRET}", redactor=hide) as t:
+        client.chat.completions.create(model="m", messages=USER)
+        assert t.calls[0].record.candidates[0].finish_reason == "because of ***"
+    failing = cotune.workflow(lambda task: 1 / 0 if task is None else int(SECRET))
+    failing.redactor(hide)
+    outcome = asyncio.run(episode(failing))
+    assert outcome.error is not None and "ValueError" in str(outcome.error) and "***" in str(outcome.error)
+    assert SECRET not in str(outcome.error) + repr(outcome.error) + str(outcome.episode)
+    (app / "app.py").write_text(textwrap.dedent(_APP).replace("    with openai", "    int(task['q'])\n    with openai"))
+    sys.modules.pop("app", None)
+    client.chat.completions.create(model="m", messages=USER)
+    assert main(["trace", "app.py:solve", "--tasks", "tasks.jsonl", "--out", "run", "--redact", "app:hide"]) == 1
+    sys.modules.pop("app", None)
+    assert main(["show", "run"]) == 0
+    assert main(["otel", "export", "run", "--to", "run/spans.jsonl", "--content", "--tokens"]) == 0
+    shown = capsys.readouterr()
+    assert "find ***" in shown.out
+    found = (shown.out + shown.err).encode() + b"".join(file.read_bytes() for file in (app / "run").iterdir())
+    assert SECRET.encode() not in found
 
 
 def test_only_the_provider_is_contacted(provider: Provider, app: Path):

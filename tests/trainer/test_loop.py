@@ -65,6 +65,13 @@ def test_reward_rises(learned):
     assert summary.lost_records == 0
 
 
+def test_all_files_of_a_run_have_one_mode(learned):
+    _, trainer = learned
+    files = [path for path in (trainer.folder / "learned").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} >= {".db", ".json", ".jsonl", ".safetensors", ".lock"}
+    assert len({path.stat().st_mode for path in files}) == 1
+
+
 def test_the_records_are_whole_in_the_one_file(learned):
     summary, trainer = learned
     with copied(trainer.folder / "learned") as store:

@@ -1,0 +1,109 @@
+"""Records files with odd values in any column, or flipped bytes: read around, or refused in one line."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from cotune.cli import main
+from cotune.context import Mark
+from cotune.ids import new_id
+from cotune.recorder import Answer, LiveEpisode
+from cotune.records import Candidate, PolicyRef, Task
+from cotune.sqlite_rows import WIDTHS
+from cotune.sqlite_store import SqliteStore
+from tests.mutations import as_json, mutated
+
+COLUMNS = {
+    "messages": ("body",),
+    "segments": ("parent", "token_ids"),
+    "calls": ("episode", "step", "turn", "status", "prompt", "body", "candidates", "token_ids", "logprobs"),
+    "episodes": ("task", "phase", "training_step", "status", "body", "metrics"),
+    "rewards": ("value",),
+}
+ODD = [None, 0, -1, 2**40, 1.5, "", "x", "{", "[]", "{}", "null", b"", b"\xff\xfe", b"\x00" * 7, "\ud83d", float("inf")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    with SqliteStore.open(folder) as store:
+        for number in range(4):
+            live = LiveEpisode(
+                store, Task(id=f"t{number}", input={"q": number}), workflow="w", phase="train", training_step=0
+            )
+            for step in range(3):
+                said = {"role": "assistant", "content": "yes"}
+                candidates = tuple(
+                    Candidate(index=i, text="yes", message=said, token_ids=(5, 6), logprobs=(-1.0, -0.5))
+                    for i in (0, 1)
+                )
+                call = live.start(Mark("r", "test"), {"messages": [{"role": "user", "content": f"{number} {step}"}]})
+                call.finish(
+                    Answer(
+                        candidates=candidates,
+                        prompt_ids=(1, number, step),
+                        policy=PolicyRef("p"),
+                        rewards=({"local": 0.0}, {"local": 1.0}),
+                    )
+                )
+            live.end("ok", rewards={"team": 1.0}, metrics={"success": 1.0})
+    return folder / "records.db"
+
+
+def changed(rng: random.Random, file: Path) -> None:
+    """One to three columns of one row each get an odd value, or the file some odd bytes."""
+    if rng.random() < 0.2:
+        raw = bytearray(file.read_bytes())
+        for _ in range(rng.randrange(1, 30)):
+            raw[rng.randrange(100, len(raw))] = rng.randrange(256)
+        file.write_bytes(raw)
+        return
+    db = sqlite3.connect(file)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        table = rng.choice(list(COLUMNS))
+        column = rng.choice(COLUMNS[table])
+        name = "target" if table == "rewards" else "rowid"
+        key, value = rng.choice(db.execute(f"SELECT {name}, {column} FROM {table}").fetchall())
+        odd = rng.choice(ODD)
+        if column in ("body", "candidates", "metrics") and rng.random() < 0.7:
+            try:
+                odd = as_json(mutated(rng, json.loads(value))).decode()
+            except (ValueError, TypeError):
+                odd = "{"
+        try:
+            db.execute(f"UPDATE {table} SET {column} = ? WHERE {name} = ?", (odd, key))
+        except (sqlite3.IntegrityError, UnicodeEncodeError):
+            continue
+    db.commit()
+    db.close()
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.long)])
+def test_odd_records(whole: Path, tmp_path: Path, capsys, count: int) -> None:
+    rng = random.Random(6)
+    episode = next(iter(sqlite3.connect(whole).execute("SELECT id FROM episodes")))[0]
+    run, out = tmp_path / "run", str(tmp_path / "out")
+    commands = [
+        ["show"], ["show", "--groups"], ["show", "--episode", episode], ["show", "--episode", new_id()],
+        ["sft", "--to", out, "--min-reward", "0"], ["otel", "export", "--to", out, "--content", "--tokens"],
+    ]  # fmt: skip
+    for _ in range(count):
+        shutil.rmtree(run, ignore_errors=True)
+        run.mkdir()
+        shutil.copy(whole, run)
+        changed(rng, run / "records.db")
+        for words in commands:
+            before = (run / "records.db").read_bytes()
+            status = main([*words, str(run)])
+            said = capsys.readouterr().err.strip().splitlines()
+            told = [line for line in said if line.startswith("cotune ")]
+            assert status in (0, 1)
+            assert len(told) <= 1 and "Traceback" not in "".join(said), said
+            assert (run / "records.db").read_bytes() == before
+    assert WIDTHS.keys() == COLUMNS.keys()
