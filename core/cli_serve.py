@@ -43,6 +43,7 @@ def add_serve(commands: Any) -> None:
     """Add `cotune serve`."""
 
     def run(a: argparse.Namespace) -> int:
+        tell(f"loading {a.folder} ...")
         from cotune.adapters.serve import serve
 
         token = a.token or os.environ.get("COTUNE_TOKEN")

@@ -222,6 +222,7 @@ def add_train(commands: Any) -> None:
 
 
 def _run_train(a: argparse.Namespace) -> int:
+    tell(f"opening the run {a.resume} ..." if a.resume else f"loading {a.workflow} ...")
     from cotune.trainer.config import load_config, read_toml
     from cotune.trainer.train import resume, train
 
@@ -247,6 +248,7 @@ def add_eval(commands: Any) -> None:
     """Add `cotune eval`."""
 
     def run(a: argparse.Namespace) -> int:
+        tell(f"loading {a.workflow} and {a.run_folder} ...")
         from cotune.trainer.evaluate import evaluate
         from cotune.trainer.evaluation_report import render
 

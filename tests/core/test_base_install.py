@@ -78,7 +78,8 @@ def test_works_without_an_extra(folder: Path, arguments: tuple[str, ...], status
 )
 def test_names_the_extra_that_is_missing(folder: Path, arguments: tuple[str, ...], extra: str) -> None:
     done = cotune(folder, *arguments)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert done.returncode == 1
+    assert all(line.endswith(" ...") for line in done.stdout.splitlines()), "only what is being loaded"
     assert done.stderr.startswith(f"cotune {arguments[0]}: ")
     assert f"pip install 'cotune[{extra}]'" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -73,7 +73,7 @@ def test_errors_are_status_1_and_one_line_on_stderr(arguments, said, capsys, tmp
     monkeypatch.chdir(tmp_path)
     assert cli.main(arguments) == 1
     out, err = capsys.readouterr()
-    assert out == ""
+    assert all(line.endswith(" ...") for line in out.splitlines()), "only what is being loaded"
     assert err.startswith(said)
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
@@ -144,7 +144,8 @@ def test_flags_of_train_become_its_configuration(trained, capsys):
         }
     )
     said = capsys.readouterr().out
-    assert said == "finished after 3 steps in 1 s: runs/r1\nnext: cotune export runs/r1 --to adapters/\n"
+    first, last = "finished after 3 steps in 1 s: runs/r1\n", "next: cotune export runs/r1 --to adapters/\n"
+    assert said == f"loading app:solve ...\n{first}{last}"
 
 
 def test_flags_go_before_the_file(trained, tmp_path):
@@ -158,7 +159,7 @@ def test_flags_go_before_the_file(trained, tmp_path):
 def test_a_stopped_run_is_status_130(trained, capsys):
     trained.finished = False
     assert cli.main(["train", "a:b", "--tasks", "t", "--model", "m"]) == 130
-    assert capsys.readouterr().out == "stopped after 3 steps in 1 s: runs/r1\n"
+    assert capsys.readouterr().out == "loading a:b ...\nstopped after 3 steps in 1 s: runs/r1\n"
 
 
 @pytest.mark.parametrize(
@@ -202,3 +203,26 @@ def test_a_configuration_that_cannot_be_read(text, allowed, tmp_path):
 def test_the_command_line_opens_without_torch():
     code = "import sys, cotune.cli as c; c.parser(); print({'torch', 'openai'} & {*sys.modules})"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["train", "app:solve", "--tasks", "none.jsonl", "--model", "base/"], "loading app:solve ..."),
+        (["train", "--resume", "runs/r1"], "opening the run runs/r1 ..."),
+        (["eval", "app:solve", "--tasks", "none.jsonl", "--run", "runs/r1"], "loading app:solve and runs/r1 ..."),
+        (["serve", "adaptors/"], "loading adaptors/ ..."),
+    ],
+)
+def test_what_is_waited_for_is_said_before_anything_heavy_is_imported(command, said, tmp_path):
+    code = (
+        "import sys, cotune.cli, cotune.cli_train, cotune.cli_serve\n"
+        "def first(what):\n"
+        "    print(what, sorted({'torch', 'transformers', 'starlette'} & set(sys.modules)))\n"
+        "    raise KeyboardInterrupt\n"
+        "cotune.cli_train.tell = cotune.cli_serve.tell = first\n"
+        f"sys.exit(cotune.cli.main({command!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.stdout == f"{said} []\n", done.stderr
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
