@@ -14,7 +14,7 @@ SUPPORTED: dict[str, tuple[str, str]] = {
     "langgraph": ("1.1", "2"),
     "autogen-agentchat": ("0.7", "0.8"),
     "autogen-core": ("0.7", "0.8"),
-    "openai-agents": ("0.18", "1"),
+    "openai-agents": ("0.18.3", "1"),
     "crewai": ("1.15.29", "2"),
     "vllm": ("0.28", "0.29"),
     "ray": ("2.49", "3"),

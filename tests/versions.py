@@ -67,7 +67,7 @@ ENVIRONMENTS = {
         "autogen,langgraph,train", ("autogen-agentchat", _EXT, *_CHAT, "openai>=3,<4"), _AUTOGEN
     ),
     "openai-agents-oldest": Environment(
-        "langgraph,openai-agents,train", ("openai-agents==0.18.0", "openai==2.45.0", "langchain-openai"), _AGENTS
+        "langgraph,openai-agents,train", ("openai-agents==0.18.3", "openai==2.45.0", "langchain-openai"), _AGENTS
     ),
     "openai-agents-newest": Environment(
         "langgraph,openai-agents,train", ("openai-agents", "openai>=3,<4", "langchain-openai"), _AGENTS
