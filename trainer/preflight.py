@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,10 @@ from cotune.trainer.config import TrainConfig
 from cotune.workflow import Workflow
 
 EPISODES = 3
+MOST_EPISODES = 16
+"""Looked at while every one fails by what the untrained model says: on a hard task most do."""
+MOST_SECONDS = 60.0
+"""From here on no episode is looked at beyond the first ones."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ async def look_around(
     sampler: Sampler,
     chat: ChatFormat,
 ) -> Seen:
-    """Run the first tasks once; return what was seen.
+    """Run the first tasks once, and further ones while each fails by the policy's doing; return what was seen.
 
     Raises WorkflowError for an application that makes no call, a workflow that fails on every task, a scorer that
     fails on every call; ConfigError for a scorer of a role that never calls.
@@ -83,12 +88,16 @@ async def look_around(
         provider_roles=provider,
         seed=config.seed,
     )
-    outcomes = [
-        await run_episode(
-            workflow, task, sink=store, responder=responder, phase="check", timeout=config.episode_timeout
-        )
-        for task in tasks[:EPISODES]
-    ]
+    outcomes: list[Outcome] = []
+    started = time.monotonic()
+    for number in range(MOST_EPISODES):
+        rollout, place = divmod(number, len(tasks))
+        if number >= min(EPISODES, len(tasks)) and not (
+            _worth_another_look(outcomes) and time.monotonic() - started < MOST_SECONDS
+        ):
+            break
+        options = {"phase": "check", "rollout": rollout, "timeout": config.episode_timeout}
+        outcomes.append(await run_episode(workflow, tasks[place], sink=store, responder=responder, **options))
     store.flush()
     calls = [call for outcome in outcomes for call in store.calls(outcome.episode.id)]
     rewards = rewards_by_role(store, calls)
@@ -98,6 +107,14 @@ async def look_around(
         rewards=rewards,
         outcome=sorted({name for outcome in outcomes for name in outcome.rewards}),
         notes=_notes(outcomes, calls),
+    )
+
+
+def _worth_another_look(outcomes: Sequence[Outcome]) -> bool:
+    """Whether the workflow raised in all of them after calls that were answered: what the model says may break it."""
+    return all(
+        outcome.episode.blame == "policy" and not outcome.live.failures and outcome.error and outcome.error.__cause__
+        for outcome in outcomes
     )
 
 
@@ -140,7 +157,7 @@ def _outcome_faults(workflow: Workflow, outcomes: Sequence[Outcome], calls: Sequ
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     failed = [call for call in calls if call.status != "ok"]
     if len(errors) == len(outcomes):
-        yield _with_calls(errors[0], failed)
+        yield _with_calls(_every_time(errors), failed)
     elif not calls:
         yield WorkflowError(
             f"The workflow {workflow.name!r} made no LLM call that cotune can see.",
@@ -156,6 +173,15 @@ def _outcome_faults(workflow: Workflow, outcomes: Sequence[Outcome], calls: Sequ
 def _nearest(role: str, seen: Sequence[str]) -> str:
     near = difflib.get_close_matches(role, seen, n=2, cutoff=0.5)
     return f"Did you mean {' or '.join(near)}? " if near else ""
+
+
+def _every_time(errors: Sequence[CotuneError]) -> CotuneError:
+    if len(errors) <= EPISODES:
+        return errors[0]
+    remedy = f"{errors[0].remedy} If it is what the model says that breaks it: have the workflow return a low reward."
+    raised = WorkflowError(f"{errors[0].cause} All {len(errors)} episodes looked at failed.", remedy)
+    raised.__cause__ = errors[0]
+    return raised
 
 
 def _with_calls(error: CotuneError, failed: Sequence[Call]) -> CotuneError:

@@ -14,7 +14,7 @@ import openai
 import pytest
 from safetensors.numpy import load_file
 
-from cotune.errors import GroupError
+from cotune.errors import GroupError, WorkflowError
 from cotune.sqlite_store import SqliteStore
 from cotune.trainer.checkpoint import load_checkpoint
 from cotune.trainer.local_learner import LocalLearner
@@ -341,3 +341,29 @@ def test_stopped_and_resumed_ends_like_a_run_without_a_stop(trainer, monkeypatch
     assert [line["step"] for line in trainer.metrics("stopped")] == [0, 1, 2]
     one, other = weights(trainer.folder / "whole"), weights(trainer.folder / "stopped")
     assert all(equal(one[name], other[name]) for name in whole.versions)
+
+
+def test_an_application_that_most_answers_break_can_start(trainer):
+    """The first five episodes fail by what the model said; then one does not, and the run begins."""
+    looked = []
+
+    async def fragile(task):
+        said = await ask("first", f"say {task['letter']}")
+        looked.append(said)
+        if len(looked) <= 5:
+            raise ValueError(f"cannot read {said!r}")
+        return said.count(task["letter"]) / 4
+
+    trainer(application(fragile), steps=1)
+    assert "5 of 6 episodes failed while looking around: The workflow 'solve' raised ValueError" in trainer.said
+    assert trainer.metrics()[0]["episodes"] == 12
+
+
+def test_an_application_that_every_answer_breaks_is_told_after_sixteen(trainer):
+    async def broken(task):
+        raise ValueError(f"cannot read {await ask('first', 'say')!r}")
+
+    with pytest.raises(WorkflowError) as caught:
+        trainer(application(broken), steps=1)
+    assert caught.value.cause.endswith("All 16 episodes looked at failed.")
+    assert "have the workflow return a low reward" in caught.value.remedy
