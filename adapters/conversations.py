@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cotune.bounded import Bounded
 from cotune.ids import canonical, pack_ids, unpack_ids
-from cotune.integrations.bounded import Bounded
 from cotune.integrations.earlier_ids import text_of
 
 ENTRIES, BYTES, REPLIES = 4096, 64 << 20, 64

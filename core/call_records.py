@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from cotune.bounded import bytes_of
 from cotune.ids import address, canonical
-from cotune.outputs import Outputs
+from cotune.outputs import BYTES, Outputs
 from cotune.prompts import PromptTree
 from cotune.records import Call, CallStatus, Message, Record, Reward, Segment, Usage, candidate_id
 from cotune.redaction import Redaction, Told
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
 
 _SHORT = 512
 """Bytes from which on a message is remembered by its address: looking it up costs more, keeping it less."""
+NAMES = 8 << 20
+"""Most bytes of messages and addresses that are remembered as stored; then all are, and are stored again when met."""
+_FORGOTTEN = (
+    f"The answers of one episode take more than {BYTES >> 20} MiB: the least recently read are forgotten. "
+    "A call that reads one of them is recorded without that parent."
+)
 
 
 class CallRecords:
@@ -26,13 +34,17 @@ class CallRecords:
     Safe from any thread. `lock` is the episode's: a call may end in the midst of either's work (garbage collection).
     """
 
-    def __init__(self, redaction: Redaction | None, lock: AbstractContextManager[object]) -> None:
+    def __init__(
+        self, redaction: Redaction | None, lock: AbstractContextManager[object], warn: Callable[[str, str], None]
+    ) -> None:
         self._redaction = redaction
         self._lock = lock
+        self._warn = warn
         self.outputs = Outputs()
         """What the calls that have ended said; for whoever holds the lock."""
         self._prompts = PromptTree()
         self._names: dict[bytes | str, str] = {}
+        self._names_size = 0
         self._withheld: set[str] = set()
 
     def paths(self, role: str) -> list[tuple[int, ...]]:
@@ -52,7 +64,9 @@ class CallRecords:
             prompt, segments = self._prompt(call.role, answer, told.withheld)
             records.extend(segments)
             if answer and answer.candidates:
-                self.outputs.add(call.id, answer.candidates[answer.chosen].message, call.mark.output)
+                forgotten = self.outputs.add(call.id, answer.candidates[answer.chosen].message, call.mark.output)
+                for _ in range(forgotten):
+                    self._warn("forgotten_output", _FORGOTTEN)
         records.append(_call(call, told, status, names, tools, prompt))
         now = time.time()
         for i, components in enumerate(told.answer.rewards if told.answer else ()):
@@ -74,10 +88,18 @@ class CallRecords:
             key = raw if len(raw) < _SHORT else address(raw)
             name = self._names.get(key)
             if name is None:
-                name = self._names[key] = key if isinstance(key, str) else address(raw)
+                name = key if isinstance(key, str) else address(raw)
+                self._remember(key, name)
                 records.append(Message(name, body))
             names.append(name)
         return tuple(names)
+
+    def _remember(self, key: bytes | str, name: str) -> None:
+        self._names_size += bytes_of((key, name))
+        if self._names_size > NAMES:
+            self._names.clear()
+            self._names_size = 0
+        self._names[key] = name
 
     def _prompt(self, role: str, answer: Answer | None, withheld: bool) -> tuple[str | None, list[Segment]]:
         """The segment of an answer's prompt, and the segments that are new: of those whose ids may be stored."""

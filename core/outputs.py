@@ -5,32 +5,36 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+from cotune.bounded import Bounded, bytes_of
 from cotune.ids import message_id
 
 _SHORT = 512
 """Characters from which on a text is remembered by its digest."""
+ENTRIES, BYTES = 100_000, 8 << 20
+"""Most answers, and bytes of all, that are remembered."""
+_OVERHEAD = 200
+"""Bytes of an entry beside its key and value, about."""
 
 
 class Outputs:
-    """Answers of the calls that have ended. Not thread-safe: the episode's lock guards it."""
+    """Answers of the calls that have ended: the least recently read are forgotten for want of room."""
 
     def __init__(self) -> None:
-        self._calls: dict[Hashable, str] = {}
+        self._calls: Bounded[str] = Bounded(ENTRIES, BYTES)
 
-    def add(self, call: str, message: Mapping[str, Any], name: str | None) -> None:
-        """Remember what a call said, also under the `name` that a framework gives it."""
-        if name:
-            self._calls[name] = call
-        self._calls[_said(message)] = call
+    def add(self, call: str, message: Mapping[str, Any], name: str | None) -> int:
+        """Remember what a call said, also under the `name` a framework gives it. Returns how many are forgotten."""
+        keys = [*([name] if name else ()), _said(message)]
+        return sum(self._calls.put(key, call, bytes_of((key, call)) + _OVERHEAD) for key in keys)
 
     def read_by(self, names: Iterable[str], messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         """Calls whose outputs a prompt contains: by the framework's names, else by what its messages say."""
-        if not self._calls:
+        if not len(self._calls):
             return ()
         found: dict[str, None] = {}
         for name in names:
-            if name in self._calls:
-                found[self._calls[name]] = None
+            if call := self._calls.get(name):
+                found[call] = None
         if not found:
             for message in messages:
                 if message.get("role") == "assistant" and (call := self._calls.get(_said(message))):

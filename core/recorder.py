@@ -195,7 +195,7 @@ class LiveEpisode:
         self._stopped: list[LiveCall] = []
         self.redaction = Redaction(redactors, keep_token_ids, self.warn) if redactors else None
         """What is stored goes through it first; scorers, responders and the application see everything as it is."""
-        self._records = CallRecords(self.redaction, self._lock)
+        self._records = CallRecords(self.redaction, self._lock, self.warn)
         self._token: Any = None
         self.gateway = ""
         """Address at which a child process reaches this episode, while `cotune.gateway()` is open."""
@@ -284,7 +284,7 @@ class LiveEpisode:
         self._idle = threading.Condition(self._lock)
         self._ending = 0
         self._open = {}
-        self._records = CallRecords(self.redaction, self._lock)
+        self._records = CallRecords(self.redaction, self._lock, self.warn)
         self.sink = _Nowhere()
 
     def end(

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.integrations.anthropic_requests import arguments_in, assistant_of, chat_of, obstacle
+from cotune.integrations.anthropic_requests import arguments_in, assistant_of, chat_of, keep_arguments, obstacle
 from cotune.integrations.openai_forms import Form
 from cotune.integrations.openai_response_body import ProviderFailed
 from cotune.integrations.sse import events, grow, number
@@ -46,7 +46,7 @@ def _blocks(call: LiveCall, message: Mapping[str, Any]) -> Iterator[dict[str, An
         function = tool.get("function") or {}
         arguments = function.get("arguments") or "{}"
         name = tool.get("id") or f"toolu_{call.id}_{position}"
-        arguments_in(call.episode)[name] = arguments
+        keep_arguments(call.episode, name, arguments)
         yield {"type": "tool_use", "id": name, "name": function.get("name"), "input": msgspec.json.decode(arguments)}
 
 
@@ -157,7 +157,8 @@ def _whole(message: dict[str, Any], blocks: dict[int, dict[str, Any]]) -> dict[s
 def _keep(call: LiveCall, asked: Mapping[str, Any], message: Mapping[str, Any]) -> None:
     """Remember the arguments of tool calls as they were written: requests send them back as objects."""
     for tool in assistant_of(message.get("content") or ()).get("tool_calls", ()):
-        arguments_in(call.episode).setdefault(str(tool["id"]), tool["function"]["arguments"])
+        if arguments_in(call.episode).get(str(tool["id"])) is None:
+            keep_arguments(call.episode, str(tool["id"]), tool["function"]["arguments"])
 
 
 MESSAGES = Form(

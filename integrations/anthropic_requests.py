@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
+from cotune.bounded import Bounded, bytes_of
 from cotune.recorder import LiveEpisode
 
+ENTRIES, BYTES = 100_000, 8 << 20
+"""Most arguments of tool calls, and bytes of all, that are kept of one episode as they were written."""
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "metadata", "service_tier", "thinking")
 _PLAIN_TOOL = (None, "custom")
 _NONE: Mapping[str, str] = {}
+_FORGOTTEN = (
+    f"The arguments of one episode's tool calls take more than {BYTES >> 20} MiB: the least recently used are "
+    "forgotten. A later prompt may have them in another spelling than the model's."
+)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _UNANSWERED = {
     "mcp_servers": "MCP servers that the provider calls",
@@ -68,13 +75,25 @@ def obstacle(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpi
     return " and ".join(found)
 
 
-def arguments_in(episode: LiveEpisode) -> dict[str, str]:
+class Written(Protocol):
+    """Arguments of tool calls as the model wrote them, by the id of the call."""
+
+    def get(self, name: str, /) -> str | None: ...
+
+
+def arguments_in(episode: LiveEpisode) -> Bounded[str]:
     """The arguments of the episode's tool calls as the model wrote them, by the id of the call."""
-    found: dict[str, str] = episode.notes.setdefault("anthropic", {})
-    return found
+    found: Bounded[str] | None = episode.notes.get("anthropic")
+    return found if found is not None else episode.notes.setdefault("anthropic", Bounded(ENTRIES, BYTES))
 
 
-def messages_of(said: Iterable[Mapping[str, Any]], written: Mapping[str, str]) -> list[dict[str, Any]]:
+def keep_arguments(episode: LiveEpisode, name: str, arguments: str) -> None:
+    """Remember arguments as they were written; what is forgotten for them is counted."""
+    for _ in range(arguments_in(episode).put(name, arguments, bytes_of((name, arguments)))):
+        episode.warn("forgotten_arguments", _FORGOTTEN)
+
+
+def messages_of(said: Iterable[Mapping[str, Any]], written: Written) -> list[dict[str, Any]]:
     """Messages of blocks as chat messages: results of tools become messages of their own, before the text beside them.
 
     A block that no chat message can say is kept as it is, as a part of its message's content.
@@ -100,7 +119,7 @@ def messages_of(said: Iterable[Mapping[str, Any]], written: Mapping[str, str]) -
     return found
 
 
-def assistant_of(blocks: Iterable[Mapping[str, Any]], written: Mapping[str, str] = _NONE) -> dict[str, Any]:
+def assistant_of(blocks: Iterable[Mapping[str, Any]], written: Written = _NONE) -> dict[str, Any]:
     """The blocks of one assistant turn as a chat message; those that it cannot say are under `items`.
 
     `written` are arguments of tool calls as they were written, for those that come back as objects.

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
+from cotune.bounded import Bounded
 from cotune.errors import ConfigError, PromptTooLong, SamplerError
 from cotune.ids import pack_ids, unpack_ids
-from cotune.integrations.bounded import Bounded
 from cotune.integrations.earlier_ids import EarlierIds
 from cotune.integrations.grammar import Grammars
 from cotune.integrations.hermes import REASONING

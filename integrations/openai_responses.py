@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+from cotune.bounded import Bounded, bytes_of
 from cotune.recorder import LiveCall, LiveEpisode
 
 _NOTE = "openai_responses"
+ENTRIES, BYTES = 100_000, 64 << 20
+"""Most responses with their items, and bytes of all, that are kept of one episode."""
 _UNANSWERED = {
     "background": "a response in the background",
     "conversation": "a conversation that the provider keeps",
@@ -15,25 +18,74 @@ _UNANSWERED = {
 }
 
 
+_REFERENCE = "item_reference"
+_CUT = (
+    "A Responses request refers to what was said outside of its episode, or is no longer kept: "
+    "its call is recorded without that."
+)
+_FORGOTTEN = (
+    f"The responses of one episode take more than {BYTES >> 20} MiB, or one takes a fourth of that: the least recently "
+    "used, or that one, are forgotten. "
+    "A call that goes on from one of them is recorded without what was said before."
+)
+
+
+class Known(Protocol):
+    """Items by id."""
+
+    def get(self, item_id: Any, /) -> Mapping[str, Any] | None: ...
+
+
+class Conversation(NamedTuple):
+    """What was said up to a response; not `whole` where it goes on from one that is not known."""
+
+    messages: tuple[dict[str, Any], ...] = ()
+    whole: bool = True
+
+
 class Said:
-    """The responses of an episode by id, and their items: what `previous_response_id` and item references name."""
+    """The responses of an episode by id, and their items: what `previous_response_id` and item references name.
+
+    The least recently used are forgotten when they take more than `BYTES`.
+    """
 
     def __init__(self) -> None:
-        self.messages: dict[str, tuple[dict[str, Any], ...]] = {}
-        self.items: dict[str, Mapping[str, Any]] = {}
+        self._kept: Bounded[Any] = Bounded(ENTRIES, BYTES)
 
     def keep(self, call: LiveCall, asked: Mapping[str, Any], response: Mapping[str, Any]) -> None:
-        """Remember the response to a call. Instructions are of one request only, so they are left out."""
+        """Remember the response to a call. Instructions are of one request only, so they are left out.
+
+        What is forgotten for it is counted, as is a call that was recorded without what it refers to.
+        """
+        whole = self.before(asked).whole and not any(m.get("type") == _REFERENCE for m in call.messages)
+        if not whole:
+            call.episode.warn("cut_conversation", _CUT)
         output, _ = readable(response.get("output") or ())
         history = call.messages[1:] if asked.get("instructions") else call.messages
-        self.messages[str(response.get("id"))] = (*history, *messages_of(output, {}))
-        self.items.update((str(item["id"]), item) for item in output if item.get("id"))
+        messages = (*history, *messages_of(output, {}))
+        kept = Conversation(messages, whole)
+        forgotten = self._kept.put(("response", str(response.get("id"))), kept, bytes_of(messages))
+        for item in output:
+            if item.get("id"):
+                forgotten += self._kept.put(("item", str(item["id"])), item, bytes_of(item))
+        for _ in range(forgotten):
+            call.episode.warn("forgotten_response", _FORGOTTEN)
+
+    def before(self, asked: Mapping[str, Any]) -> Conversation:
+        """The conversation that a request goes on from."""
+        name = asked.get("previous_response_id")
+        return (self._kept.get(("response", name)) or Conversation(whole=False)) if name else Conversation()
+
+    def get(self, item_id: Any, /) -> Mapping[str, Any] | None:
+        """The item of this id."""
+        found: Mapping[str, Any] | None = self._kept.get(("item", item_id))
+        return found
 
 
 def said_in(episode: LiveEpisode) -> Said:
     """The episode's responses."""
-    found: Said = episode.notes.setdefault(_NOTE, Said())
-    return found
+    found: Said | None = episode.notes.get(_NOTE)
+    return found if found is not None else episode.notes.setdefault(_NOTE, Said())
 
 
 def chat_of(asked: Mapping[str, Any], episode: LiveEpisode) -> dict[str, Any]:
@@ -43,8 +95,8 @@ def chat_of(asked: Mapping[str, Any], episode: LiveEpisode) -> dict[str, Any]:
     """
     said = said_in(episode)
     messages = [{"role": "system", "content": asked["instructions"]}] if asked.get("instructions") else []
-    messages += said.messages.get(asked.get("previous_response_id") or "", ())
-    messages += messages_of(_items(asked), said.items)
+    messages += said.before(asked).messages
+    messages += messages_of(_items(asked), said)
     body = {**_params(asked), "messages": messages, "api": "responses"}
     if asked.get("tools"):
         body["tools"] = [_tool(tool) for tool in asked["tools"]]
@@ -56,9 +108,9 @@ def chat_of(asked: Mapping[str, Any], episode: LiveEpisode) -> dict[str, Any]:
 def obstacle(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
     """What in a request, given also as chat, only a provider can serve; "" when a policy can answer it."""
     found = [what for field, what in _UNANSWERED.items() if asked.get(field)]
-    before = asked.get("previous_response_id")
-    if before and before not in said_in(episode).messages:
-        found.append(f"the response {before!r}, which was not made in this episode")
+    if not said_in(episode).before(asked).whole:
+        before = asked["previous_response_id"]
+        found.append(f"the response {before!r}, which was not made in this episode, or goes on from what is not known")
     hosted = [str(tool.get("type")) for tool in chat.get("tools") or () if tool.get("type") != "function"]
     if hosted:
         found.append(f"tools that the provider runs ({', '.join(dict.fromkeys(hosted))})")
@@ -68,7 +120,7 @@ def obstacle(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpi
     return " and ".join(found)
 
 
-def messages_of(items: Iterable[Mapping[str, Any]], known: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def messages_of(items: Iterable[Mapping[str, Any]], known: Known) -> list[dict[str, Any]]:
     """Items of an input or an output as chat messages. What belongs to one assistant turn becomes one message.
 
     An item that no chat message can say is kept as it is.
@@ -119,9 +171,9 @@ def _items(asked: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return given
 
 
-def _resolved(item: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    if item.get("type") in ("item_reference", None) and "id" in item and "content" not in item:
-        return known.get(item["id"], {**item, "type": "item_reference"})
+def _resolved(item: Mapping[str, Any], known: Known) -> Mapping[str, Any]:
+    if item.get("type") in (_REFERENCE, None) and "id" in item and "content" not in item:
+        return known.get(item["id"]) or {**item, "type": _REFERENCE}
     return item
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from cotune.adapters.local import Local, Served
 from cotune.adapters.serve import Endpoint, serving_local
-from cotune.integrations.bounded import Bounded
+from cotune.bounded import Bounded
 from cotune.integrations.chat_format import ChatTemplate
 from cotune.records import PolicyRef
 from cotune.sampler import Completion, SamplerInfo, SamplingParams

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import json
 import socket
 import threading
@@ -16,9 +18,14 @@ import openai
 import pytest
 
 import cotune
+from cotune import call_records, outputs, recorder
+from cotune.context import Mark
+from cotune.integrations import openai_responses
 from cotune.integrations.gateway_proxy import Limits
+from cotune.recorder import Answer, LiveEpisode
+from cotune.records import Candidate, Message, Task
 from tests.integrations.gateway_client import Bench, ask, bench
-from tests.integrations.provider import completion
+from tests.integrations.provider import completion, json_reply, serving
 
 WHOLE = json.dumps(completion({"role": "assistant", "content": "hello"})).encode()
 
@@ -186,3 +193,101 @@ def test_a_trace_keeps_no_prompts(traced: None, provider: Any, tmp_path: Path) -
         provider.reply = lambda body, number: (200, "application/json", [WHOLE])
         before = asked(20, "first")  # what redactors returned is kept up to 16 MiB
         assert (asked(20, "then") - before) / 20 < 200_000
+
+
+def response(number: int, text: str) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": []}
+    said = {"id": f"msg_{number}", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
+    head = {"id": f"resp_{number}", "object": "response", "created_at": 1, "model": "m", "status": "completed"}
+    return {**head, "output": [said], "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+
+
+def respond(client: openai.OpenAI, text: str, **more: Any) -> str:
+    return client.responses.create(model="m", input=text, **more).id
+
+
+def provide_responses(provider: Any) -> None:
+    numbers = itertools.count()
+    provider.reply = lambda body, _: json_reply(response(next(numbers), "yes"))
+
+
+@pytest.mark.parametrize("way", ["gateway", "trace"])
+def test_an_open_episode_keeps_so_many_bytes_of_responses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It kept each whole conversation, without an end. What goes on from a forgotten one is recorded and counted."""
+    monkeypatch.setattr(openai_responses, "BYTES", 8 << 20, raising=False)
+    monkeypatch.setattr(recorder, "_said", set())
+    with contextlib.ExitStack() as stack:
+        if way == "gateway":
+            gate = stack.enter_context(bench(tmp_path))
+            provider, episode = gate.provider, gate.open()["id"]
+            client = gate.client(f"{gate.url}/e/{episode}/v1")
+        else:
+            provider = stack.enter_context(serving())
+            trace = stack.enter_context(cotune.trace(tmp_path / "records.db"))
+            client = openai.OpenAI(base_url=provider.url, api_key="none", max_retries=0)
+        provide_responses(provider)
+        respond(client, "hello")  # loads what the SDK needs, which takes ten times as long when it is traced
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+
+        def asked(count: int) -> int:
+            for number in range(count):
+                respond(client, f"{number} " + "x" * 1_000_000)
+                provider.requests.clear()
+            if way == "gateway":
+                gate.when_idle()
+                gate.store.flush()
+            else:
+                assert trace.calls
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0]
+
+        before = asked(12)
+        assert (asked(40) - before) / 40 < 300_000  # rows of the store come and go
+        respond(client, "go on", previous_response_id="resp_52")
+        respond(client, "go on", previous_response_id="resp_1")
+        respond(client, "and on", previous_response_id="resp_54")
+        if way == "gateway":
+            gate.when_idle()
+            calls, warnings = gate.calls(episode), gate.health()["warnings"]
+        else:
+            calls, warnings = trace.calls, trace.warnings
+        assert [call.status for call in calls] == ["ok"] * 56
+        assert [len(call.messages) for call in calls[-3:]] == [3, 1, 3]
+        assert warnings["cut_conversation"] == 2
+        assert warnings["forgotten_response"] > 40
+    assert sum("least recently" in told.message for told in caplog.records) == 1
+
+
+def test_short_messages_are_bounded_together(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them was kept, 800 bytes for a call, as long as its episode was open."""
+    monkeypatch.setattr(call_records, "NAMES", 1 << 19, raising=False)
+    monkeypatch.setattr(outputs, "BYTES", 1 << 19, raising=False)
+    stored: set[str] = set()
+
+    class Counting:
+        def write(self, records: Any) -> None:
+            stored.update(record.id for record in records if isinstance(record, Message))
+
+    live = LiveEpisode(Counting(), Task(id="t", input=None), workflow="w")
+
+    def asked(first: int, count: int) -> int:
+        for number in range(first, first + count):
+            said = {"role": "assistant", "content": f"{number} " + "y" * 200}
+            text = {"role": "user", "content": f"{number} " + "x" * 200}
+            call = live.start(Mark("app", "test"), {"model": "m", "messages": [text]})
+            call.finish(Answer(candidates=(Candidate(index=0, text=said["content"], message=said),)))
+        stored.clear()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    before = asked(0, 3000)
+    assert (asked(3000, 6000) - before) / 6000 < 100
+    assert live.warnings["forgotten_output"] > 6000
+    reads = live.start(Mark("app", "test"), {"messages": [{"role": "assistant", "content": "8999 " + "y" * 200}]})
+    assert len(reads.parents) == 1
+    asked(0, 1)
+    assert live.failures == {}
+    live.end("ok")
