@@ -253,7 +253,7 @@ def add_eval(commands: Any) -> None:
         from cotune.trainer.evaluation_report import render
 
         settings = {"limit": a.limit, "concurrency": a.concurrency, "out": a.out, "prices": prices(a.price)}
-        settings["roles_by"] = a.roles_by
+        settings |= {"roles_by": a.roles_by, "timeout": a.timeout}
         report = evaluate(a.run_folder, a.workflow, a.tasks, modes=tuple(a.modes.split(",")), **settings)
         terminal().print(render(report))
         return 1 if report.broken else 0
@@ -281,5 +281,6 @@ def add_eval(commands: Any) -> None:
     )
     command.add_argument("--limit", type=int, help="take only the first N tasks")
     command.add_argument("--concurrency", type=int, default=64, help="episodes in flight (default: %(default)s)")
+    command.add_argument("--timeout", type=float, default=600.0, help="seconds for one episode (default: %(default)s)")
     command.add_argument("--out", metavar="DIR", help="also write the records and evaluation.json to this new folder")
     command.add_argument("--roles", dest="roles_by", metavar="WHO", help=f"{ROLES} (default: the run's)")

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import NoReturn
 
 from cotune.context import identify
+from cotune.terminal import harmless
 from cotune.user_code import place, user_code
 
 GRACE = 3.0
@@ -88,5 +89,5 @@ def _end_without_threads(status: int) -> None:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-        sys.stderr.write(f"cotune: {text}\n")
+        sys.stderr.write(f"cotune: {harmless(text)}\n")
         sys.stderr.flush()

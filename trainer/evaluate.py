@@ -23,7 +23,7 @@ from cotune.trainer.config import convert
 from cotune.trainer.contestants import open_contestants
 from cotune.trainer.evaluation import Evaluation, evaluate_episodes, evaluate_policies
 from cotune.trainer.evaluation_modes import USUAL, check_modes, lineups, pairs
-from cotune.trainer.evaluation_progress import OnMode, shown_progress
+from cotune.trainer.evaluation_progress import EvaluationProgress, OnMode
 from cotune.trainer.evaluation_remarks import remarks
 from cotune.trainer.evaluation_report import EvaluationReport, compare
 from cotune.trainer.evaluation_use import Prices
@@ -52,10 +52,10 @@ def evaluate(
 
     `workflow` is a workflow or its name (`app:solve`); `tasks` a file of JSON lines or a sequence, of which the
     first `limit` are taken. `max_tokens` limits answers where the application does not (default: as in training, or
-    256 for an export; in the modes `as_deployed` the model's context, as in `deployed`). `out` is a folder for the
-    records and `evaluation.json`; without it nothing is stored. `roles_by` says what names the roles (default: what did
-    in the run). Raises CotuneError subclasses for bad input, before any model is loaded, and WorkflowError when every
-    episode failed.
+    256 for an export; in the modes `as_deployed` the model's context, as in `deployed`). An episode that takes longer
+    than `timeout` seconds has failed. `out` is a folder for the records and `evaluation.json`; without it nothing is
+    stored. `roles_by` says what names the roles (default: what did in the run). Raises CotuneError subclasses for bad
+    input, before any model is loaded, and WorkflowError when every episode failed.
     """
     chosen = check_modes(modes)
     out = None if out is None else Path(out).absolute()
@@ -65,6 +65,8 @@ def evaluate(
     if not held_out:
         raise ConfigError("limit", limit, "1 or more")
     _check_out(out)
+    if timeout is not None and not timeout > 0:
+        raise ConfigError("timeout", timeout, "seconds above 0")
     contestants = open_contestants(source, model)
     trained = None if is_export(Path(source)) else convert(describe(source)["config"])
     app = app.named_by(roles_by or (trained and trained.roles_by))
@@ -72,9 +74,12 @@ def evaluate(
 
     async def run() -> EvaluationReport:
         async with contextlib.AsyncExitStack() as stack:
+            progress = stack.enter_context(EvaluationProgress())
+            progress.say(f"loading the model {contestants.model} ...")
             chat = ChatTemplate.load(contestants.model, contestants.tool_format)
             sampler = await TransformersSampler.open(contestants.model, threads=threads)
             stack.push_async_callback(sampler.aclose)
+            progress.say("publishing the policies ...")
             await contestants.publish(sampler)
             info = await sampler.info()
             store = _open_store(out, stack)
@@ -95,7 +100,7 @@ def evaluate(
                 seed=seed,
                 sink=store,
                 prices=prices,
-                on_mode=stack.enter_context(shown_progress()),
+                on_mode=progress.mode,
             )
 
     report = run_anywhere(run())

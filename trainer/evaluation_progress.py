@@ -1,37 +1,43 @@
-"""Progress of an evaluation: a bar per mode on a terminal, else a log line per mode."""
+"""Progress of an evaluation on standard error: a bar per mode on a terminal, else lines."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cotune.records import Episode
 from cotune.terminal import terminal
 
-log = logging.getLogger(__name__)
-
 OnMode = Callable[[str, int], Callable[[Episode], None] | None]
 
 
-@contextlib.contextmanager
-def shown_progress() -> Iterator[OnMode]:
-    """Give what `evaluate_modes` calls at the start of each mode."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+class EvaluationProgress:
+    """Says what is being waited for. `mode` is what `evaluate_modes` calls at the start of each mode."""
 
-    console = terminal(stderr=True)
-    if not console.is_terminal:
-        yield _logged
-        return
-    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bars:
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or terminal(stderr=True)
+        columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bars = Progress(*columns, console=self._console) if self._console.is_terminal else None
 
-        def on_mode(mode: str, episodes: int) -> Callable[[Episode], None]:
-            bar = bars.add_task(mode, total=episodes)
-            return lambda _: bars.advance(bar)
+    def __enter__(self) -> EvaluationProgress:
+        if self._bars:
+            self._bars.start()
+        return self
 
-        yield on_mode
+    def __exit__(self, *exc: object) -> None:
+        if self._bars:
+            self._bars.stop()
 
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, highlight=False, soft_wrap=not self._console.is_terminal)
 
-def _logged(mode: str, episodes: int) -> None:
-    log.info("evaluating %s on %d tasks", mode, episodes)
+    def mode(self, mode: str, episodes: int) -> Callable[[Episode], None] | None:
+        """Begin to show a mode; returns what to call after each of its episodes."""
+        if self._bars is None:
+            self.say(f"evaluating {mode} on {episodes} tasks ...")
+            return None
+        bars, bar = self._bars, self._bars.add_task(mode, total=episodes)
+        return lambda _: bars.advance(bar)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -69,8 +69,10 @@ async def look_around(
     store: Store,
     sampler: Sampler,
     chat: ChatFormat,
+    say: Callable[[str], None],
 ) -> Seen:
-    """Run the first tasks once, and further ones while each fails by the policy's doing; return what was seen.
+    """Run the first tasks once, and further ones while each fails by the policy's doing; return what was seen. `say` is
+    told of each before it begins.
 
     Raises WorkflowError for an application that makes no call, a workflow that fails on every task, a scorer that
     fails on every call; ConfigError for a scorer of a role that never calls.
@@ -90,12 +92,15 @@ async def look_around(
     )
     outcomes: list[Outcome] = []
     started = time.monotonic()
+    usual = min(EPISODES, len(tasks))
     for number in range(MOST_EPISODES):
         rollout, place = divmod(number, len(tasks))
-        if number >= min(EPISODES, len(tasks)) and not (
+        if number >= usual and not (
             _worth_another_look(outcomes) and time.monotonic() - started < MOST_SECONDS
         ):
             break
+        of = usual if number < usual else f"at most {MOST_EPISODES}, as each has failed"
+        say(f"looking at the application: episode {number + 1} of {of} ...")
         options = {"phase": "check", "rollout": rollout, "timeout": config.episode_timeout}
         outcomes.append(await run_episode(workflow, tasks[place], sink=store, responder=responder, **options))
     store.flush()

@@ -19,6 +19,8 @@ from cotune.trainer.metrics import StepMetrics
 
 _COLUMNS = ("reward", "group_spread", "zero_variance", "clip_share", "entropy", "sampler_gap_mean", "tokens_mean")
 _TITLES = ("reward", "spread", "zero var.", "clipped", "entropy", "gap", "tokens")
+_SOMETIMES = {"masked_share": "masked", "truncated": "cut off"}
+"""Columns that are shown where a role has something to show."""
 
 CAUSES = 5
 """Different causes of failed episodes that are said in a run."""
@@ -128,10 +130,11 @@ def role_table(metrics: StepMetrics) -> Table:
     """Figures of the step by role."""
     table = Table(box=None, header_style="bold")
     table.add_column("role")
-    for title in _TITLES:
+    more = {name: title for name, title in _SOMETIMES.items() if any(f.get(name) for f in metrics.roles.values())}
+    for title in (*_TITLES, *more.values()):
         table.add_column(title, justify="right")
     for role, figures in metrics.roles.items():
-        table.add_row(role, *(_figure(figures.get(name)) for name in _COLUMNS))
+        table.add_row(role, *(_figure(figures.get(name)) for name in (*_COLUMNS, *more)))
     return table
 
 

@@ -141,10 +141,10 @@ async def opened(
         store = SqliteStore.open(folder.records)
         stack.callback(store.close)
         cluster = _cluster(config, folder, workflow, stack, say) if config.cluster.address else None
-        sampler, chat = await _model(config, stack, cluster)
+        sampler, chat = await _model(config, stack, cluster, say)
         notes: list[str] = []
         if saved is None:
-            seen = await look_around(config, workflow, tasks, plan, recipe, store, sampler, chat)
+            seen = await look_around(config, workflow, tasks, plan, recipe, store, sampler, chat, say)
             policies = config.resolve_policies(
                 seen.roles, scored=list(workflow.scorers) if plan.kind == "tree" else None
             )
@@ -158,6 +158,8 @@ async def opened(
             sampler = await cluster.complete(policies, sampler)
         limit = recipe.loss.constant_length or config.sampling.max_tokens
         loss = msgspec.structs.replace(recipe.loss, constant_length=limit)
+        trained = [name for name, spec in policies.specs.items() if spec.trained]
+        say(f"loading the weights to train: {', '.join(trained)} ...")
         if cluster is not None:
             workers, learner = await cluster.open_workers_and_learner(policies, loss, sampler)
         else:
@@ -188,6 +190,7 @@ async def opened(
             notes=[why, *notes, *_untrained(policies)],
         )
         if saved is not None:
+            say(f"loading the checkpoint after {saved[0].steps} steps ...")
             await restore(run, *saved)
         yield run
 
@@ -214,9 +217,10 @@ def _local_learner(config: TrainConfig, policies: Policies, loss: LossSpec) -> L
 
 
 async def _model(
-    config: TrainConfig, stack: contextlib.AsyncExitStack, cluster: Cluster | None
+    config: TrainConfig, stack: contextlib.AsyncExitStack, cluster: Cluster | None, say: Callable[[str], None]
 ) -> tuple[Sampler, ChatFormat]:
     """The sampler and the chat format: the sampler's process, or Ray, starts while this one imports torch."""
+    say(f"loading the model {config.model} ..." if cluster is None else f"starting Ray ({config.cluster.address}) ...")
     loading = asyncio.get_running_loop().run_in_executor(None, _chat, config.model, config.tool_format)
     if cluster is not None:
         try:

@@ -187,6 +187,8 @@ async def _train(
         except BaseException:
             await asyncio.gather(base, return_exceptions=True)
             raise
+        if not base.done():
+            progress.say("hashing the base model's files ...")
         hold_base(folder, await base)
         run.held_out = held_out
         with asking(run.stop), progress:

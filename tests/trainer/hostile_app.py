@@ -104,7 +104,7 @@ class _Deeds:
 
     @staticmethod
     def linger(task: dict[str, Any]) -> None:
-        threading.Thread(target=time.sleep, args=(600,), name="left").start()
+        threading.Thread(target=time.sleep, args=(600,), name="left\x1b[2J").start()
 
     @staticmethod
     def move(task: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -130,7 +131,7 @@ def test_the_end_of_the_process_by_the_application_is_told(tmp_path: Path, provi
 def test_a_thread_that_is_left_behind_does_not_keep_the_process(tmp_path: Path, provider: Provider) -> None:
     ended = trace(tmp_path, provider, ["linger"], timeout="30")
     assert ended.status == 0
-    assert "1 threads of the application still run, the process ends without them: left at" in ended.last
+    assert "1 threads of the application still run, the process ends without them: left␛[2J at" in ended.last
     assert ended.episodes()["linger"][0] == "ok"
 
 
@@ -194,17 +195,36 @@ def test_one_signal_ends_what_waits_and_keeps_its_records(tmp_path: Path, provid
 TRAIN = ("--policies", "full", "--steps", "1", "--tasks-per-step", "4", "--lr", "1e-3", "-k", "2", "--out", "run")
 
 
-def test_training_goes_on_beside_scorers_that_hang_or_leave(
-    tmp_path: Path, provider: Provider, tiny_base: Path
-) -> None:
-    """`well` and `also` are trained on; the sync scorer of `sleep` runs into the episode's time-out."""
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Ended:
+    """A run beside a sync scorer that never returns for `sleep`, which runs into the episode's time-out."""
+    folder = tmp_path_factory.mktemp("trained")
     deeds = [{"id": name, "do": ""} for name in ("well", "also")] + ["sleep", "exit"]
     more = ("--model", str(tiny_base), *TRAIN, "--set", "episode_timeout=3")
-    ended = end(start(tmp_path, provider, "train", "scored", deeds, *more), tmp_path)
+    with serving() as provider:
+        return end(start(folder, provider, "train", "scored", deeds, *more), folder)
+
+
+def test_training_goes_on_beside_scorers_that_hang_or_leave(trained: Ended) -> None:
+    """`well` and `also` are trained on."""
+    ended = trained
     assert ended.status == 0, ended.said
     assert "turn 0 of role 'first' was open (its scorer was running)" in ended.said
     assert "raised SystemExit: sys.exit('no more scores') was called" in ended.said
     assert "finished after 1 steps" in ended.said
+
+
+def test_an_evaluation_ends_beside_a_plain_function_that_never_ends(
+    trained: Ended, provider: Provider, tmp_path: Path
+) -> None:
+    more = ("--run", str(trained.folder / "run"), "--modes", "trained", "--timeout", "6", "--out", "eval")
+    ended = end(start(tmp_path, provider, "eval", "synchronous", ["sleep", ""], *more), tmp_path)
+    assert ended.status == 0, ended.said
+    waits = ["loading tests.trainer", "loading the model", "publishing the policies", "evaluating trained on 2 tasks"]
+    assert all(ended.said.index(one) < ended.said.index(then) for one, then in itertools.pairwise(waits)), ended.said
+    found = ended.episodes("eval")
+    said = r"did not finish within 6\.0 seconds: its thread goes on at .* in synchronous: time\.sleep\(600\)"
+    assert found["well"][0] == "ok" and re.search(said, found["sleep"][1])
 
 
 def test_training_says_how_to_go_on_when_the_application_ends_it(

@@ -3,8 +3,11 @@
 import pytest
 
 from cotune.sqlite_store import SqliteStore
+from cotune.trainer.metrics import StepMetrics
+from cotune.trainer.progress import role_table
 from tests.trainer.tiny_app import application, letters
 
+COLUMNS = ["role", "reward", "spread", "zero var.", "clipped", "entropy", "gap", "tokens"]
 SETTINGS = {"policies": "shared", "steps": 1}
 
 
@@ -37,3 +40,11 @@ def test_truncated_answers_are_dropped_or_punished_as_the_settings_say(run, trai
                 lost = 1.0 if candidate.finish_reason == "length" else max(size - 2, 0) / 2
                 rewards.append(letters(candidate, call, {}) - lost)
             assert rewards[call.chosen] == pytest.approx(max(rewards))  # what goes on is the best by this reward too
+    table = role_table(StepMetrics(**plain))
+    assert [column.header for column in table.columns] == [*COLUMNS, "cut off"]
+    assert list(table.columns[-1].cells)[0] == f"{role['truncated']:.3f}"
+    whole = role | {"masked_share": 0.0, "truncated": 0.0}
+    for first, more in ((whole, []), (whole | {"masked_share": 0.25}, ["masked"])):
+        table = role_table(StepMetrics(**plain | {"roles": {"first": first, "second": whole}}))
+        assert [column.header for column in table.columns] == [*COLUMNS, *more]
+    assert list(table.columns[-1].cells) == ["0.250", "0.000"]

@@ -60,7 +60,7 @@ def test_a_sparse_task_is_learned_through_ties_failures_a_late_role_and_a_stop(t
 
     settings = {"policies": "full", "plan": {"k": 4}, "learner": {"lr": 5e-3, "mini_batch": 512}}
     trainer(team(), TASKS, steps=6, tasks_per_step=2, **settings)
-    assert trainer.said.startswith("plan independent (k=4), recipe dr_mas")
+    assert "\nplan independent (k=4), recipe dr_mas" in trainer.said
     assert "role 'critic', first seen in step" in trainer.said
     assert sum(not line["updated"] for line in trainer.metrics()) >= 3
 
