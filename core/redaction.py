@@ -24,6 +24,8 @@ Redactor = Callable[[dict[str, Any]], Mapping[str, Any]]
 _FINISHED = {"stop", "length", "tool_calls", "function_call", "content_filter", "interrupted", "unknown"}
 """Finish reasons that are none of a provider's own making."""
 FAILED = "[redaction failed]"
+WITHHELD = "[redacted]"
+"""In place of a grammar that holds what was redacted."""
 _MOST = 16 << 20
 """Bytes of messages whose redaction an episode keeps; older ones are redacted again."""
 _json = msgspec.json.Encoder(enc_hook=repr)
@@ -139,7 +141,8 @@ class Redaction:
         messages = [self._seen(message) for message in call.messages]
         withheld = any(changed for _, changed in messages) or (tools is not None and self.changes(tools))
         params, said = self.table(call.params), self.text(error)
-        answered = None if answer is None else self._answer(answer)
+        formed = params != call.params or (tools is not None and self.changes(tools))
+        answered = None if answer is None else self._answer(answer, formed)
         return Told(
             messages=[message for message, _ in messages],
             tools=None if tools is None else self.message(tools).get("content"),
@@ -151,9 +154,16 @@ class Redaction:
             withheld=withheld and not self.keep_token_ids,
         )
 
-    def _answer(self, answer: Answer) -> Answer:
+    def _answer(self, answer: Answer, formed: bool) -> Answer:
+        """`formed`: a redactor changed what the grammar of the answer is made of. Without it, ids cannot be trained on."""
         candidates = tuple(self._candidate(candidate) for candidate in answer.candidates)
-        return msgspec.structs.replace(answer, candidates=candidates, sampling=self.table(answer.sampling))
+        sampling = self.table(answer.sampling)
+        if grammar := answer.sampling.get("grammar"):
+            keep = self.keep_token_ids or not (formed or sampling.get("grammar") != grammar)
+            sampling["grammar"] = grammar if keep else WITHHELD
+            if not keep:
+                candidates = tuple(msgspec.structs.replace(c, token_ids=(), logprobs=()) for c in candidates)
+        return msgspec.structs.replace(answer, candidates=candidates, sampling=sampling)
 
     def _candidate(self, candidate: Candidate) -> Candidate:
         if candidate.finish_reason not in _FINISHED:

@@ -297,3 +297,50 @@ def test_what_is_no_redactor(fn):
 def test_a_redactor_that_cannot_be_loaded(spec):
     with pytest.raises(ConfigError, match=r"^redact = "):
         load_redactor(spec)
+
+
+FORM = {"type": "json_schema", "json_schema": {"name": "pay", "schema": {"enum": [SECRET, "cash"]}}}
+LARK = f'start: "\\"{SECRET}\\"" | "\\"cash\\""'
+
+
+def only_the_form(message):
+    """Sees the schema where the application put it, and knows nothing of grammars."""
+    if message["role"] == "params" and "response_format" in message["content"]:
+        message["content"]["response_format"] = "[form]"
+    return message
+
+
+def only_tools(message):
+    return message | {"content": []} if message["role"] == "tools" else message
+
+
+@pytest.mark.parametrize(
+    ("redactor", "request_"),
+    [
+        (only_the_form, {"response_format": FORM}),
+        (hide, {"response_format": FORM}),
+        (only_tools, {"tools": [{"type": "function", "function": {"name": f"pay {SECRET}"}}]}),
+        (hide, {"extra": "a grammar that holds it by another way"}),
+    ],
+)
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_grammar_says_no_more_of_the_request_than_is_stored_of_it(redactor, request_, keep):
+    sink = Sink()
+    episode = live(redactor, sink=sink, keep_token_ids=keep)
+    sampling = {"grammar": LARK, "temperature": 0.5}
+    episode.start(MARK, body("pay", **request_)).finish(answer(candidate("cash"), sampling=sampling))
+    (call,) = sink.of(Call)
+    (said,) = call.candidates
+    assert call.redacted or keep
+    assert call.sampling == {"grammar": LARK if keep else "[redacted]", "temperature": 0.5}
+    assert (said.token_ids, said.logprobs) == (((9, 2), (-0.5, -0.5)) if keep else ((), ()))
+
+
+def test_a_grammar_of_a_request_that_no_redactor_changed_is_stored_with_the_ids():
+    sink = Sink()
+    asked = body(f"pay with {SECRET}", response_format={"type": "json_object"})
+    live(only_the_form, hide, sink=sink).start(MARK, asked).finish(answer(sampling={"grammar": "start: JSON"}))
+    plain = body("pay", top_p=1.0)
+    live(hide, sink=sink).start(MARK, plain).finish(answer(sampling={"grammar": "start: JSON"}))
+    assert [call.sampling["grammar"] for call in sink.of(Call)] == ["[redacted]", "start: JSON"]
+    assert [call.candidates[0].token_ids for call in sink.of(Call)] == [(), (9, 2)]
