@@ -155,7 +155,7 @@ class Redaction:
         )
 
     def _answer(self, answer: Answer, formed: bool) -> Answer:
-        """`formed`: a redactor changed what the grammar of the answer is made of. Without it, ids cannot be trained on."""
+        """`formed`: a redactor changed what the grammar was made of. Without the grammar, ids cannot be trained on."""
         candidates = tuple(self._candidate(candidate) for candidate in answer.candidates)
         sampling = self.table(answer.sampling)
         if grammar := answer.sampling.get("grammar"):

@@ -95,9 +95,7 @@ async def look_around(
     usual = min(EPISODES, len(tasks))
     for number in range(MOST_EPISODES):
         rollout, place = divmod(number, len(tasks))
-        if number >= usual and not (
-            _worth_another_look(outcomes) and time.monotonic() - started < MOST_SECONDS
-        ):
+        if number >= usual and not (_worth_another_look(outcomes) and time.monotonic() - started < MOST_SECONDS):
             break
         of = usual if number < usual else f"at most {MOST_EPISODES}, as each has failed"
         say(f"looking at the application: episode {number + 1} of {of} ...")

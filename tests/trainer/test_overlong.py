@@ -42,7 +42,7 @@ def test_truncated_answers_are_dropped_or_punished_as_the_settings_say(run, trai
             assert rewards[call.chosen] == pytest.approx(max(rewards))  # what goes on is the best by this reward too
     table = role_table(StepMetrics(**plain))
     assert [column.header for column in table.columns] == [*COLUMNS, "cut off"]
-    assert list(table.columns[-1].cells)[0] == f"{role['truncated']:.3f}"
+    assert next(iter(table.columns[-1].cells)) == f"{role['truncated']:.3f}"
     whole = role | {"masked_share": 0.0, "truncated": 0.0}
     for first, more in ((whole, []), (whole | {"masked_share": 0.25}, ["masked"])):
         table = role_table(StepMetrics(**plain | {"roles": {"first": first, "second": whole}}))
