@@ -57,17 +57,21 @@ class CallRecords:
         told = _as_is(call, answer, error) if self._redaction is None else self._redaction.told(call, answer, error)
         said = list(map(canonical, told.messages))
         offered = [canonical({"tools": told.tools})] if told.tools else []
+        sampling = dict(told.answer.sampling) if told.answer else {}
+        grammar = sampling.get("grammar")
         records: list[Record] = []
         with self._lock:
             names = self._named(said, told.messages, records)
             tools = self._named(offered, [told.tools], records)[0] if offered else None
+            if grammar:
+                sampling["grammar"] = self._named([canonical({"grammar": grammar})], [grammar], records)[0]
             prompt, segments = self._prompt(call.role, answer, told.withheld)
             records.extend(segments)
             if answer and answer.candidates:
                 forgotten = self.outputs.add(call.id, answer.candidates[answer.chosen].message, call.mark.output)
                 for _ in range(forgotten):
                     self._warn("forgotten_output", _FORGOTTEN)
-        records.append(_call(call, told, status, names, tools, prompt))
+        records.append(_call(call, told, status, names, tools, sampling, prompt))
         now = time.time()
         for i, components in enumerate(told.answer.rewards if told.answer else ()):
             target = candidate_id(call.id, i)
@@ -137,6 +141,7 @@ def _call(
     status: CallStatus,
     messages: tuple[str, ...] = (),
     tools: str | None = None,
+    sampling: dict[str, Any] | None = None,
     prompt: str | None = None,
 ) -> Call:
     answer = told.answer
@@ -152,7 +157,7 @@ def _call(
         tools=tools,
         model=call.model,
         params=told.params,
-        sampling=dict(answer.sampling) if answer else {},
+        sampling=sampling or {},
         prompt=prompt,
         prompt_tokens=prompt_tokens,
         policy=answer.policy if answer else None,

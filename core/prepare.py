@@ -121,11 +121,15 @@ def prepare(
 def train_rows(prepared: Prepared, collected: Collected, store: Store) -> dict[str, list[TrainRow]]:
     """Rows for the learner by role, with the token ids and the sampler's log-probabilities as recorded."""
     prompts: dict[str, tuple[int, ...]] = {}
+    grammars: dict[str, str] = {"": ""}
     rows: dict[str, list[TrainRow]] = {}
     for sample, advantage in zip(prepared.samples, prepared.advantages.tolist(), strict=True):
         if sample.prompt not in prompts:
             prompts[sample.prompt] = store.token_ids(sample.prompt)
         call = collected.calls[sample.call]
+        grammar = call.sampling.get("grammar", "")
+        if grammar not in grammars:
+            grammars[grammar] = store.message(grammar)
         index = int(sample.id.rpartition(".")[2])
         candidate = next(c for c in call.candidates if c.index == index)
         rows.setdefault(sample.role, []).append(
@@ -137,7 +141,7 @@ def train_rows(prepared: Prepared, collected: Collected, store: Store) -> dict[s
                 logprobs=candidate.logprobs,
                 advantage=advantage,
                 temperature=temperature(call),
-                grammar=call.sampling.get("grammar", ""),
+                grammar=grammars[grammar],
                 logit_bias=tuple((int(token), float(value)) for token, value in call.sampling.get("logit_bias") or ()),
                 version=sample.policy.version,
                 trajectory=sample.rollout,

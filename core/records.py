@@ -43,7 +43,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, tag="message"):
-    """A chat message (or a tools list) in OpenAI form, stored once under its content address."""
+    """A chat message (or a tools list, or a grammar) in OpenAI form, stored once under its content address."""
 
     id: str
     body: Any
@@ -93,7 +93,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"):
     when the call started. `messages` and `tools` are `Message` ids, `prompt` is the id of the last `Segment`
     of its prompt path (None where token ids are unknown). `attempts` lists the requests that failed before
     the SDK's retry of them, each as `<status>: <cause>`. `redacted` says whether a redactor changed anything of it.
-    `params` is what the application asked, `sampling` what was really used.
+    `params` is what the application asked, `sampling` what was really used; its `grammar` is a `Message` id.
     `parents` are the calls of this episode whose outputs the prompt contains. `policy` is None when an outside
     provider answered.
     """

@@ -50,7 +50,7 @@ class Store(Protocol):
         ...
 
     def message(self, message_id: str) -> Any:
-        """Body of a message or tools list."""
+        """Body of a message, a tools list, or a grammar."""
         ...
 
     def token_ids(self, segment_id: str) -> tuple[int, ...]:

@@ -72,9 +72,10 @@ def test_every_reply_fits_the_schema(ran) -> None:
     assert len(calls) == 2 * 3 * 8
     for call in calls:
         jsonschema.validate(json.loads(call.candidates[0].text), SCHEMA)
-        assert call.sampling["grammar"].startswith("%llguidance")
+        assert store.message(call.sampling["grammar"]).startswith("%llguidance")
         assert call.sampling["presence_penalty"] == 0.0
     assert len({call.candidates[0].text for call in calls}) > 4
+    assert store.rows("SELECT count(*) FROM messages WHERE body LIKE '%llguidance%'") == [(1,)], "stored once"
 
 
 def test_template_options_reach_the_prompt(ran) -> None:
