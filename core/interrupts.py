@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from types import FrameType
 
@@ -27,6 +27,18 @@ class Interrupts:
         self.count = 0
         self.ask: Callable[[], object] = lambda: None
 
+    @contextlib.contextmanager
+    def taking(self, numbers: Iterable[signal.Signals]) -> Iterator[None]:
+        """Handle these signals inside; only the main thread can."""
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            before = {number: signal.signal(number, self.handle) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
     def handle(self, number: int, frame: FrameType | None) -> None:
         """A signal handler of Python's, as asyncio's own needs a loop that turns: the application may block it."""
         self.count += 1
@@ -45,29 +57,25 @@ _current: ContextVar[Interrupts | None] = ContextVar("cotune_interrupts", defaul
 def interrupts(loop: asyncio.AbstractEventLoop) -> Iterator[Interrupts]:
     """Handle both signals inside, on the main thread and where nobody else does."""
     found = Interrupts(loop)
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in _SIGNALS:
-            if signal.getsignal(number) in _DEFAULTS:
-                before[number] = signal.signal(number, found.handle)
     token = _current.set(found)
     try:
-        yield found
+        with found.taking(number for number in _SIGNALS if signal.getsignal(number) in _DEFAULTS):
+            yield found
     finally:
         _current.reset(token)
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def asking(stop: Callable[[], object]) -> Iterator[None]:
-    """Inside, the first signal calls `stop` on the event loop instead of cancelling what runs."""
+    """Inside, the first signal calls `stop` on the event loop instead of cancelling what runs, whoever has handled the
+    signals before: Ray's drivers take SIGTERM, and shells have background jobs ignore SIGINT."""
     found = _current.get()
     if found is None:
         yield
         return
     before, found.ask = found.ask, stop
     try:
-        yield
+        with found.taking(_SIGNALS):
+            yield
     finally:
         found.ask = before

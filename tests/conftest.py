@@ -17,6 +17,8 @@ ROOT = Path(__file__).parent
 ENGINES = {"ray_runtime", "vllm_url"}
 OWN_RAY = ("test_chaos", "test_cluster", "test_cluster_faults")
 """Files whose runs start a Ray of their own."""
+PUBLISHES = "test_one_prompt"
+"""The file after which the session's engine for full weights does not serve those that it began with."""
 ORDER = (".", "core", "trainer", "adapters", "integrations", "examples")
 
 
@@ -37,6 +39,6 @@ def _uses_engines(item: pytest.Item) -> bool:
     return not ENGINES.isdisjoint(getattr(item, "fixturenames", ())) or item.path.stem in OWN_RAY
 
 
-def _rank(path: Path) -> int:
+def _rank(path: Path) -> tuple[int, bool]:
     parts = path.relative_to(ROOT).parts
-    return ORDER.index(parts[0] if len(parts) > 1 else ".")
+    return ORDER.index(parts[0] if len(parts) > 1 else "."), path.stem == PUBLISHES

@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short training on a base that has seen the game for a few seconds."""
     folder = tmp_path_factory.mktemp("autogen")
     base.build(folder / "base", steps=60, count=2400)
-    settings = {"model": str(folder / "base"), "steps": 4, "tasks_per_step": 16, "concurrency": 16}
+    settings = {"model": str(folder / "base"), "steps": 5, "tasks_per_step": 16, "concurrency": 16}
     gentle = {"learner": {"lr": 1.5e-3}, "schedule": {"kind": "constant"}}
     config = load_config(ROOT / "examples" / "plan_path" / "train.toml", {**settings, **gentle})
     run_training(train.solve, list(grid.make_tasks(128, 0)), config, run=folder / "run")

@@ -147,8 +147,9 @@ def test_ray_actors_are_killed_and_stopped_in_the_middle_of_a_burst(
             await asyncio.to_thread(break_down, victim)
             assert largest_gap(reference, await asked) < 1e-4
 
-            async def back() -> bool:
-                return await states(sampler) == ["healthy", "healthy"]
+            async def back(restarts: int = restarts) -> bool:
+                again = (await sampler.info()).counters["restarts"] >= restarts
+                return again and await states(sampler) == ["healthy", "healthy"]
 
             await until(back)
             counters = (await sampler.info()).counters
