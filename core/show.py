@@ -44,7 +44,8 @@ _CAUSES = """
     GROUP BY phase, cause ORDER BY times DESC, cause LIMIT ?"""
 _STOOD_IN = """
     SELECT role, count(*) FROM calls JOIN episodes ON episodes.id = calls.episode
-    WHERE CASE WHEN json_valid(calls.body) THEN json_extract(calls.body, '$.policy.name') END = ? AND phase != 'check' GROUP BY role ORDER BY role"""
+    WHERE phase != 'check' AND CASE WHEN json_valid(calls.body) THEN json_extract(calls.body, '$.policy.name') END = ?
+    GROUP BY role ORDER BY role"""
 _OPEN = """
     SELECT episode, count(*) FROM calls WHERE episode NOT IN (SELECT id FROM episodes)
     GROUP BY episode ORDER BY episode DESC LIMIT ?"""
