@@ -132,7 +132,9 @@ class Redaction:
 
     def table(self, table: Mapping[str, Any]) -> dict[str, Any]:
         """The same for request parameters."""
-        found = self.content("params", dict(table)) if table else {}
+        if not table or not self.changes(self._as_message("params", dict(table))):
+            return dict(table)  # as it is: JSON would make lists of its tuples
+        found = self.content("params", dict(table))
         return found if isinstance(found, dict) else {"redacted": found}
 
     def told(self, call: LiveCall, answer: Answer | None, error: str | None) -> Told:

@@ -347,7 +347,8 @@ def test_a_grammar_of_a_request_that_no_redactor_changed_is_stored_with_the_ids(
     sink = Sink()
     asked = body(f"pay with {SECRET}", response_format={"type": "json_object"})
     live(only_the_form, hide, sink=sink).start(MARK, asked).finish(answer(sampling={"grammar": "start: JSON"}))
-    plain = body("pay", top_p=1.0)
-    live(hide, sink=sink).start(MARK, plain).finish(answer(sampling={"grammar": "start: JSON"}))
+    plain = body("pay", stop=("x",))
+    live(hide, sink=sink).start(MARK, plain).finish(answer(sampling={"grammar": "start: JSON", "stop": ("x",)}))
     assert grammars(sink) == ["[redacted]", "start: JSON"]
     assert [call.candidates[0].token_ids for call in sink.of(Call)] == [(), (9, 2)]
+    assert [call.redacted for call in sink.of(Call)] == [True, False]
