@@ -149,14 +149,16 @@ def episode_list(store: SqliteStore, task: str | None, limit: int) -> Iterable[R
         try:
             episode = store.episode(id)
         except RecordError:
-            table.add_row(Text(id, style=NAME), "", "", "", "", "", Text("broken row", style=BAD), scores(rewards[id]))
+            table.add_row(
+                Text(str(id), style=NAME), "", "", "", "", "", Text("broken row", style=BAD), scores(rewards[id])
+            )
             continue
         status = Text(episode.status, style=GOOD if episode.status == "ok" else BAD)
         step = "" if episode.training_step is None else episode.training_step
-        row = (Text(id, style=NAME), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
+        row = (Text(str(id), style=NAME), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
         table.add_row(*cells(row), status, scores(rewards[id]))
     for id, calls in [] if task is not None else store.rows(_OPEN, (limit,))[::-1]:
-        table.add_row(Text(id, style=NAME), "", "", "", str(calls), "", Text("open", style="yellow"), "")
+        table.add_row(Text(str(id), style=NAME), "", "", "", str(calls), "", Text("open", style="yellow"), "")
     yield table
 
 

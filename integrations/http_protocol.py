@@ -1,12 +1,13 @@
-"""The HTTP parser under uvicorn: httptools where it is installed, with refusals in JSON and a bound on headers."""
+"""httptools, the HTTP parser under uvicorn, with refusals in JSON and bounds on a request's bytes and time."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
+
+from cotune.errors import CotuneError
 
 MAX_HEAD = 64 << 10
 """Most bytes of a request's line and headers."""
@@ -18,14 +19,12 @@ GRACE = 1.0
 def protocol_class(seconds: float) -> type[asyncio.Protocol]:
     """The protocol class for `uvicorn.Config(http=...)`: a request has `seconds` to arrive.
 
-    h11, the other parser, has a bound on the head's bytes of its own, and none on its time.
+    Raises CotuneError where httptools is not installed: uvicorn's other parser waits for a head without an end.
     """
-    if importlib.util.find_spec("httptools") is None:
-        from uvicorn.protocols.http.h11_impl import H11Protocol
-
-        return type("Protocol", (_Refusing, H11Protocol), {})
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ModuleNotFoundError as error:
+        raise CotuneError("A server needs httptools, which is not installed.", "pip install httptools") from error
     return type("Protocol", (_Timed, _Bounded, _Refusing, HttpToolsProtocol), {"seconds": seconds})
 
 

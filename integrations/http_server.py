@@ -61,14 +61,16 @@ def running(
     """Serve what `opening` opens in the server's loop and closes with it; port 0 takes a free one.
 
     A request has `seconds` to arrive. Entered once requests are accepted. Raises ConfigError for an address that cannot
-    be had or would be reachable from outside without a `token`, and whatever `opening` raises.
+    be had or would be reachable from outside without a `token`, CotuneError where httptools is not installed, and
+    whatever `opening` raises.
     """
     check_access(host, token)
+    protocol = protocol_class(seconds)
     listener = _bind(host, port)
     ready: Future[tuple[uvicorn.Server, T]] = Future()
     # Not the thread's own `join`: once that was interrupted, it takes a running thread for an ended one.
     ended = threading.Event()
-    work = (opening, listener, ready, ended, date_header, seconds)
+    work = (opening, listener, ready, ended, date_header, protocol)
     threading.Thread(target=_run, args=work, name=name, daemon=True).start()
     try:
         bound = listener.getsockname()[1]
@@ -117,11 +119,11 @@ def _run(
     ready: Future[Any],
     ended: threading.Event,
     date_header: bool,
-    seconds: float,
+    protocol: type[asyncio.Protocol],
 ) -> None:
     config = uvicorn.Config(
         _not_open,
-        http=protocol_class(seconds),
+        http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -1,4 +1,4 @@
-"""10,000 malformed requests at the server of policies: each refused with a named cause, nothing left of them."""
+"""Malformed requests at the server of policies: each refused with a named cause, nothing left of them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tests.integrations.http_fuzz import (
     bad_bodies,
     bad_framing,
     bad_paths,
+    besiege,
     mixed,
     raw_answer,
     survive,
@@ -99,16 +100,17 @@ def template(base: Path) -> ChatTemplate:
     return ChatTemplate.load(base)
 
 
-def test_malformed_requests_are_refused_with_their_cause(template: ChatTemplate) -> None:
+@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_malformed_requests_are_refused_with_their_cause(template: ChatTemplate, count: int) -> None:
     made = local(template)
     app = build_app(made, max_body=LIMIT)
     rng = random.Random(5)
     valid = json.dumps(CHAT).encode()
     bodies = bad_bodies(rng, CHAT, WRONG_HERE)
-    attacks = mixed(rng, 10_000, bodies, bodies, bad_framing(rng, valid, LIMIT), bad_paths(rng, PATHS))
-    statuses = asyncio.run(survive(app, attacks, lambda: None))
+    attacks = mixed(rng, count, bodies, bodies, bad_framing(rng, valid, LIMIT), bad_paths(rng, PATHS))
+    statuses = asyncio.run(survive(app, count, attacks, lambda: None))
     assert set(statuses) == {400, 404, 405, 413, 415}
-    assert sum(statuses.values()) == 10_000
+    assert sum(statuses.values()) == count
     assert made.sampler.asked == []  # type: ignore[attr-defined]
     status, body = asyncio.run(answer_to(app, Attack(method="GET", path=b"/health")))
     assert (status, json.loads(body)["in_flight"]) == (200, 0)
@@ -136,6 +138,15 @@ def test_odd_messages_are_rendered_or_refused(template: ChatTemplate) -> None:
         return seen
 
     assert asyncio.run(main()) == {200, 400}
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
+def test_a_server_under_attack_answers_and_leaves_nothing(base: Path, count: int) -> None:
+    rng = random.Random(8)
+    bodies = bad_bodies(rng, {**CHAT, "model": base.name}, {k: v for k, v in WRONG_HERE.items() if k != "model"})
+    statuses = besiege(["serve", str(base)], mixed(rng, count, bodies, bodies, bad_paths(rng, PATHS)))
+    assert set(statuses) <= {0, *range(400, 500)}, statuses
+    assert statuses[0] < count / 50, statuses
 
 
 def test_what_is_no_http_is_refused_with_its_cause() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import sqlite3
@@ -94,3 +95,11 @@ def test_a_cycle_of_segments_ends(run: Path):
     done = subprocess.run([sys.executable, "-m", "cotune.cli", *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "2 prompt_not_stored" in done.stdout
+
+
+def test_a_call_whose_episode_is_no_text_is_shown(run: Path, capsys):
+    with contextlib.closing(sqlite3.connect(run / "records.db")) as db:
+        db.execute("UPDATE calls SET episode = x'00ff' WHERE rowid = 1")
+        db.commit()
+    assert main(["show", str(run)]) == 0
+    assert "b'\\x00\\xff'" in capsys.readouterr().out

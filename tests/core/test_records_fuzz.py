@@ -84,7 +84,7 @@ def changed(rng: random.Random, file: Path) -> None:
     db.close()
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
 def test_odd_records(whole: Path, tmp_path: Path, capsys, count: int) -> None:
     rng = random.Random(6)
     episode = next(iter(sqlite3.connect(whole).execute("SELECT id FROM episodes")))[0]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import gzip
 import json
+import os
 import random
+import signal
 import socket
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -207,8 +212,8 @@ async def answer_to(app: Any, attack: Attack) -> tuple[int, bytes]:
     return got[0]["status"], b"".join(message.get("body", b"") for message in got[1:])
 
 
-async def survive(app: Any, attacks: Iterator[Attack], after: Callable[[], None]) -> Counter[int]:
-    """Send all, and require of each a 4xx that names its cause. In the end nothing may be left of them."""
+async def survive(app: Any, count: int, attacks: Iterator[Attack], after: Callable[[], None]) -> Counter[int]:
+    """Send all `count`, and require of each a 4xx that names its cause. In the end nothing may be left of them."""
     statuses: Counter[int] = Counter()
     tasks = len(asyncio.all_tasks())
     sizes: list[int] = []
@@ -220,7 +225,7 @@ async def survive(app: Any, attacks: Iterator[Attack], after: Callable[[], None]
         assert error["message"] and error["type"] == "invalid_request_error", (error, attack)
         assert error["code"] or error["param"], (error, attack)
         statuses[status] += 1
-        if number % 2500 == 2499:
+        if (number + 1) % (count // 4) == 0:
             gc.collect()
             sizes.append(len(gc.get_objects()))
     assert len(asyncio.all_tasks()) == tasks
@@ -269,3 +274,51 @@ def raw_answer(port: int, sent: bytes) -> bytes:
         except ConnectionError:
             pass
     return got
+
+
+def as_http(attack: Attack) -> bytes:
+    """A request as its bytes on a connection."""
+    target = attack.path + (b"?" + attack.query if attack.query else b"")
+    lines = [attack.method.encode() + b" " + target + b" HTTP/1.1\r\nhost: 127.0.0.1\r\n"]
+    lines += [name + b": " + value + b"\r\n" for name, value in attack.headers]
+    if not any(name == b"content-length" for name, _ in attack.headers):
+        lines.append(b"content-length: %d\r\n" % (len(attack.body) + attack.gone))
+    return b"".join([*lines, b"\r\n", attack.body])
+
+
+def besiege(words: list[str], attacks: Iterator[Attack]) -> Counter[int]:
+    """Start a server by its command, send all requests and what is no HTTP over connections, and stop it by a signal.
+
+    Statuses of the answers; a connection that is closed without one counts as 0. Nothing of the server may be left.
+    """
+    command = [sys.executable, "-m", "cotune.cli", *words, "--port", "0"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    try:
+        assert server.stdout is not None
+        said = [line for line in iter(server.stdout.readline, "Ctrl-C stops it.\n") if line]
+        port = int(next(word for line in said for word in line.split() if "://127.0.0.1:" in word).split(":")[2][:-3])
+        statuses = Counter(_status(raw_answer(port, sent)) for sent in BROKEN_HTTP)
+        for attack in attacks:
+            if attack.gone:
+                with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+                    connection.sendall(as_http(attack))
+            else:
+                statuses[_status(raw_answer(port, as_http(attack)))] += 1
+        health = raw_answer(port, b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
+        assert _status(health) == 200 and b'"in_flight":0' in health.replace(b" ", b""), health
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+        try:
+            os.killpg(server.pid, 0)
+        except ProcessLookupError:
+            return statuses
+        raise AssertionError("processes of the server are left")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def _status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/") else 0

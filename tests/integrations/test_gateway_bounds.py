@@ -7,6 +7,7 @@ import gc
 import itertools
 import json
 import socket
+import sys
 import threading
 import time
 import tracemalloc
@@ -20,7 +21,9 @@ import pytest
 import cotune
 from cotune import call_records, outputs, recorder
 from cotune.context import Mark
+from cotune.errors import CotuneError
 from cotune.integrations import openai_responses
+from cotune.integrations.gateway import running_gateway
 from cotune.integrations.gateway_proxy import Limits
 from cotune.recorder import Answer, LiveEpisode
 from cotune.records import Candidate, Message, Task
@@ -68,6 +71,14 @@ def test_a_request_that_comes_drop_by_drop_is_closed(gate: Bench, sent: bytes, s
             said += got
     assert time.monotonic() - begun < 10
     assert said.split(b" ")[1:2] == [status]
+
+
+def test_a_server_without_its_parser_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """uvicorn's other parser bounds no head in time."""
+    monkeypatch.setitem(sys.modules, "uvicorn.protocols.http.httptools_impl", None)
+    refused = pytest.raises(CotuneError, match=r"needs httptools, .* pip install httptools")
+    with refused, running_gateway("http://127.0.0.1:9/v1", tmp_path, limits=Limits(seconds=7.5)):
+        pass
 
 
 def test_a_slow_answer_is_no_slow_request(gate: Bench) -> None:
@@ -173,7 +184,7 @@ def test_an_open_episode_keeps_no_prompts(traced: None, tmp_path: Path) -> None:
             return tracemalloc.get_traced_memory()[0]
 
         before = asked(4, "first")
-        assert (asked(20, "then") - before) / 20 < 200_000
+        assert (asked(60, "then") - before) / 60 < 200_000  # rows of the store come and go
 
 
 def test_a_trace_keeps_no_prompts(traced: None, provider: Any, tmp_path: Path) -> None:
@@ -192,7 +203,7 @@ def test_a_trace_keeps_no_prompts(traced: None, provider: Any, tmp_path: Path) -
 
         provider.reply = lambda body, number: (200, "application/json", [WHOLE])
         before = asked(20, "first")  # what redactors returned is kept up to 16 MiB
-        assert (asked(20, "then") - before) / 20 < 200_000
+        assert (asked(60, "then") - before) / 60 < 200_000  # rows of the store come and go
 
 
 def response(number: int, text: str) -> dict[str, Any]:

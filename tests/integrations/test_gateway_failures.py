@@ -257,7 +257,13 @@ def test_a_signal_closes_open_episodes(tmp_path: Path, number: signal.Signals) -
     command = [sys.executable, "-m", "cotune.cli", "gateway", "--upstream", "http://127.0.0.1:9/v1"]
     options = ["--port", "0", "--records", str(tmp_path)]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        [*command, *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+    ) as process:
         assert process.stdout is not None
         url = process.stdout.readline().split()[2]
         while process.stdout.readline() != "Ctrl-C stops it.\n":

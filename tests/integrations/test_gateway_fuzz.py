@@ -1,4 +1,4 @@
-"""10,000 malformed requests at the gateway: each refused with a named cause, none forwarded, nothing left of them."""
+"""Malformed requests at the gateway: each refused with a named cause, none forwarded, nothing left of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from cotune.integrations.gateway import Gateway, Limits, running_gateway
 from cotune.sqlite_store import SqliteStore
+from tests.core.whole_file import copied
 from tests.integrations.http_fuzz import (
     BROKEN_HTTP,
     JSON,
@@ -22,6 +23,7 @@ from tests.integrations.http_fuzz import (
     bad_codings,
     bad_framing,
     bad_paths,
+    besiege,
     mixed,
     raw_answer,
     survive,
@@ -101,12 +103,13 @@ def bad_other_bodies(rng: random.Random) -> Iterator[Attack]:
         yield attack
 
 
-def test_malformed_requests_are_refused_with_their_cause(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_malformed_requests_are_refused_with_their_cause(tmp_path: Path, count: int) -> None:
     async def main() -> None:
         rng = random.Random(5)
         attacks = mixed(
             rng,
-            10_000,
+            count,
             bad_bodies(rng, CHAT, WRONG),
             bad_other_bodies(rng),
             bad_framing(rng, VALID, LIMIT),
@@ -122,15 +125,37 @@ def test_malformed_requests_are_refused_with_their_cause(tmp_path: Path) -> None
             health = gateway.episodes.health()
             assert (health["open_episodes"], health["open_calls"]) == (0, 0)
 
-        statuses = await survive(gateway, attacks, nothing_left)
+        statuses = await survive(gateway, count, attacks, nothing_left)
         assert set(statuses) == {400, 404, 405, 413, 415}
         await gateway.close()
-        assert sum(statuses.values()) == 10_000
+        assert sum(statuses.values()) == count
 
     with SqliteStore.open(tmp_path) as store:
         asyncio.run(main())
         store.flush()
         assert store.lost == 0
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
+def test_a_gateway_under_attack_answers_and_leaves_nothing(tmp_path: Path, count: int) -> None:
+    rng = random.Random(8)
+    attacks = mixed(
+        rng,
+        count,
+        bad_bodies(rng, CHAT, WRONG),
+        bad_other_bodies(rng),
+        bad_framing(rng, VALID, LIMIT),
+        bad_codings(rng, VALID, LIMIT),
+        bad_paths(rng, PATHS),
+        bad_identities(rng),
+        bad_headers(rng),
+    )
+    words = ["gateway", "--upstream", NOWHERE, "--records", str(tmp_path), "--max-body", str(LIMIT)]
+    statuses = besiege(words, attacks)
+    assert set(statuses) <= {0, *range(400, 500)}, statuses
+    assert statuses[0] < count / 50, statuses
+    with copied(tmp_path) as store:
+        assert list(store.rows("SELECT id FROM calls")) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
