@@ -103,21 +103,25 @@ def bad_other_bodies(rng: random.Random) -> Iterator[Attack]:
         yield attack
 
 
+def all_attacks(rng: random.Random, count: int) -> Iterator[Attack]:
+    return mixed(
+        rng,
+        count,
+        bad_bodies(rng, CHAT, WRONG),
+        bad_other_bodies(rng),
+        bad_framing(rng, VALID, LIMIT),
+        bad_codings(rng, VALID, LIMIT),
+        bad_paths(rng, PATHS),
+        bad_identities(rng),
+        bad_headers(rng),
+    )
+
+
 @pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
 def test_malformed_requests_are_refused_with_their_cause(tmp_path: Path, count: int) -> None:
     async def main() -> None:
         rng = random.Random(5)
-        attacks = mixed(
-            rng,
-            count,
-            bad_bodies(rng, CHAT, WRONG),
-            bad_other_bodies(rng),
-            bad_framing(rng, VALID, LIMIT),
-            bad_codings(rng, VALID, LIMIT),
-            bad_paths(rng, PATHS),
-            bad_identities(rng),
-            bad_headers(rng),
-        )
+        attacks = all_attacks(rng, count)
         gateway = Gateway(NOWHERE, store, limits=Limits(body=LIMIT))
 
         def nothing_left() -> None:
@@ -139,17 +143,7 @@ def test_malformed_requests_are_refused_with_their_cause(tmp_path: Path, count: 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
 def test_a_gateway_under_attack_answers_and_leaves_nothing(tmp_path: Path, count: int) -> None:
     rng = random.Random(8)
-    attacks = mixed(
-        rng,
-        count,
-        bad_bodies(rng, CHAT, WRONG),
-        bad_other_bodies(rng),
-        bad_framing(rng, VALID, LIMIT),
-        bad_codings(rng, VALID, LIMIT),
-        bad_paths(rng, PATHS),
-        bad_identities(rng),
-        bad_headers(rng),
-    )
+    attacks = all_attacks(rng, count)
     words = ["gateway", "--upstream", NOWHERE, "--records", str(tmp_path), "--max-body", str(LIMIT)]
     statuses = besiege(words, attacks)
     assert set(statuses) <= {0, *range(400, 500)}, statuses
