@@ -36,17 +36,17 @@ def run_anywhere(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    with asyncio.Runner() as runner:
-        loop = runner.get_loop()
-        with interrupts(loop) as signals, exits_told():
-            main = loop.create_task(work)
-            signals.ask = main.cancel
-            try:
-                return _to_the_end(loop, main)
-            except asyncio.CancelledError:
-                if signals.count:
-                    raise KeyboardInterrupt from None
-                raise
+    runner = asyncio.Runner()
+    loop = runner.get_loop()
+    with interrupts(loop) as signals, exits_told(), runner:
+        main = loop.create_task(work)
+        signals.ask = main.cancel
+        try:
+            return _to_the_end(loop, main)
+        except asyncio.CancelledError:
+            if signals.count:
+                raise KeyboardInterrupt from None
+            raise
 
 
 def _to_the_end(loop: asyncio.AbstractEventLoop, main: asyncio.Task[T]) -> T:

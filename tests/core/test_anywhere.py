@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import signal
 import threading
 
 import pytest
 
 from cotune.anywhere import run_anywhere
+from cotune.interrupts import asking
 
 _VALUE = contextvars.ContextVar("value", default=0)
 
@@ -41,3 +43,30 @@ def test_errors_come_through():
 
     with pytest.raises(KeyError):
         asyncio.run(notebook())
+
+
+def test_signals_are_handed_back_also_when_a_second_one_breaks_off_what_cleans_up() -> None:
+    """The work is cancelled after the second signal, and hands its own handling back only then."""
+
+    async def stubborn() -> None:
+        with asking(lambda: None):
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(0)
+            signal.raise_signal(signal.SIGINT)
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(KeyboardInterrupt):
+        run_anywhere(stubborn())
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_signals_are_handed_back_by_work_that_is_left_waiting() -> None:
+    async def waits() -> None:
+        with asking(lambda: None):
+            asyncio.get_running_loop().call_soon(lambda: [signal.raise_signal(signal.SIGTERM) for _ in range(2)])
+            await asyncio.sleep(60)
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(KeyboardInterrupt):
+        run_anywhere(waits())
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

@@ -427,6 +427,7 @@ def test_a_full_policy_goes_through_its_versions(full_sampler: Sampler, referenc
     with pytest.raises(RequestRefused, match="alone@1 is not served"):
         run(full_sampler.sample(PROMPTS[0], 1, params(), PolicyRef("alone", 1)))
     assert set(run(full_sampler.info()).served) == {"alone@2"}
+    run(full_sampler.retire(PolicyRef("alone", 2)))
 
 
 def test_incomplete_full_weights_are_refused(sampler: Sampler) -> None:

@@ -21,6 +21,7 @@ from cotune.integrations.ray_process import _Host
 from cotune.integrations.ray_runtime import RayRuntime
 from cotune.integrations.ray_sampler import SamplerActor
 from tests.trainer import chaos
+from tests.trainer.test_metrics_file import LINE
 
 # Titles as Ray's workers and vLLM's processes have them; `cat` waits for ever on a pipe where nothing comes.
 TREE = """
@@ -140,7 +141,7 @@ def test_a_moment_is_reached_with_the_runs_steps(tmp_path: Path, driver: psutil.
         for step in range(3):
             time.sleep(0.05)
             with (tmp_path / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({"step": step}) + "\n")
+                file.write(json.dumps({**LINE, "step": step}) + "\n")
 
     writer = threading.Thread(target=write)
     writer.start()
