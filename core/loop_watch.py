@@ -56,7 +56,7 @@ def watched(limit: asyncio.Timeout, seconds: float | None) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     watch = _watches.get(loop)
     if watch is None:
-        watch = _watches[loop] = _Watch(loop)
+        watch = _watches[loop] = _Watch()
     with watch.over(limit, seconds):
         yield
 
@@ -74,12 +74,13 @@ async def interruptible(work: Awaitable[T]) -> T:
 
 
 class _Watch:
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    """Of one loop, which it must not hold: it lives as long as the loop does."""
+
+    def __init__(self) -> None:
         self._limits: dict[asyncio.Timeout, float] = {}
         self._beaten = time.monotonic()
-        self._interrupted = 0.0
-        """When the code that blocks the loop was last interrupted, on the clock of `time.monotonic`; 0 for never."""
+        self._interrupted = False
+        """Whether the code that blocks the loop now has been interrupted."""
         self._wanted = threading.Event()
 
     @contextlib.contextmanager
@@ -95,7 +96,7 @@ class _Watch:
                 self._wanted.set()
 
     def forgive(self, seconds: float) -> None:
-        self._beaten, self._interrupted = time.monotonic(), 0.0
+        self._beaten, self._interrupted = time.monotonic(), False
         for limit in self._limits:
             if (when := limit.when()) is not None and not limit.expired():
                 limit.reschedule(when + seconds)
@@ -108,9 +109,9 @@ class _Watch:
         threading.Thread(target=look, name="cotune-watch", daemon=True).start()
 
     def _beat(self, over: threading.Event) -> None:
-        self._beaten, self._interrupted = time.monotonic(), 0.0
+        self._beaten, self._interrupted = time.monotonic(), False
         if not over.is_set():
-            self._loop.call_later(PULSE, self._beat, over)
+            asyncio.get_running_loop().call_later(PULSE, self._beat, over)
 
     def _overdue(self) -> float:
         """Seconds for which the loop has been blocked, where that is too long; else 0."""
@@ -142,7 +143,7 @@ class _Watch:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         blocked = self._overdue()
         if blocked and user_code.get() and not self._interrupted:
-            self._interrupted = time.monotonic()
+            self._interrupted = True
             raise Blocked(blocked, place(frame))
 
 
