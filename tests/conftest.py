@@ -19,6 +19,8 @@ OWN_RAY = ("test_chaos", "test_cluster", "test_cluster_faults")
 """Files whose runs start a Ray of their own."""
 PUBLISHES = "test_one_prompt"
 """The file after which the session's engine for full weights does not serve those that it began with."""
+CLOSES = "test_closing_fails_what_is_pending_and_may_be_repeated"
+"""The test that closes the session's engine for full weights."""
 ORDER = (".", "core", "trainer", "adapters", "integrations", "examples")
 
 
@@ -30,7 +32,7 @@ def ray_runtime() -> Iterator[RayRuntime]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _rank(item.path))
+    items.sort(key=_rank)
     for item in items:
         item.add_marker(pytest.mark.xdist_group("engines" if _uses_engines(item) else str(item.path)))
 
@@ -39,6 +41,7 @@ def _uses_engines(item: pytest.Item) -> bool:
     return not ENGINES.isdisjoint(getattr(item, "fixturenames", ())) or item.path.stem in OWN_RAY
 
 
-def _rank(path: Path) -> tuple[int, bool]:
-    parts = path.relative_to(ROOT).parts
-    return ORDER.index(parts[0] if len(parts) > 1 else "."), path.stem == PUBLISHES
+def _rank(item: pytest.Item) -> tuple[int, bool, bool]:
+    parts = item.path.relative_to(ROOT).parts
+    folder = parts[0] if len(parts) > 1 else "."
+    return ORDER.index(folder), item.name.startswith(CLOSES), item.path.stem == PUBLISHES

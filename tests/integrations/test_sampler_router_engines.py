@@ -31,16 +31,18 @@ PLANNER, CODER, BASE = PolicyRef("planner", 1), PolicyRef("coder", 1), PolicyRef
 ADAPTER = {PLANNER: "planner", CODER: "coder", BASE: None}
 PROMPTS = [[1, *range(20 + i, 60 + i)] for i in range(16)]
 HOW = SamplingParams(max_tokens=48)
+LONG = SamplingParams(max_tokens=160)
+"""So long that an engine is broken before it has answered."""
 QUICK = RouterSettings(health_every=0.5, health_timeout=10.0, close_timeout=30.0, backoff=0.1, vocabulary=512)
 
 Burst = list[tuple[PolicyRef, list[int], list[Completion]]]
 
 
-async def burst(sampler: Sampler, count: int) -> Burst:
+async def burst(sampler: Sampler, count: int, how: SamplingParams = HOW) -> Burst:
     """So many requests at once, of all policies in turn."""
     policies = list(ADAPTER)
     asked = [(policies[i % len(policies)], PROMPTS[i % len(PROMPTS)]) for i in range(count)]
-    answers = await asyncio.gather(*(sampler.sample(prompt, 4, HOW, policy) for policy, prompt in asked))
+    answers = await asyncio.gather(*(sampler.sample(prompt, 4, how, policy) for policy, prompt in asked))
     return [(policy, prompt, answer) for (policy, prompt), answer in zip(asked, answers, strict=True)]
 
 
@@ -53,11 +55,11 @@ def largest_gap(models: Reference, answers: Burst) -> float:
     )
 
 
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 120.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 120.0, every: float = 0.2) -> None:
     deadline = time.monotonic() + seconds
     while not await condition():
         assert time.monotonic() < deadline, "it did not come to pass"
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(every)
 
 
 async def publish(sampler: Sampler, models: Reference) -> None:
@@ -85,10 +87,12 @@ def test_a_process_is_killed_and_another_stopped_in_the_middle_of_a_burst(refere
         return [sampler._host._process.pid for sampler in opened]
 
     async def break_one(sampler: RoutedSampler, how: signal.Signals, victim: int) -> None:
-        asked = asyncio.create_task(burst(sampler, 48))
-        await asyncio.sleep(0.1)
-        stats = await sampler.stats()
-        assert all(replica.running for replica in stats.replicas.values())
+        asked = asyncio.create_task(burst(sampler, 48, LONG))
+
+        async def all_running() -> bool:
+            return all(replica.running for replica in (await sampler.stats()).replicas.values())
+
+        await until(all_running, every=0.01)
         os.kill(victim, how)
         assert largest_gap(reference, await asked) < 1e-4
         await until(lambda: all_healthy(sampler))
@@ -130,21 +134,16 @@ def test_ray_actors_are_killed_and_stopped_in_the_middle_of_a_burst(
 ) -> None:
     import ray
 
-    def kill(actor: Any) -> None:
-        ray.kill(actor)
-
-    def stop(actor: Any) -> None:
-        os.kill(ray.get(actor.__ray_call__.remote(lambda hosted: os.getpid())), signal.SIGSTOP)
-
     async def scenario() -> None:
         path = f"{__name__}:open_router_over_ray"
         sampler = await start_sampler(path, {"model": str(reference.folder)}, num_cpus=0)
         await publish(sampler, reference)
         engines = await asyncio.to_thread(ray.get, sampler._actor.__ray_call__.remote(engine_actors))
-        for restarts, (break_down, victim) in enumerate(zip((kill, stop), engines, strict=True), start=1):
-            asked = asyncio.create_task(burst(sampler, 48))
-            await asyncio.sleep(0.2)
-            await asyncio.to_thread(break_down, victim)
+        pids = [await engine.__ray_call__.remote(lambda hosted: os.getpid()) for engine in engines]
+        for restarts, (how, victim) in enumerate(zip((signal.SIGKILL, signal.SIGSTOP), pids, strict=True), start=1):
+            asked = asyncio.create_task(burst(sampler, 48, LONG))
+            await until(functools.partial(all_running, sampler), every=0.01)
+            os.kill(victim, how)
             assert largest_gap(reference, await asked) < 1e-4
 
             async def back(restarts: int = restarts) -> bool:
@@ -184,6 +183,13 @@ async def cancelled_everywhere(sampler: RaySampler) -> None:
     for task in doomed:
         task.cancel()
     await until(ended)
+
+
+async def all_running(sampler: RaySampler) -> bool:
+    def read(hosted: Any) -> bool:
+        return all(replica.engine.running for replica in hosted._sampler._router._replicas)
+
+    return await sampler._actor.__ray_call__.remote(read)
 
 
 async def states(sampler: RaySampler) -> list[str]:
