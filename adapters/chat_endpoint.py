@@ -12,11 +12,10 @@ from typing import Any
 import msgspec
 
 from cotune.adapters.conversations import Conversations, Place
-from cotune.adapters.local import Local, Served
+from cotune.adapters.open_policies import Local, Served
 from cotune.adapters.openai_http import ChatRequest, Reply, completion, decode_request, events
-from cotune.asked import fixes_form, template_options, tools_shown
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, SampleTimeout
-from cotune.integrations.http_requests import (
+from cotune.integrations.http.requests import (
     Access,
     ClientGone,
     RequestError,
@@ -25,9 +24,10 @@ from cotune.integrations.http_requests import (
     send_json,
     unless_gone,
 )
-from cotune.integrations.http_server import Receive, Scope, Send
-from cotune.records import Candidate, Usage
-from cotune.sampler import Completion, SamplingParams
+from cotune.integrations.http.server import Receive, Scope, Send
+from cotune.recording.records import Candidate, Usage
+from cotune.sampling.protocol import Completion, SamplingParams
+from cotune.sampling.request_params import fixes_form, template_options, tools_shown
 
 logger = logging.getLogger("cotune.serve")
 LONG = 256 << 10

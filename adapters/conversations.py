@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cotune.bounded import Bounded
 from cotune.ids import canonical, pack_ids, unpack_ids
-from cotune.integrations.earlier_ids import text_of
+from cotune.integrations.chat.token_reuse import text_of
+from cotune.runtime.bounded_cache import Bounded
 
 ENTRIES, BYTES, REPLIES = 4096, 64 << 20, 64
 """Most requests, bytes of all, and replies of one request that are kept."""

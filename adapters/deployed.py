@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from cotune.adapters.conversations import Conversations
-from cotune.adapters.local import Local, Served, open_local
+from cotune.adapters.open_policies import Local, Served, open_local
 from cotune.context import Mark, current_episode
-from cotune.episodes import activators
 from cotune.errors import CotuneError
-from cotune.recorder import Answer, LiveCall, LiveEpisode
-from cotune.records import Call, Record, Task
-from cotune.respond import PolicyResponder
-from cotune.roles import RolesFunction, roles_function
-from cotune.sampler import SamplingParams
-from cotune.threads import carry_context
+from cotune.recording.episodes import activators
+from cotune.recording.recorder import Answer, LiveCall, LiveEpisode
+from cotune.recording.records import Call, Record, Task
+from cotune.recording.role_functions import RolesFunction, roles_function
+from cotune.runtime.threads import carry_context
+from cotune.sampling.protocol import SamplingParams
+from cotune.sampling.responder import PolicyResponder
 
 log = logging.getLogger("cotune.deployed")
 

@@ -30,9 +30,9 @@ from cotune.adapters.manifest import (
 from cotune.adapters.model_card import model_card, serve_commands
 from cotune.adapters.trained import TrainedPolicy, latest_policies, other_roles_of, tool_format_of
 from cotune.errors import AdapterError, ConfigError
-from cotune.integrations.model_folder import locate_model, write_model
+from cotune.integrations.models.folder import locate_model, write_model
 from cotune.policies import LoraSpec, OtherRoles
-from cotune.sampler import Weights, fingerprint
+from cotune.sampling.protocol import Weights, fingerprint
 
 
 def export_run(run: str | Path, to: str | Path) -> Manifest:

@@ -11,9 +11,9 @@ from cotune.adapters.hashes import changed
 from cotune.adapters.manifest import ADAPTER_FILE, MANIFEST, Base, ExportedPolicy, Manifest, read_manifest
 from cotune.adapters.trained import read_weights
 from cotune.errors import AdapterError, ConfigError, SyncError
-from cotune.integrations.model_folder import locate_model, read_parameters
-from cotune.records import PolicyRef
-from cotune.sampler import Sampler, Weights, fingerprint
+from cotune.integrations.models.folder import locate_model, read_parameters
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Sampler, Weights, fingerprint
 
 _UNREAD = (".md", ".gitattributes", ".gitignore", ".DS_Store")
 """Ends of names of files that no loader reads: they may be added to an export."""

@@ -10,7 +10,7 @@ import msgspec
 from cotune.adapters.fingerprint import BaseFingerprint
 from cotune.errors import AdapterError
 from cotune.policies import LoraSpec, OtherRoles, PolicyKind
-from cotune.records import PolicyRef
+from cotune.recording.records import PolicyRef
 
 MANIFEST = "roles.json"
 FORMAT = 1
@@ -28,7 +28,7 @@ class ExportedPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """One policy of an export.
 
     `folder` is relative to the export; None for policies without trained weights. `files` maps all files in it to
-    their SHA-256, `fingerprint` is that of the weights in memory (`cotune.sampler.fingerprint`). `base` is
+    their SHA-256, `fingerprint` is that of the weights in memory (`cotune.sampling.protocol.fingerprint`). `base` is
     None for a provider policy.
     """
 

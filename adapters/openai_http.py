@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from cotune.asked import request_params
 from cotune.ids import new_id
-from cotune.integrations.http_requests import RequestError
-from cotune.integrations.sse import to_stream
-from cotune.records import Candidate, Usage
-from cotune.sampler import SamplingParams
+from cotune.integrations.http.requests import RequestError
+from cotune.integrations.openai.sse import to_stream
+from cotune.recording.records import Candidate, Usage
+from cotune.sampling.protocol import SamplingParams
+from cotune.sampling.request_params import request_params
 
 TokenText = Callable[[int], str]
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from cotune.errors import CotuneError, EngineLost, SamplerError
 from cotune.policies import LoraSpec
-from cotune.records import PolicyRef
-from cotune.sampler import Completion, SamplerInfo, SamplingParams, Weights
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights
 
 if TYPE_CHECKING:
-    from cotune.integrations.transformers_sampler import TransformersSampler
+    from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 
 RESTARTS, WITHIN = 3, 600.0
 """How often an engine is started again within so many seconds."""

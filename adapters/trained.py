@@ -13,7 +13,7 @@ import msgspec
 from cotune.adapters.hashes import changed
 from cotune.errors import AdapterError, RunError
 from cotune.policies import LoraSpec, OtherRoles, PolicyKind
-from cotune.sampler import Weights
+from cotune.sampling.protocol import Weights
 
 
 @dataclass(frozen=True, kw_only=True)

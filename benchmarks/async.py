@@ -28,7 +28,7 @@ def run(folder: Path, base: Path, mode: str, settings: dict[str, Any]) -> list[d
     import grid
     from rich.console import Console
 
-    from cotune.trainer.config import load_config
+    from cotune.trainer.config.train import load_config
     from cotune.trainer.run_folder import read_metrics
     from cotune.trainer.train import train
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from cotune.context import Mark
-from cotune.recorder import Answer, LiveEpisode
-from cotune.records import Candidate, PolicyRef, Task
-from cotune.sqlite_store import SqliteStore
+from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.records import Candidate, PolicyRef, Task
+from cotune.storage.sqlite_store import SqliteStore
 
 PROMPT, REPLY = 500, 32
 CALLS_PER_EPISODE = 10

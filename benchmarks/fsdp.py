@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cotune.integrations.ray_runtime import open_ray
+from cotune.algorithms.recipes import recipe
+from cotune.algorithms.samples import TrainRow
+from cotune.integrations.ray.runtime import open_ray
 from cotune.policies import LoraSpec, Policies, PolicySpec
-from cotune.recipes import recipe
-from cotune.samples import TrainRow
-from cotune.trainer.fsdp_learner import FsdpLearner
-from cotune.trainer.learner import Learner
-from cotune.trainer.learner_settings import LearnerSettings
-from cotune.trainer.local_learner import LocalLearner
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.learner.fsdp.learner import FsdpLearner
+from cotune.trainer.learner.local import LocalLearner
+from cotune.trainer.learner.protocol import Learner
 
 
 def build(folder: Path, args: argparse.Namespace) -> str:

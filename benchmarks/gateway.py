@@ -186,7 +186,7 @@ def main() -> None:
         return
     ports = free_port(), free_port()
     with tempfile.TemporaryDirectory() as folder, started([__file__, "--mock", str(ports[0])], ports[0]) as provider:
-        command = ["-m", "cotune.cli", "gateway", "--upstream", f"{provider}/v1", "--records", folder]
+        command = ["-m", "cotune", "gateway", "--upstream", f"{provider}/v1", "--records", folder]
         with started([*command, "--port", str(ports[1])], ports[1]) as gateway:
             task = {"task": {"id": "t"}}
             opened = httpx.post(f"{gateway}/cotune/episodes", json=task).json()

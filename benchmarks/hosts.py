@@ -22,9 +22,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from cotune.integrations.transformers_sampler import TransformersSampler
-from cotune.records import PolicyRef
-from cotune.sampler import SamplingParams
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import SamplingParams
 
 VOCABULARY = 256
 POLICY = PolicyRef("base")

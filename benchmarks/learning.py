@@ -29,13 +29,13 @@ from rich.console import Console
 from rich.table import Table
 
 from cotune.adapters.trained import TrainedPolicy, latest_policies
-from cotune.integrations.chat_format import ChatTemplate
-from cotune.integrations.transformers_sampler import TransformersSampler
-from cotune.records import PolicyRef
-from cotune.sampler import SamplingParams
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import SamplingParams
 from cotune.tasks import as_tasks
-from cotune.trainer.evaluation import Evaluation, evaluate_policies
-from cotune.trainer.statistics import share
+from cotune.trainer.evaluation.run import Evaluation, evaluate_policies
+from cotune.trainer.evaluation.statistics import share
 from cotune.trainer.train import resume, train
 
 TRAIN_SEED, FRESH_SEED = 100, 900

@@ -30,14 +30,14 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from cotune.adapters.publish import Proof, prove_publish
-from cotune.integrations.ray_runtime import open_ray
-from cotune.integrations.ray_sampler import RaySampler, start_sampler
-from cotune.integrations.vllm_engine import VllmSampler
+from cotune.algorithms.samples import TrainRow
+from cotune.integrations.ray.runtime import open_ray
+from cotune.integrations.ray.sampler import RaySampler, start_sampler
+from cotune.integrations.samplers.vllm.engine import VllmSampler
 from cotune.policies import LoraSpec
-from cotune.records import PolicyRef
-from cotune.sampler import Sampler, SamplerInfo, SamplingParams, Weights
-from cotune.samples import TrainRow
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Sampler, SamplerInfo, SamplingParams, Weights
+from cotune.trainer.publish import Proof, prove_publish
 
 LORA = LoraSpec(rank=16, alpha=32.0)
 PROBE = [[1, *range(start, start + 40)] for start in (100, 200, 300, 400)]

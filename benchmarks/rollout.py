@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cotune.integrations.transformers_sampler import TransformersSampler
-from cotune.records import PolicyRef
-from cotune.sampler import Completion, SamplingParams
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, SamplingParams
 
 POLICY = PolicyRef("base")
 

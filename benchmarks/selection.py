@@ -25,9 +25,9 @@ from plan_path_agents import MAX_TOKENS, WORKFLOWS, base, grid
 from rich.console import Console
 from rich.table import Table
 
-from cotune.trainer.evaluate import evaluate
+from cotune.trainer.evaluation.evaluate import evaluate
+from cotune.trainer.evaluation.statistics import share
 from cotune.trainer.run_folder import read_metrics
-from cotune.trainer.statistics import share
 from cotune.trainer.train import resume, train
 
 SELECTS = ("argmax", "sample", "first")

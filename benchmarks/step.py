@@ -28,14 +28,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from cotune.integrations.transformers_sampler import TransformersSampler
+from cotune.algorithms.recipes import recipe
+from cotune.algorithms.samples import TrainRow
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.policies import LoraSpec, policies_for
-from cotune.recipes import recipe
-from cotune.records import PolicyRef
-from cotune.sampler import SamplingParams
-from cotune.samples import TrainRow
-from cotune.trainer.learner_settings import LearnerSettings
-from cotune.trainer.local_learner import LocalLearner
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import SamplingParams
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.learner.local import LocalLearner
 
 PROMPT, LR = 64, 1e-4
 

@@ -48,12 +48,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 import cotune
-from cotune.episodes import run_episode
-from cotune.recorder import Answer, LiveCall
-from cotune.records import Call, Candidate, PolicyRef
-from cotune.records import Task as Given
-from cotune.sqlite_store import SqliteStore
-from cotune.workflow import workflow, workflow_of
+from cotune.recording.episodes import run_episode
+from cotune.recording.recorder import Answer, LiveCall
+from cotune.recording.records import Call, Candidate, PolicyRef
+from cotune.recording.records import Task as Given
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.workflows import workflow, workflow_of
 
 NOWHERE = {"base_url": "http://127.0.0.1:9/v1", "api_key": "none", "max_retries": 0}
 DELAY = 0.03

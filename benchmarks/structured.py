@@ -24,15 +24,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cotune.integrations.chat_format import ChatTemplate
-from cotune.integrations.transformers_sampler import TransformersSampler
+from cotune.algorithms.recipes import recipe
+from cotune.algorithms.samples import TrainRow
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.policies import Policies, PolicySpec
-from cotune.recipes import recipe
-from cotune.records import PolicyRef
-from cotune.sampler import Completion, Sampler, SamplingParams
-from cotune.samples import TrainRow
-from cotune.trainer.learner_settings import LearnerSettings
-from cotune.trainer.local_learner import LocalLearner
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, Sampler, SamplingParams
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.learner.local import LocalLearner
 from tests.integrations.schemas import SCHEMAS, form
 from tests.integrations.tiny_models import build_bytes
 
@@ -116,7 +116,7 @@ async def main(rounds: int, vllm: bool) -> None:
         learner = LocalLearner.open(str(base), policies, LearnerSettings(device="cpu"), recipe("dr_mas").loss)
         engines: list[Any] = [TransformersSampler.open(base)]
         if vllm:
-            from cotune.integrations.vllm_engine import VllmSampler
+            from cotune.integrations.samplers.vllm.engine import VllmSampler
 
             engines.append(VllmSampler.open(base, policies=1, engine_args={"max_num_seqs": 256}))
         for opening in engines:

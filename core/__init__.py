@@ -7,17 +7,17 @@ from contextlib import suppress
 from typing import Any
 
 from cotune.context import role
-from cotune.episodes import activators
 from cotune.errors import CotuneError
-from cotune.workflow import runners, workflow
+from cotune.recording.episodes import activators
+from cotune.workflows import runners, workflow
 
 __all__ = ["CotuneError", "deployed", "evaluate", "gateway", "role", "trace", "train", "workflow"]
 
 _LAZY = {
     "deployed": "cotune.adapters.deployed",
-    "evaluate": "cotune.trainer.evaluate",
-    "gateway": "cotune.integrations.gateway",
-    "trace": "cotune.tracing",
+    "evaluate": "cotune.trainer.evaluation.evaluate",
+    "gateway": "cotune.integrations.gateway.server",
+    "trace": "cotune.recording.tracing",
     "train": "cotune.trainer.train",
 }
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from cotune.cli import main
+from cotune.cli.main import main
 
 sys.exit(main())

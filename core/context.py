@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from cotune.recorder import LiveCall, LiveEpisode
+    from cotune.recording.recorder import LiveCall, LiveEpisode
 
 
 class Mark(msgspec.Struct):

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from cotune.errors import ConfigError
-from cotune.records import PolicyRef
+from cotune.recording.records import PolicyRef
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

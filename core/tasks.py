@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from cotune.errors import ConfigError
-from cotune.records import Task
+from cotune.recording.records import Task
 
 _EXAMPLE = 'Write one JSON object per line, such as {"id": "t1", "question": "..."}.'
 

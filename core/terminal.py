@@ -22,7 +22,7 @@ def harmless(text: str) -> str:
 
 def tell(text: str) -> None:
     """Print a line at once."""
-    print(harmless(text), flush=True)  # noqa: T201
+    print(harmless(text), flush=True)
 
 
 def terminal(**options: Any) -> Console:

@@ -16,39 +16,39 @@ from cotune.errors import CotuneError
 from cotune.integrations.versions import require, unhooked
 
 _INSTALL = {
-    "openai._base_client": ("cotune.integrations.openai_sdk",),
-    "openai.resources.responses.responses": ("cotune.integrations.openai_sockets",),
-    "openai.resources.beta.responses.responses": ("cotune.integrations.openai_sockets",),
-    "openai.resources.realtime.realtime": ("cotune.integrations.openai_sockets",),
-    "openai.resources.beta.realtime.realtime": ("cotune.integrations.openai_sockets",),
-    "langchain_core.runnables.config": ("cotune.integrations.langgraph",),
-    "langchain_core.language_models.chat_models": ("cotune.integrations.langchain_models",),
-    "langgraph.pregel.main": ("cotune.integrations.langgraph_graphs",),
-    "autogen_core": ("cotune.integrations.autogen_runtime",),
-    "autogen_core.models": ("cotune.integrations.autogen_models",),
-    "autogen_agentchat.agents": ("cotune.integrations.autogen",),
-    "autogen_agentchat.teams": ("cotune.integrations.autogen_teams",),
-    "agents.run_internal.run_loop": ("cotune.integrations.openai_agents",),
-    "langchain.agents.middleware.types": ("cotune.integrations.langchain_middleware",),
-    "crewai": ("cotune.integrations.crewai",),
-    "crewai.memory.unified_memory": ("cotune.integrations.crewai_memory",),
+    "openai._base_client": ("cotune.integrations.openai.sdk",),
+    "openai.resources.responses.responses": ("cotune.integrations.openai.sockets",),
+    "openai.resources.beta.responses.responses": ("cotune.integrations.openai.sockets",),
+    "openai.resources.realtime.realtime": ("cotune.integrations.openai.sockets",),
+    "openai.resources.beta.realtime.realtime": ("cotune.integrations.openai.sockets",),
+    "langchain_core.runnables.config": ("cotune.integrations.langgraph.identity",),
+    "langchain_core.language_models.chat_models": ("cotune.integrations.langchain.models",),
+    "langgraph.pregel.main": ("cotune.integrations.langgraph.graphs",),
+    "autogen_core": ("cotune.integrations.autogen.runtime",),
+    "autogen_core.models": ("cotune.integrations.autogen.models",),
+    "autogen_agentchat.agents": ("cotune.integrations.autogen.agents",),
+    "autogen_agentchat.teams": ("cotune.integrations.autogen.teams",),
+    "agents.run_internal.run_loop": ("cotune.integrations.openai.agents_sdk",),
+    "langchain.agents.middleware.types": ("cotune.integrations.langchain.middleware",),
+    "crewai": ("cotune.integrations.crewai.hooks",),
+    "crewai.memory.unified_memory": ("cotune.integrations.crewai.memory",),
 }
 """By foreign module: the integrations whose `install()` runs once that module is loaded."""
 
 _REQUIRES = {
-    "cotune.integrations.openai_sdk": ("openai",),
-    "cotune.integrations.openai_sockets": ("openai",),
-    "cotune.integrations.langgraph": ("langchain-core", "langgraph"),
-    "cotune.integrations.langchain_models": ("langchain-core",),
-    "cotune.integrations.langchain_middleware": ("langchain-core",),
-    "cotune.integrations.langgraph_graphs": ("langgraph",),
-    "cotune.integrations.autogen": ("autogen-agentchat", "autogen-core"),
-    "cotune.integrations.autogen_teams": ("autogen-agentchat", "autogen-core"),
-    "cotune.integrations.autogen_models": ("autogen-core",),
-    "cotune.integrations.autogen_runtime": ("autogen-core",),
-    "cotune.integrations.openai_agents": ("openai-agents",),
-    "cotune.integrations.crewai": ("crewai",),
-    "cotune.integrations.crewai_memory": ("crewai",),
+    "cotune.integrations.openai.sdk": ("openai",),
+    "cotune.integrations.openai.sockets": ("openai",),
+    "cotune.integrations.langgraph.identity": ("langchain-core", "langgraph"),
+    "cotune.integrations.langchain.models": ("langchain-core",),
+    "cotune.integrations.langchain.middleware": ("langchain-core",),
+    "cotune.integrations.langgraph.graphs": ("langgraph",),
+    "cotune.integrations.autogen.agents": ("autogen-agentchat", "autogen-core"),
+    "cotune.integrations.autogen.teams": ("autogen-agentchat", "autogen-core"),
+    "cotune.integrations.autogen.models": ("autogen-core",),
+    "cotune.integrations.autogen.runtime": ("autogen-core",),
+    "cotune.integrations.openai.agents_sdk": ("openai-agents",),
+    "cotune.integrations.crewai.hooks": ("crewai",),
+    "cotune.integrations.crewai.memory": ("crewai",),
 }
 """By integration: the distributions whose installed version it must support."""
 
@@ -72,19 +72,19 @@ def activate() -> None:
 def graph_runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
     """How to run an application object that is no function: a coroutine function of its input, or None."""
     if any(base.__module__.startswith("langgraph.") for base in type(app).__mro__):
-        from cotune.integrations.langgraph import runner
+        from cotune.integrations.langgraph.identity import runner
 
         return runner(app)
     if any(base.__module__.startswith("autogen_agentchat.") for base in type(app).__mro__):
-        from cotune.integrations.autogen_teams import runner as team_runner
+        from cotune.integrations.autogen.teams import runner as team_runner
 
         return team_runner(app)
     if any(base.__module__ == "agents.agent" for base in type(app).__mro__) and "agents.run_internal" in sys.modules:
-        from cotune.integrations.openai_agents import runner as agent_runner
+        from cotune.integrations.openai.agents_sdk import runner as agent_runner
 
         return agent_runner(app)
     if any(base.__module__.startswith("crewai.") for base in (app if isinstance(app, type) else type(app)).__mro__):
-        from cotune.integrations.crewai import runner as crew_runner
+        from cotune.integrations.crewai.hooks import runner as crew_runner
 
         return crew_runner(app)
     return None

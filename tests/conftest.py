@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cotune.integrations.ray_runtime import RayRuntime, open_ray
+from cotune.integrations.ray.runtime import RayRuntime, open_ray
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

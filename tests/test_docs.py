@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from cotune.cli import parser
-from cotune.recipes import RECIPES
-from cotune.trainer.config import TrainConfig, convert
+from cotune.algorithms.recipes import RECIPES
+from cotune.cli.main import parser
+from cotune.trainer.config.train import TrainConfig, convert
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CORE = sorted((ROOT / "core").rglob("*.py"))
-FRONT_DOOR = {"__init__.py", "cli_train.py", "cli_serve.py", "cli_records.py"}
+FRONT_DOOR = {"__init__.py", "train.py", "serve.py", "records.py"}
 FOREIGN_IN_CORE = {"msgspec", "numpy"}
 TERMINAL = {"rich"}
 RIGHT = ("cotune.integrations", "cotune.adapters", "cotune.trainer")

@@ -24,21 +24,21 @@ from langgraph.graph import START, MessagesState, StateGraph
 import cotune
 from cotune.adapters.export import export_run
 from cotune.adapters.manifest import Manifest
-from cotune.adapters.serve import serving
+from cotune.adapters.serving import serving
 from cotune.adapters.trained import latest_policies
-from cotune.collect import collect
-from cotune.episodes import run_episode
+from cotune.algorithms.collect import collect
+from cotune.algorithms.prepare import prepare
+from cotune.algorithms.recipes import recipe
 from cotune.errors import GroupError
-from cotune.integrations.chat_format import ChatTemplate
-from cotune.integrations.transformers_sampler import TransformersSampler
-from cotune.plans import Plan
-from cotune.prepare import prepare
-from cotune.recipes import recipe
-from cotune.records import Call, PolicyRef, Record, Reward, Segment, Task
-from cotune.respond import PolicyResponder
-from cotune.sampler import Completion, SamplingParams, fingerprint
-from cotune.sqlite_store import SqliteStore
-from cotune.workflow import workflow_of
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.recording.episodes import run_episode
+from cotune.recording.records import Call, PolicyRef, Record, Reward, Segment, Task
+from cotune.sampling.plans import Plan
+from cotune.sampling.protocol import Completion, SamplingParams, fingerprint
+from cotune.sampling.responder import PolicyResponder
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.workflows import workflow_of
 from tests.integrations import tiny_models
 from tests.integrations.recorded import Recorded, answer
 from tests.trainer.conftest import Trainer

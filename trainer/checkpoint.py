@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from cotune.adapters.hashes import changed, write_hashes
-from cotune.advantages import AdvantageState
+from cotune.algorithms.advantages import AdvantageState
 from cotune.errors import RunError
 from cotune.policies import Policies
-from cotune.trainer.learner import Learner
+from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.run_folder import sync_folder, write_atomically
 
 

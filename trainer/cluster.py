@@ -8,20 +8,20 @@ import json
 import os
 from collections.abc import Callable
 
+from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, RunError
-from cotune.integrations.model_folder import locate_model
-from cotune.integrations.policy_sampler import PolicySampler
-from cotune.integrations.ray_runtime import open_ray
+from cotune.integrations.models.folder import locate_model
+from cotune.integrations.ray.runtime import open_ray
+from cotune.integrations.samplers.per_policy import PolicySampler
 from cotune.policies import Policies
-from cotune.recipes import LossSpec
-from cotune.sampler import Sampler
-from cotune.trainer.app_source import import_path
-from cotune.trainer.cluster_config import ClusterConfig
-from cotune.trainer.config import TrainConfig
+from cotune.sampling.protocol import Sampler
+from cotune.trainer.config.cluster import ClusterConfig
+from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.engines import Kind, first_weights, owners, policy_count, start_engines
-from cotune.trainer.fsdp_learner import FsdpLearner
-from cotune.trainer.ray_rollout import RolloutWorkers
-from cotune.workflow import Workflow
+from cotune.trainer.learner.fsdp.learner import FsdpLearner
+from cotune.trainer.rollout.app_source import import_path
+from cotune.trainer.rollout.workers import RolloutWorkers
+from cotune.workflows import Workflow
 
 SPARE_CPUS = 16
 """What a local Ray gives out beyond what the run's parts ask for, so that pools of further policies find room."""

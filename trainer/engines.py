@@ -9,14 +9,14 @@ from typing import Any, Literal
 import msgspec
 
 from cotune.errors import ConfigError
-from cotune.integrations.model_folder import loading
-from cotune.integrations.ray_sampler import RaySampler, start_sampler
-from cotune.integrations.router_settings import RouterSettings
-from cotune.integrations.sampler_router import RoutedSampler
+from cotune.integrations.models.folder import loading
+from cotune.integrations.ray.router.sampler import RoutedSampler
+from cotune.integrations.ray.router.settings import RouterSettings
+from cotune.integrations.ray.sampler import RaySampler, start_sampler
 from cotune.policies import Policies
-from cotune.sampler import Sampler
-from cotune.trainer.cluster_config import ClusterConfig
-from cotune.trainer.config import TrainConfig
+from cotune.sampling.protocol import Sampler
+from cotune.trainer.config.cluster import ClusterConfig
+from cotune.trainer.config.train import TrainConfig
 
 Kind = Literal["lora", "full"]
 
@@ -26,8 +26,8 @@ SHARED = 0.5
 """Part of a GPU's memory that an engine takes beside a learner, while it is awake."""
 _ROUTER = "cotune.trainer.engines:open_router"
 _FACTORIES = {
-    "vllm": "cotune.integrations.vllm_engine:VllmSampler.open",
-    "transformers": "cotune.integrations.transformers_sampler:TransformersSampler.open",
+    "vllm": "cotune.integrations.samplers.vllm.engine:VllmSampler.open",
+    "transformers": "cotune.integrations.samplers.transformers.sampler:TransformersSampler.open",
 }
 
 

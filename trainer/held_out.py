@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 
 from cotune.errors import ConfigError
-from cotune.records import Task
+from cotune.recording.records import Task
 from cotune.tasks import load_tasks
-from cotune.trainer.config import EvaluationConfig
-from cotune.trainer.evaluation import summarise
-from cotune.trainer.evaluation_sink import EvaluationSink
+from cotune.trainer.config.train import EvaluationConfig
+from cotune.trainer.evaluation.run import summarise
+from cotune.trainer.evaluation.sink import EvaluationSink
 from cotune.trainer.metrics import Clock
+from cotune.trainer.rollout.current import run_episodes
 from cotune.trainer.run import Run
-from cotune.trainer.run_rollout import run_episodes
 
 
 def held_out_tasks(config: EvaluationConfig) -> list[Task]:

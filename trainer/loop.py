@@ -8,24 +8,24 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cotune.collect import collect, failure_reward
+from cotune.algorithms.collect import collect, failure_reward
+from cotune.algorithms.prepare import prepare, train_rows
 from cotune.errors import LearnerLost, RunError
 from cotune.policies import unlisted_said
-from cotune.prepare import prepare, train_rows
-from cotune.records import Episode
+from cotune.recording.records import Episode
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from cotune.trainer.empty_step import require_usable
 from cotune.trainer.held_out import evaluate_held_out
+from cotune.trainer.late_roles import take_in
 from cotune.trainer.metrics import Clock
-from cotune.trainer.newcomers import take_in
 from cotune.trainer.progress import Progress
-from cotune.trainer.reuse import reusable
-from cotune.trainer.rollouts import Rollouts
+from cotune.trainer.rollout.current import run_episodes
+from cotune.trainer.rollout.pipeline import Rollouts
+from cotune.trainer.rollout.reuse import reusable
 from cotune.trainer.run import Run, consume, restore
-from cotune.trainer.run_rollout import run_episodes
 from cotune.trainer.schedule import lr_scale
 from cotune.trainer.step_report import counted, lags, step_metrics
 from cotune.trainer.updates import asleep, by_policy, moved, publish, update
-from cotune.trainer.usable import require_usable
 
 
 async def train_steps(run: Run, progress: Progress) -> None:

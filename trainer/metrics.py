@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 import msgspec
 
-from cotune.collect import Collected
-from cotune.plans import Plan
-from cotune.prepare import Prepared
-from cotune.records import Episode
-from cotune.samples import TrainRow
+from cotune.algorithms.collect import Collected
+from cotune.algorithms.prepare import Prepared
+from cotune.algorithms.samples import TrainRow
+from cotune.recording.records import Episode
+from cotune.sampling.plans import Plan
 
 OF_UPDATE = (
     "clip_share",

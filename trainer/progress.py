@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-from cotune.records import Episode
+from cotune.recording.records import Episode
 from cotune.terminal import terminal
 from cotune.trainer.metrics import StepMetrics
 

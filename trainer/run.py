@@ -12,28 +12,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from cotune.adapters.publish import Proof, prove_publish
-from cotune.advantages import AdvantageState
-from cotune.integrations.transformers_sampler import TransformersSampler
-from cotune.plans import Plan
+from cotune.algorithms.advantages import AdvantageState
+from cotune.algorithms.recipes import LossSpec, Recipe
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.policies import Policies
-from cotune.recipes import LossSpec, Recipe
-from cotune.records import PolicyRef, Task
-from cotune.sampler import ChatFormat, Sampler
-from cotune.sqlite_store import SqliteStore
-from cotune.store import Store
+from cotune.recording.records import PolicyRef, Task
+from cotune.sampling.plans import Plan
+from cotune.sampling.protocol import ChatFormat, Sampler
+from cotune.storage.protocol import Store
+from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
-from cotune.trainer.config import TrainConfig
-from cotune.trainer.learner import Learner
-from cotune.trainer.preflight import look_around
-from cotune.trainer.resuming import counts
+from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.learner.protocol import Learner
+from cotune.trainer.publish import Proof, prove_publish
+from cotune.trainer.resume import counts
+from cotune.trainer.rollout.preflight import look_around
 from cotune.trainer.run_folder import RunFolder
 from cotune.trainer.schedule import TaskSchedule
-from cotune.workflow import Workflow
+from cotune.workflows import Workflow
 
 if TYPE_CHECKING:
     from cotune.trainer.cluster import Cluster
-    from cotune.trainer.ray_rollout import RolloutWorkers
+    from cotune.trainer.rollout.workers import RolloutWorkers
 
 T = TypeVar("T")
 
@@ -202,7 +202,7 @@ def _cluster(
     stack: contextlib.AsyncExitStack,
     say: Callable[[str], None],
 ) -> Cluster:
-    from cotune.integrations.last_words import last_words
+    from cotune.integrations.ray.crash_notice import last_words
     from cotune.trainer.cluster import Cluster
 
     killed = "The run was ended from outside: killed, out of memory, or Ray has lost a node that it cannot do without."
@@ -211,7 +211,7 @@ def _cluster(
 
 
 def _local_learner(config: TrainConfig, policies: Policies, loss: LossSpec) -> Learner:
-    from cotune.trainer.local_learner import LocalLearner
+    from cotune.trainer.learner.local import LocalLearner
 
     return LocalLearner.open(config.model, policies, config.learner, loss)
 
@@ -240,8 +240,8 @@ async def _model(
 
 def _chat(model: str, tool_format: str) -> ChatFormat:
     """The chat format of `model`; what the learner imports is loaded along with it."""
-    from cotune.integrations.chat_format import ChatTemplate
-    from cotune.trainer import local_learner  # noqa: F401
+    from cotune.integrations.chat.template import ChatTemplate
+    from cotune.trainer.learner import local as local_learner  # noqa: F401
 
     return ChatTemplate.load(model, tool_format)
 

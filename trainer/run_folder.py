@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 
 from cotune.errors import RunError
-from cotune.locks import FileLock
-from cotune.trainer.config import TrainConfig
+from cotune.storage.file_lock import FileLock
+from cotune.trainer.config.train import TrainConfig
 
 log = logging.getLogger("cotune")
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cotune.records import Task
-from cotune.trainer.config import ScheduleConfig
+from cotune.recording.records import Task
+from cotune.trainer.config.train import ScheduleConfig
 
 
 class TaskSchedule:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from cotune.asked import replaced
-from cotune.collect import Collected, failure_reward
-from cotune.prepare import Prepared
-from cotune.records import Episode
-from cotune.samples import Sample, TrainRow
+from cotune.algorithms.collect import Collected, failure_reward
+from cotune.algorithms.prepare import Prepared
+from cotune.algorithms.samples import Sample, TrainRow
+from cotune.recording.records import Episode
+from cotune.sampling.request_params import replaced
 from cotune.trainer.metrics import Clock, StepMetrics, candidate_mean, outcome_means, path_said, role_metrics
 from cotune.trainer.run import Run
 from cotune.trainer.updates import Updates, moved

@@ -7,17 +7,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cotune.anywhere import run_anywhere
 from cotune.errors import RunError, WorkflowError
-from cotune.integrations.otel_export import LiveExport, otlp_exporter
-from cotune.integrations.otel_spans import Detail
-from cotune.records import Episode
-from cotune.sqlite_store import SqliteStore
+from cotune.integrations.otel.exporter import LiveExport, otlp_exporter
+from cotune.integrations.otel.spans import Detail
+from cotune.recording.records import Episode
+from cotune.recording.rollout import rollout
+from cotune.runtime.run_sync import run_anywhere
+from cotune.storage.sqlite_store import SqliteStore
 from cotune.tasks import load_tasks
 from cotune.terminal import terminal
 from cotune.trainer.progress import episode_bar
-from cotune.trainer.rollout import rollout
-from cotune.workflow import load_workflow
+from cotune.workflows import load_workflow
 
 
 def trace(

@@ -13,22 +13,22 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from cotune.anywhere import run_anywhere
 from cotune.errors import ConfigError, CotuneError
-from cotune.integrations.model_folder import locate_model
-from cotune.interrupts import asking
-from cotune.process_end import go_on
-from cotune.records import Task
+from cotune.integrations.models.folder import locate_model
+from cotune.recording.records import Task
+from cotune.runtime.interrupts import asking
+from cotune.runtime.process_exit import go_on
+from cotune.runtime.run_sync import run_anywhere
 from cotune.tasks import as_tasks, load_tasks
 from cotune.trainer.checkpoint import load_checkpoint
-from cotune.trainer.config import TrainConfig, convert
+from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.held_out import held_out_tasks, overlap
 from cotune.trainer.loop import train_steps
 from cotune.trainer.progress import Progress
-from cotune.trainer.resuming import base_of, changed, check_tasks, found_again, hold_base, tasks_digest
+from cotune.trainer.resume import base_of, changed, check_tasks, found_again, hold_base, tasks_digest
 from cotune.trainer.run import Run, opened
 from cotune.trainer.run_folder import RunFolder, describe, read_metrics
-from cotune.workflow import Workflow, load_workflow, workflow_of
+from cotune.workflows import Workflow, load_workflow, workflow_of
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):

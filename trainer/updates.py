@@ -7,12 +7,12 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, cast
 
-from cotune.adapters.publish import Proof, prove_publish
+from cotune.algorithms.samples import TrainRow
 from cotune.policies import PolicySpec
-from cotune.records import PolicyRef
-from cotune.sampler import SleepingSampler
-from cotune.samples import TrainRow
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import SleepingSampler
 from cotune.trainer.metrics import Clock
+from cotune.trainer.publish import Proof, prove_publish
 from cotune.trainer.run import Run
 
 Updates = Mapping[str, Mapping[str, float]]

@@ -69,7 +69,7 @@ def run_app(url: str, tasks: int) -> tuple[int, int]:
 
 def trace_base(url: str, tasks: Path, count: int, out: Path) -> None:
     """Record the application as it is today, with the model that it uses today."""
-    command = [sys.executable, "-m", "cotune.cli", "trace", WORKFLOW, "--tasks", str(tasks)]
+    command = [sys.executable, "-m", "cotune", "trace", WORKFLOW, "--tasks", str(tasks)]
     command += ["--out", str(out), "--limit", str(count), "--concurrency", "32"]
     subprocess.run(command, env={**os.environ, "OPENAI_BASE_URL": url}, check=True)
 
@@ -138,11 +138,11 @@ def main() -> None:
     held_out = write_tasks(out / "held_out.jsonl", options.eval_tasks, HELD_OUT_SEED)
 
     from cotune.adapters.export import export_run
-    from cotune.adapters.serve import serving
-    from cotune.trainer.config import load_config
-    from cotune.trainer.evaluate import evaluate
-    from cotune.trainer.evaluation_report import render
-    from cotune.trainer.statistics import share
+    from cotune.adapters.serving import serving
+    from cotune.trainer.config.train import load_config
+    from cotune.trainer.evaluation.evaluate import evaluate
+    from cotune.trainer.evaluation.report import render
+    from cotune.trainer.evaluation.statistics import share
     from cotune.trainer.train import train
 
     with (

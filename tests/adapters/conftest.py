@@ -11,7 +11,7 @@ import pytest
 from cotune.adapters.export import write_export
 from cotune.adapters.trained import TrainedPolicy
 from cotune.policies import ALL_LINEAR, LoraSpec
-from cotune.sampler import Weights
+from cotune.sampling.protocol import Weights
 
 TEMPLATE = (
     "{% if tools %}tools:{% for tool in tools %}{{ tool.function.name }} {% endfor %}\n{% endif %}"

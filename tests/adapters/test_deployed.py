@@ -19,12 +19,12 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 
 import cotune
 from cotune.adapters.deployed import Deployment
-from cotune.adapters.local import Local, Served
-from cotune.adapters.serve import serving_local
+from cotune.adapters.open_policies import Local, Served
+from cotune.adapters.serving import serving_local
 from cotune.context import current_episode
 from cotune.errors import AdapterError, CotuneError
-from cotune.records import PolicyRef
-from cotune.sampler import Completion, SamplerInfo, SamplingParams
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams
 
 
 class Fixed:
@@ -152,7 +152,7 @@ def test_sync_invocations_threads_and_many_at_once(app: App, deployment: Deploym
 
 
 def test_nothing_is_kept_of_earlier_calls(app: App, deployment: Deployment) -> None:
-    from cotune.recorder import LiveCall, LiveEpisode
+    from cotune.recording.recorder import LiveCall, LiveEpisode
 
     def kept() -> int:
         gc.collect()

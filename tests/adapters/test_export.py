@@ -19,10 +19,10 @@ from cotune.adapters.hashes import write_hashes
 from cotune.adapters.load import load_export
 from cotune.adapters.manifest import read_manifest
 from cotune.adapters.trained import TrainedPolicy
-from cotune.cli import main
+from cotune.cli.main import main
 from cotune.errors import ConfigError, RunError
 from cotune.policies import LoraSpec
-from cotune.sampler import Weights, fingerprint
+from cotune.sampling.protocol import Weights, fingerprint
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 

@@ -12,13 +12,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from cotune.adapters.export import export_run
+from cotune.algorithms.recipes import RECIPES
+from cotune.algorithms.samples import TrainRow
 from cotune.policies import LoraSpec, policies_for
-from cotune.recipes import RECIPES
-from cotune.sampler import fingerprint
-from cotune.samples import TrainRow
+from cotune.sampling.protocol import fingerprint
 from cotune.trainer.checkpoint import Checkpoint, save_checkpoint
-from cotune.trainer.learner_settings import LearnerSettings
-from cotune.trainer.local_learner import LocalLearner
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.learner.local import LocalLearner
 
 ROWS = [
     TrainRow(

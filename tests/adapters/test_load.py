@@ -15,9 +15,9 @@ from cotune.adapters.fingerprint import base_fingerprint
 from cotune.adapters.load import load_export
 from cotune.adapters.trained import TrainedPolicy
 from cotune.errors import AdapterError
-from cotune.integrations.model_folder import read_parameters
-from cotune.records import PolicyRef
-from cotune.sampler import fingerprint
+from cotune.integrations.models.folder import read_parameters
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import fingerprint
 
 
 @pytest.fixture

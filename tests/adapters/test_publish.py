@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotune.adapters.publish import Proof, norm, prove_publish
+from cotune.algorithms.samples import TrainRow
 from cotune.errors import SyncError
 from cotune.policies import LoraSpec
-from cotune.records import PolicyRef
-from cotune.sampler import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
-from cotune.samples import TrainRow
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
+from cotune.trainer.publish import Proof, norm, prove_publish
 
 OLD, NEW = PolicyRef("writer", 1), PolicyRef("writer", 2)
 

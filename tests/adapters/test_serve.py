@@ -14,12 +14,12 @@ import httpx
 import openai
 import pytest
 
-from cotune.adapters.local import Local, Served
-from cotune.adapters.serve import Endpoint, check_access, serve, serving_local
+from cotune.adapters.open_policies import Local, Served
+from cotune.adapters.serving import Endpoint, check_access, serve, serving_local
 from cotune.errors import ConfigError, SamplerError, SampleTimeout
 from cotune.policies import LoraSpec
-from cotune.records import PolicyRef
-from cotune.sampler import Completion, SamplerInfo, SamplingParams, Weights
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -385,7 +385,7 @@ def test_an_alias_that_cannot_be_is_refused(aliases: dict[str, str], match: str)
 
 
 def test_an_alias_is_a_pair(capsys: pytest.CaptureFixture[str]) -> None:
-    from cotune.cli import main
+    from cotune.cli.main import main
 
     assert main(["serve", "nowhere", "--as", "gpt-4o-mini"]) != 0
     assert "as = 'gpt-4o-mini': allowed is NAME=ROLE" in " ".join(capsys.readouterr().err.split())

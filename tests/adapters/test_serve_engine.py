@@ -17,8 +17,8 @@ import pytest
 from cotune.adapters import restarting
 from cotune.adapters.restarting import Restarting
 from cotune.errors import EngineLost, RequestRefused, SamplerError
-from cotune.records import PolicyRef
-from cotune.sampler import Completion, SamplerInfo, SamplingParams
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams
 
 POLICY = PolicyRef("p", 1)
 
@@ -84,7 +84,7 @@ SERVE = """
 import sys
 from cotune.adapters import restarting
 restarting.RESTARTS = 1
-from cotune.cli import main
+from cotune.cli.main import main
 sys.exit(main(["serve", sys.argv[1], "--port", "0", "--role", "planner", "--as", "gpt-4o-mini=planner"]))
 """
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from cotune.adapters.local import Local, Served
-from cotune.adapters.serve import build_app
-from cotune.integrations.chat_format import ChatTemplate
-from cotune.records import PolicyRef
-from cotune.sampler import Completion
+from cotune.adapters.open_policies import Local, Served
+from cotune.adapters.serving import build_app
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion
 from tests.adapters.test_serve import Scripted, scripted
 from tests.integrations.http_fuzz import (
     BROKEN_HTTP,

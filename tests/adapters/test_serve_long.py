@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from cotune.adapters.local import Local, Served
-from cotune.adapters.serve import Endpoint, serving_local
-from cotune.bounded import Bounded
-from cotune.integrations.chat_format import ChatTemplate
-from cotune.records import PolicyRef
-from cotune.sampler import Completion, SamplerInfo, SamplingParams
+from cotune.adapters.open_policies import Local, Served
+from cotune.adapters.serving import Endpoint, serving_local
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.recording.records import PolicyRef
+from cotune.runtime.bounded_cache import Bounded
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams
 
 TOKENS = 3 << 20
 

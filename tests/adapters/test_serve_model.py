@@ -15,9 +15,9 @@ from langchain_openai import ChatOpenAI
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cotune.adapters.serve import Endpoint, serving
+from cotune.adapters.serving import Endpoint, serving
 from cotune.adapters.trained import TrainedPolicy
-from cotune.sampler import fingerprint
+from cotune.sampling.protocol import fingerprint
 
 ASKED = [{"role": "user", "content": "hello"}]
 

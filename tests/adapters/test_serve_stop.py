@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cotune.adapters import serve as module
-from cotune.adapters.local import Local, Served
-from cotune.records import PolicyRef
-from cotune.sampler import SamplerInfo
+from cotune.adapters import serving as module
+from cotune.adapters.open_policies import Local, Served
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import SamplerInfo
 
 
 class Idle:

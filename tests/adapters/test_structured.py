@@ -13,7 +13,7 @@ import openai
 import pytest
 
 import cotune
-from cotune.adapters.serve import Endpoint, serving
+from cotune.adapters.serving import Endpoint, serving
 
 USER = [{"role": "user", "content": "hello"}]
 SCHEMA = {

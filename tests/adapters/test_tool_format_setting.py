@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from cotune.adapters.export import write_export
-from cotune.adapters.local import open_local
 from cotune.adapters.manifest import read_manifest
+from cotune.adapters.open_policies import open_local
 from cotune.adapters.trained import TrainedPolicy, tool_format_of
-from cotune.cli import main
+from cotune.cli.main import main
 from cotune.errors import ConfigError, SamplerError
-from cotune.integrations.transformers_sampler import TransformersSampler
-from cotune.sampler import SamplerInfo
-from cotune.trainer.config import convert
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.sampling.protocol import SamplerInfo
+from cotune.trainer.config.train import convert
 
 
 class Silent:
@@ -58,7 +58,7 @@ def test_a_run_is_refused_before_it_starts() -> None:
 def test_a_model_whose_calls_nobody_reads_says_so_at_the_start(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from cotune.integrations.chat_format import ChatTemplate
+    from cotune.integrations.chat.template import ChatTemplate
 
     for file in base.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -74,8 +74,8 @@ def test_a_model_whose_calls_nobody_reads_says_so_at_the_start(
 
 
 def test_a_parser_of_vllm_reads_what_no_other_does(base: Path) -> None:
-    from cotune.integrations.chat_format import ChatTemplate
-    from cotune.integrations.tool_formats import tool_format
+    from cotune.integrations.chat.template import ChatTemplate
+    from cotune.integrations.chat.tool_formats import tool_format
 
     chat = ChatTemplate.load(base, "vllm:pythonic")
     offered = [{"type": "function", "function": {"name": "go", "parameters": {"type": "object", "properties": {}}}}]

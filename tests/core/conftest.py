@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 
 from cotune.ids import pack_ids, segment_id
-from cotune.records import Call, Candidate, Episode, Message, PolicyRef, Record, Reward, Segment, Task, candidate_id
+from cotune.recording.records import (
+    Call,
+    Candidate,
+    Episode,
+    Message,
+    PolicyRef,
+    Record,
+    Reward,
+    Segment,
+    Task,
+    candidate_id,
+)
 
 
 class MemoryStore:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.advantages import AdvantageState, advantages
+from cotune.algorithms.advantages import AdvantageState, advantages
+from cotune.algorithms.recipes import RECIPES, Attribution, Term
+from cotune.algorithms.samples import Sample
 from cotune.errors import GroupError
-from cotune.recipes import RECIPES, Attribution, Term
-from cotune.records import PolicyRef
-from cotune.samples import Sample
+from cotune.recording.records import PolicyRef
 
 OWN = ("task",)
 

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from cotune.anywhere import run_anywhere
-from cotune.interrupts import asking
+from cotune.runtime.interrupts import asking
+from cotune.runtime.run_sync import run_anywhere
 
 _VALUE = contextvars.ContextVar("value", default=0)
 

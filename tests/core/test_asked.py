@@ -2,9 +2,9 @@
 
 import pytest
 
-from cotune.asked import fixes_form, request_params, template_options, tools_shown
 from cotune.errors import RequestRefused
-from cotune.sampler import SamplingParams
+from cotune.sampling.protocol import SamplingParams
+from cotune.sampling.request_params import fixes_form, request_params, template_options, tools_shown
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}

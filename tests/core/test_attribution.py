@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from cotune.attribution import Length, attribute, attribute_siblings, lacking, overlong
-from cotune.recipes import Attribution
-from cotune.records import PolicyRef
-from cotune.samples import Sample
+from cotune.algorithms.attribution import Length, attribute, attribute_siblings, lacking, overlong
+from cotune.algorithms.recipes import Attribution
+from cotune.algorithms.samples import Sample
+from cotune.recording.records import PolicyRef
 
 
 def sample(

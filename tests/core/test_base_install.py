@@ -21,7 +21,7 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 """
 """What pip installs for `cotune` without an extra; all else is absent."""
-CLI = BASE_ONLY + "from cotune.cli import main; sys.exit(main(sys.argv[1:]))"
+CLI = BASE_ONLY + "from cotune.cli.main import main; sys.exit(main(sys.argv[1:]))"
 WORKFLOW = "import cotune\n\n@cotune.workflow\ndef solve(task):\n    return 1.0\n"
 RUN = ("app:solve", "--tasks", "tasks.jsonl")
 

@@ -6,8 +6,8 @@ import httpx
 import openai
 import pytest
 
-from cotune.blame import blame
 from cotune.errors import EngineLost, RecordError, RequestRefused, SampleTimeout, WorkflowError
+from cotune.sampling.blame import blame
 
 REQUEST = httpx.Request("POST", "http://tool.test")
 

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from cotune.collect import collect, failure_reward, temperature
-from cotune.filters import REASONS
+from cotune.algorithms.collect import collect, failure_reward, temperature
+from cotune.algorithms.filters import REASONS
 from cotune.ids import segment_id
-from cotune.records import PolicyRef, Reward
+from cotune.recording.records import PolicyRef, Reward
 
 
 def left_out(book, **options):

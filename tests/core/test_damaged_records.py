@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from cotune.cli import main
+from cotune.cli.main import main
 from cotune.context import Mark
 from cotune.errors import RecordError
-from cotune.recorder import Answer, LiveEpisode
-from cotune.records import Candidate, PolicyRef, Task
-from cotune.sqlite_store import SqliteStore
+from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.records import Candidate, PolicyRef, Task
+from cotune.storage.sqlite_store import SqliteStore
 
 PAGE = 8192
 
@@ -92,7 +92,7 @@ def test_a_cycle_of_segments_ends(run: Path):
     with SqliteStore.open(run, read_only=True) as store, pytest.raises(RecordError, match="is not complete"):
         store.token_ids(ids[0])
     words = ["otel", "export", str(run), "--to", str(run / "spans"), "--tokens"]
-    done = subprocess.run([sys.executable, "-m", "cotune.cli", *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "cotune", *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "2 prompt_not_stored" in done.stdout
 

@@ -6,9 +6,9 @@ import asyncio
 import os
 import threading
 
-from cotune.episodes import run_episode
-from cotune.records import Task
-from cotune.workflow import workflow, workflow_of
+from cotune.recording.episodes import run_episode
+from cotune.recording.records import Task
+from cotune.workflows import workflow, workflow_of
 
 
 class Nowhere:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from cotune.example_json import example, fits
+from cotune.sampling.json_example import example, fits
 
 SCHEMAS: list[tuple[Any, Any]] = [
     ({"type": "string"}, "a"),

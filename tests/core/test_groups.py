@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from cotune.algorithms.groups import build_groups
+from cotune.algorithms.recipes import RECIPES, recipe
+from cotune.algorithms.samples import Sample
 from cotune.errors import GroupError
-from cotune.groups import build_groups
-from cotune.recipes import RECIPES, recipe
-from cotune.records import PolicyRef
-from cotune.samples import Sample
+from cotune.recording.records import PolicyRef
 
 AT_GRPO = RECIPES["at_grpo"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from cotune.made_up import asked_json, choices_of, names_in
+from cotune.sampling.stub_words import asked_json, choices_of, names_in
 
 
 def system(text: str) -> list[dict[str, str]]:

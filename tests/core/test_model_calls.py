@@ -9,7 +9,7 @@ import pytest
 from cotune import context
 from cotune.context import opened_call
 from cotune.errors import RecordError, SamplerError
-from cotune.model_calls import ask, ask_async, end_call, observed, open_call, step
+from cotune.recording.model_calls import ask, ask_async, end_call, observed, open_call, step
 from tests.integrations.recorded import Recorded, answer
 
 BODY = {"messages": [{"role": "user", "content": "x"}]}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotune.errors import ConfigError
-from cotune.plans import Plan, choose, seed_of
+from cotune.sampling.plans import Plan, choose, seed_of
 
 
 @pytest.mark.parametrize("kind", ["tree", "independent"])
@@ -61,7 +61,7 @@ def test_argmax_is_the_earliest_best(rewards, seed):
 
 def test_seeds_are_those_of_every_process():
     assert seed_of(0, "train", 3, "t1", 0, "planner", 2) == 1161270541
-    code = "from cotune.plans import seed_of; print(seed_of(0, 'train', 3, 't1', 0, 'planner', 2))"
+    code = "from cotune.sampling.plans import seed_of; print(seed_of(0, 'train', 3, 't1', 0, 'planner', 2))"
     assert int(subprocess.check_output([sys.executable, "-c", code])) == 1161270541
 
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.collect import collect
+from cotune.algorithms.collect import collect
+from cotune.algorithms.filters import REASONS
+from cotune.algorithms.prepare import RoleStats, prepare, train_rows
+from cotune.algorithms.recipes import Filters, recipe
+from cotune.algorithms.samples import Sample, TrainRow
 from cotune.errors import GroupError
-from cotune.filters import REASONS
-from cotune.prepare import RoleStats, prepare, train_rows
-from cotune.recipes import Filters, recipe
-from cotune.records import PolicyRef
-from cotune.samples import Sample, TrainRow
+from cotune.recording.records import PolicyRef
 
 AT_GRPO = recipe("at_grpo")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cotune.advantages import advantages
+from cotune.algorithms.advantages import advantages
+from cotune.algorithms.filters import REASONS
+from cotune.algorithms.recipes import RECIPES, Attribution, Filters, LossSpec, Recipe, Term, recipe
+from cotune.algorithms.samples import Sample
 from cotune.errors import ConfigError
-from cotune.filters import REASONS
-from cotune.recipes import RECIPES, Attribution, Filters, LossSpec, Recipe, Term, recipe
-from cotune.records import PolicyRef
-from cotune.samples import Sample
+from cotune.recording.records import PolicyRef
 
 # Two episodes of one task. Episode e: role a calls twice, b once, outcome 1. Episode f: a once, b once, outcome 0.
 # Episode g: a once, b twice, outcome 0.

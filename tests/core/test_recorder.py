@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from cotune.context import Mark, current_mark, identify, role, scopes
 from cotune.errors import RecordError
 from cotune.ids import message_id, pack_ids, segment_id
-from cotune.prompts import PromptTree
-from cotune.recorder import Answer, LiveEpisode
-from cotune.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Segment, Task, Usage
+from cotune.recording.prompt_tree import PromptTree
+from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Segment, Task, Usage
 
 
 class Sink(list):
@@ -216,7 +216,7 @@ def test_a_sink_that_fails_is_counted_and_said_once(caplog: pytest.LogCaptureFix
         def write(self, records):
             raise OSError("disk full")
 
-    monkeypatch.setattr("cotune.recorder._said", set())
+    monkeypatch.setattr("cotune.recording.recorder._said", set())
     with caplog.at_level(logging.WARNING, "cotune"):
         for _ in range(2):
             episode = LiveEpisode(Full(), Task(id="t", input={}), workflow="w")

@@ -16,9 +16,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from cotune.context import Mark
 from cotune.errors import RecordError
-from cotune.recorder import Answer, LiveCall, LiveEpisode
-from cotune.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Segment, Task
-from cotune.tracing import Within
+from cotune.recording.recorder import Answer, LiveCall, LiveEpisode
+from cotune.recording.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Segment, Task
+from cotune.recording.tracing import Within
 
 STATUSES = ("error", "timeout", "cancelled", "malformed")
 ROLES = st.sampled_from(["planner", "coder", "judge"])

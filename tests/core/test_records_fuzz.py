@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from cotune.cli import main
+from cotune.cli.main import main
 from cotune.context import Mark
 from cotune.ids import new_id
-from cotune.recorder import Answer, LiveEpisode
-from cotune.records import Candidate, PolicyRef, Task
-from cotune.sqlite_rows import WIDTHS
-from cotune.sqlite_store import SqliteStore
+from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.records import Candidate, PolicyRef, Task
+from cotune.storage.schema import WIDTHS
+from cotune.storage.sqlite_store import SqliteStore
 from tests.mutations import as_json, mutated
 
 COLUMNS = {

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.collect import collect
+from cotune.algorithms.collect import collect
 from cotune.context import Mark
 from cotune.errors import ConfigError, WorkflowError
-from cotune.recorder import Answer, LiveEpisode
-from cotune.records import Call, Candidate, Episode, Message, PolicyRef, Segment, Task
-from cotune.redaction import FAILED, each_text, load_redactor
-from cotune.sqlite_store import SqliteStore
-from cotune.workflow import workflow, workflow_of
+from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.records import Call, Candidate, Episode, Message, PolicyRef, Segment, Task
+from cotune.recording.redaction import FAILED, each_text, load_redactor
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.workflows import workflow, workflow_of
 
 SECRET = "4111-1111"
 hide = each_text(lambda text: text.replace(SECRET, "[card]"))
@@ -152,7 +152,7 @@ def test_redactors_apply_in_order():
     ids=["raises", "returns None", "returns a text", "returns what is no JSON"],
 )
 def test_a_redactor_that_fails_leaks_nothing_and_is_counted(broken, caplog, monkeypatch):
-    monkeypatch.setattr("cotune.recorder._said", set())
+    monkeypatch.setattr("cotune.recording.recorder._said", set())
     episode = live(broken)
     with caplog.at_level(logging.INFO):
         record_everything(episode)

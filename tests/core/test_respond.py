@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from cotune.algorithms.recipes import Attribution
 from cotune.context import Mark
 from cotune.errors import SamplerError
-from cotune.plans import Plan
-from cotune.recipes import Attribution
-from cotune.recorder import LiveEpisode
-from cotune.records import PolicyRef, Task
-from cotune.respond import PolicyResponder, request_params
-from cotune.sampler import Completion, SamplingParams
+from cotune.recording.recorder import LiveEpisode
+from cotune.recording.records import PolicyRef, Task
+from cotune.sampling.plans import Plan
+from cotune.sampling.protocol import Completion, SamplingParams
+from cotune.sampling.responder import PolicyResponder, request_params
 
 WRITER = PolicyRef("writer", 4)
 LETTERS = {1: "a", 2: "b", 3: "c"}

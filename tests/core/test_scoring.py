@@ -11,8 +11,8 @@ import pytest
 
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
-from cotune.records import Candidate, Task
-from cotune.scoring import components, score
+from cotune.recording.records import Candidate, Task
+from cotune.sampling.scoring import components, score
 
 CANDIDATES = [Candidate(index=i, text=text, message={}) for i, text in enumerate(("a", "bb"))]
 CALL = SimpleNamespace(task=Task(id="t", input={"goal": 2}))

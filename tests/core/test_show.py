@@ -7,12 +7,12 @@ import re
 import pytest
 from rich.console import Console
 
+from cotune.cli.show import show_run
 from cotune.context import Mark
 from cotune.errors import RecordError, RunError
-from cotune.recorder import Answer, LiveEpisode
-from cotune.records import Candidate, PolicyRef, Reward, Task, Usage
-from cotune.show import show_run
-from cotune.sqlite_store import SqliteStore
+from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.records import Candidate, PolicyRef, Reward, Task, Usage
+from cotune.storage.sqlite_store import SqliteStore
 
 
 def shown(path, **options):

@@ -18,10 +18,10 @@ import pytest
 import cotune
 from cotune.context import Mark
 from cotune.errors import RecordError, RunError
-from cotune.recorder import Answer, LiveEpisode
-from cotune.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Task
-from cotune.sqlite_store import SqliteStore
-from cotune.sqlite_writer import RecentIds
+from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Task
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.storage.sqlite_writer import RecentIds
 from tests.core.whole_file import copied
 
 
@@ -55,9 +55,9 @@ def call(id, episode="E1", step=0):
 WRITE_FOREVER = """
     import sys
     from cotune.context import Mark
-    from cotune.records import Candidate, PolicyRef, Task
-    from cotune.recorder import Answer, LiveEpisode
-    from cotune.sqlite_store import SqliteStore
+    from cotune.recording.records import Candidate, PolicyRef, Task
+    from cotune.recording.recorder import Answer, LiveEpisode
+    from cotune.storage.sqlite_store import SqliteStore
 
     store = SqliteStore.open(sys.argv[1])
     for number in range(1_000_000):
@@ -115,8 +115,8 @@ def test_a_killed_writers_file_can_be_read_before_anyone_writes_it(tmp_path):
 def test_what_is_queued_is_stored_at_exit(tmp_path, ending):
     code = f"""
         import sys
-        from cotune.records import Message
-        from cotune.sqlite_store import SqliteStore
+        from cotune.recording.records import Message
+        from cotune.storage.sqlite_store import SqliteStore
 
         store = SqliteStore.open(sys.argv[1])
         store.write([Message(f"m{{i}}", i) for i in range(1000)])
@@ -131,8 +131,8 @@ def test_what_is_queued_is_stored_at_exit(tmp_path, ending):
 
 FULL_DISK = """
     import logging, resource, signal, sys
-    from cotune.records import Message, Segment
-    from cotune.sqlite_store import SqliteStore
+    from cotune.recording.records import Message, Segment
+    from cotune.storage.sqlite_store import SqliteStore
 
     logging.basicConfig(level=logging.ERROR, format="%(message)s", stream=sys.stdout)
     store = SqliteStore.open(sys.argv[1])
@@ -166,8 +166,8 @@ def test_a_full_disk_is_counted_said_once_and_recovered_from(tmp_path):
 
 
 def test_a_full_queue_drops_and_counts(store, monkeypatch, caplog):
-    monkeypatch.setattr("cotune.sqlite_writer.QUEUE_BYTES", 5000)
-    monkeypatch.setattr("cotune.sqlite_writer.PATIENCE", 0.01)
+    monkeypatch.setattr("cotune.storage.sqlite_writer.QUEUE_BYTES", 5000)
+    monkeypatch.setattr("cotune.storage.sqlite_writer.PATIENCE", 0.01)
     other = sqlite3.connect(store.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     for i in range(10):
@@ -226,7 +226,7 @@ def test_refused_rewards_outlive_the_writer(tmp_path):
 def test_a_second_writer_is_told_who_holds_the_file(tmp_path):
     code = """
         import sys
-        from cotune.sqlite_store import SqliteStore
+        from cotune.storage.sqlite_store import SqliteStore
         store = SqliteStore.open(sys.argv[1])
         print("open", flush=True)
         sys.stdin.read()

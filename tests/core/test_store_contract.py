@@ -11,8 +11,19 @@ from hypothesis import strategies as st
 
 from cotune.errors import RecordError
 from cotune.ids import new_id, pack_ids, segment_id
-from cotune.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Segment, Task, Usage, candidate_id
-from cotune.sqlite_store import SqliteStore
+from cotune.recording.records import (
+    Call,
+    Candidate,
+    Episode,
+    Message,
+    PolicyRef,
+    Reward,
+    Segment,
+    Task,
+    Usage,
+    candidate_id,
+)
+from cotune.storage.sqlite_store import SqliteStore
 
 
 def sqlite(folder):

@@ -10,10 +10,10 @@ import pytest
 
 from cotune.context import Mark
 from cotune.errors import WorkflowError
-from cotune.plans import Plan
-from cotune.recorder import Answer, LiveEpisode
-from cotune.records import Task
-from cotune.stub import StubResponder
+from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.records import Task
+from cotune.sampling.plans import Plan
+from cotune.sampling.stub import StubResponder
 
 TOOLS = [
     {

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cotune.cli import main
+from cotune.cli.main import main
 from cotune.context import Mark
-from cotune.recorder import Answer, LiveEpisode
-from cotune.records import Candidate, Task
-from cotune.sqlite_store import SqliteStore
-from cotune.supervised import Written, write_supervised
+from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.records import Candidate, Task
+from cotune.storage.sft_export import Written, write_supervised
+from cotune.storage.sqlite_store import SqliteStore
 
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
 ASKED = [{"role": "user", "content": "go"}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cotune.errors import ConfigError
-from cotune.records import Task
+from cotune.recording.records import Task
 from cotune.tasks import as_tasks, load_tasks
 
 

@@ -11,11 +11,11 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from cotune.cli import main
-from cotune.episodes import run_episode
-from cotune.records import Task
-from cotune.sqlite_store import SqliteStore
-from cotune.stub import StubResponder
+from cotune.cli.main import main
+from cotune.recording.episodes import run_episode
+from cotune.recording.records import Task
+from cotune.sampling.stub import StubResponder
+from cotune.storage.sqlite_store import SqliteStore
 from cotune.terminal import LogFormat, harmless, terminal
 from tests.trainer.tiny_app import application, ask
 

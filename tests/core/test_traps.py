@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cotune.advantages import advantages
-from cotune.collect import collect
+from cotune.algorithms.advantages import advantages
+from cotune.algorithms.collect import collect
+from cotune.algorithms.groups import build_groups
+from cotune.algorithms.prepare import prepare, train_rows
+from cotune.algorithms.recipes import RECIPES, Term, recipe
 from cotune.errors import GroupError
-from cotune.groups import build_groups
 from cotune.policies import LoraSpec, policies_for
-from cotune.prepare import prepare, train_rows
-from cotune.recipes import RECIPES, Term, recipe
-from cotune.records import PolicyRef, Reward
+from cotune.recording.records import PolicyRef, Reward
 
 AT_GRPO = recipe("at_grpo")
 

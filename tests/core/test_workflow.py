@@ -13,10 +13,10 @@ import pytest
 
 import cotune
 from cotune.context import current_episode
-from cotune.episodes import outcome_of, run_episode
 from cotune.errors import ConfigError, WorkflowError
-from cotune.records import Episode, Reward, Task
-from cotune.workflow import load_workflow, workflow_of
+from cotune.recording.episodes import outcome_of, run_episode
+from cotune.recording.records import Episode, Reward, Task
+from cotune.workflows import load_workflow, workflow_of
 
 
 class Sink(list):

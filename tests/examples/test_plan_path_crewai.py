@@ -18,8 +18,8 @@ from plan_path_crewai import app, base, train
 
 import cotune
 from cotune.adapters.export import export_run
-from cotune.records import Message
-from cotune.trainer.config import load_config
+from cotune.recording.records import Message
+from cotune.trainer.config.train import load_config
 from cotune.trainer.train import train as run_training
 from tests.examples.applications import check_knows_nothing_of_cotune, models_asked_by
 from tests.integrations.recorded import Recorded

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cotune.integrations.chat_format import ChatTemplate
-from cotune.integrations.transformers_sampler import TransformersSampler
-from cotune.records import Call
-from cotune.sqlite_store import SqliteStore
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.recording.records import Call
+from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.train import RunSummary, train
-from cotune.workflow import load_workflow
+from cotune.workflows import load_workflow
 from tests.examples.applications import check_knows_nothing_of_cotune
 
 FOLDER = Path(__file__).parents[2] / "examples" / "tool_agent"
@@ -234,7 +234,7 @@ def test_a_call_that_cannot_be_read_is_text_and_costs(trained: tuple[RunSummary,
 
 
 def _scores(store: SqliteStore, call: Call) -> list[float]:
-    from cotune.records import candidate_id
+    from cotune.recording.records import candidate_id
 
     found = [store.rewards([candidate_id(call.id, c.index)]) for c in call.candidates]
     return [next(iter(rewards.values()))["local"] for rewards in found]

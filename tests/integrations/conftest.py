@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from cotune.integrations.ray_runtime import RayRuntime
-from cotune.integrations.ray_sampler import start_sampler
-from cotune.integrations.vllm_http import VllmHttpSampler
-from cotune.sampler import Sampler
+from cotune.integrations.ray.runtime import RayRuntime
+from cotune.integrations.ray.sampler import start_sampler
+from cotune.integrations.samplers.vllm.http import VllmHttpSampler
+from cotune.sampling.protocol import Sampler
 from tests.integrations.provider import Provider, serving
 from tests.integrations.recorded import Recorded
 from tests.integrations.vllm_server import vllm_server

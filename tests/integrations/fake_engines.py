@@ -14,8 +14,8 @@ import numpy as np
 
 from cotune.errors import RequestRefused, SamplerError
 from cotune.policies import LoraSpec
-from cotune.records import PolicyRef
-from cotune.sampler import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
 
 BASE_MARK = 7
 

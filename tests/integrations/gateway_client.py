@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import openai
 
-from cotune.integrations.gateway import Gateway, running_gateway
-from cotune.integrations.http_server import Running
-from cotune.records import Call, Episode
-from cotune.sqlite_store import SqliteStore
+from cotune.integrations.gateway.server import Gateway, running_gateway
+from cotune.integrations.http.server import Running
+from cotune.recording.records import Call, Episode
+from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider, serving
 
 HELLO = [{"role": "user", "content": "hello"}]

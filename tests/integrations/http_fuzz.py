@@ -291,7 +291,7 @@ def besiege(words: list[str], attacks: Iterator[Attack]) -> Counter[int]:
 
     Statuses of the answers; a connection that is closed without one counts as 0. Nothing of the server may be left.
     """
-    command = [sys.executable, "-m", "cotune.cli", *words, "--port", "0"]
+    command = [sys.executable, "-m", "cotune", *words, "--port", "0"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
     try:

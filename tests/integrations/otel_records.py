@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from cotune.context import Mark
-from cotune.recorder import Answer, LiveEpisode
-from cotune.records import Candidate, PolicyRef, Task, Usage
-from cotune.sqlite_store import SqliteStore
+from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.records import Candidate, PolicyRef, Task, Usage
+from cotune.storage.sqlite_store import SqliteStore
 
 SECRET = "the heron flies at dawn"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}

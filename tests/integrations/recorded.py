@@ -8,10 +8,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from cotune.episodes import Outcome, run_episode
-from cotune.recorder import Answer, LiveCall
-from cotune.records import Call, Candidate, PolicyRef, Record, Task, Usage
-from cotune.workflow import workflow, workflow_of
+from cotune.recording.episodes import Outcome, run_episode
+from cotune.recording.recorder import Answer, LiveCall
+from cotune.recording.records import Call, Candidate, PolicyRef, Record, Task, Usage
+from cotune.workflows import workflow, workflow_of
 
 POLICY = PolicyRef("p", 3)
 

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cotune.integrations.router import Router
-from cotune.integrations.router_settings import RouterSettings
+from cotune.integrations.ray.router.router import Router
+from cotune.integrations.ray.router.settings import RouterSettings
 from cotune.policies import LoraSpec
-from cotune.records import PolicyRef
-from cotune.sampler import SamplingParams
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import SamplingParams
 from tests.integrations.fake_engines import Site, jump
 
 BASE = PolicyRef("anyone")

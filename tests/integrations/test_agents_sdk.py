@@ -27,7 +27,7 @@ from pydantic import BaseModel
 
 import cotune
 from cotune.integrations import activate
-from cotune.recorder import LiveCall
+from cotune.recording.recorder import LiveCall
 from tests.integrations.provider import Provider, said
 from tests.integrations.recorded import Recorded, answer, asks, tool_call
 

@@ -24,21 +24,22 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from rich.console import Console
 
 import cotune
-from cotune.episodes import run_episode
-from cotune.integrations import autogen_messages, crewai_values
-from cotune.integrations.openai_answers import finish
-from cotune.integrations.openai_forms import FORMS
-from cotune.integrations.openai_response_events import to_events
-from cotune.integrations.otel_export import export_file
-from cotune.integrations.otel_spans import Detail
-from cotune.integrations.sse import to_stream
-from cotune.integrations.text_completions import to_stream as to_text_stream
-from cotune.model_calls import end_call, open_call
-from cotune.records import Task
-from cotune.show import show_run
-from cotune.sqlite_store import SqliteStore
-from cotune.supervised import write_supervised
-from cotune.workflow import workflow_of
+from cotune.cli.show import show_run
+from cotune.integrations.autogen import messages as autogen_messages
+from cotune.integrations.crewai import messages as crewai_values
+from cotune.integrations.openai.answers import finish
+from cotune.integrations.openai.forms import FORMS
+from cotune.integrations.openai.response_events import to_events
+from cotune.integrations.openai.sse import to_stream
+from cotune.integrations.openai.text_completions import to_stream as to_text_stream
+from cotune.integrations.otel.exporter import export_file
+from cotune.integrations.otel.spans import Detail
+from cotune.recording.episodes import run_episode
+from cotune.recording.model_calls import end_call, open_call
+from cotune.recording.records import Task
+from cotune.storage.sft_export import write_supervised
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.workflows import workflow_of
 from tests.integrations.provider import completion
 from tests.mutations import ODD, as_json, damaged, mutated
 

@@ -29,7 +29,7 @@ from openai import AsyncOpenAI
 
 import cotune
 from cotune.integrations import activate
-from cotune.records import Message
+from cotune.recording.records import Message
 from tests.integrations.provider import Provider, json_reply, said
 from tests.integrations.recorded import Recorded, Sink, asks, episode, tool_call
 

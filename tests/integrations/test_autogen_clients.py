@@ -30,7 +30,7 @@ from pydantic import BaseModel
 
 from cotune.context import current_episode
 from cotune.integrations import activate
-from cotune.integrations.autogen_messages import answer_of_result, request_of, result_of
+from cotune.integrations.autogen.messages import answer_of_result, request_of, result_of
 from tests.integrations.provider import Provider, json_reply
 from tests.integrations.recorded import POLICY, Recorded, answer, asks, tool_call
 

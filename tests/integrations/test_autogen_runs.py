@@ -19,14 +19,14 @@ from autogen_core.model_context import BufferedChatCompletionContext
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 import cotune
-from cotune.episodes import run_episode
 from cotune.errors import WorkflowError
 from cotune.integrations import activate
-from cotune.integrations.autogen_copies import fresh
-from cotune.plans import Plan
-from cotune.recorder import LiveCall
-from cotune.records import Message, Reward, Task
-from cotune.respond import PolicyResponder
+from cotune.integrations.autogen.copies import fresh
+from cotune.recording.episodes import run_episode
+from cotune.recording.recorder import LiveCall
+from cotune.recording.records import Message, Reward, Task
+from cotune.sampling.plans import Plan
+from cotune.sampling.responder import PolicyResponder
 from tests.integrations.provider import Provider, json_reply
 from tests.integrations.recorded import POLICY, Recorded, Responder, Sink, answer, episode
 
@@ -279,7 +279,7 @@ class Letters:
         return [len(self.prompts)]
 
     async def sample(self, prompt: Any, n: int, params: Any, policy: Any) -> list[Any]:
-        from cotune.sampler import Completion
+        from cotune.sampling.protocol import Completion
 
         return [Completion((i,), (-0.1,), "stop") for i in range(n)]
 

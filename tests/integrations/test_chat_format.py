@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cotune.errors import ConfigError, SamplerError
-from cotune.integrations.chat_format import ChatTemplate
-from cotune.integrations.hermes import read_hermes, split_reasoning
+from cotune.integrations.chat.hermes import read_hermes, split_reasoning
+from cotune.integrations.chat.template import ChatTemplate
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models

@@ -10,8 +10,8 @@ from tests.integrations.tiny_models import tokenizer
 
 CODE = """
 import sys
-from cotune.integrations.chat_format import ChatTemplate
-from cotune.integrations.chat_light import load_chat_light
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.chat.light import load_chat_light
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 ASKED = [{"role": "user", "content": "hello"}]

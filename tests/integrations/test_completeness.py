@@ -19,9 +19,9 @@ from crewai import LLM
 from langchain_openai import ChatOpenAI
 
 from benchmarks import stress
-from cotune.episodes import run_episode
-from cotune.records import Call, Message, Task
-from cotune.workflow import Workflow, load_workflow, workflow, workflow_of
+from cotune.recording.episodes import run_episode
+from cotune.recording.records import Call, Message, Task
+from cotune.workflows import Workflow, load_workflow, workflow, workflow_of
 from tests.integrations.provider import Provider, completion, event, json_reply
 from tests.integrations.recorded import Sink
 

@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from cotune.errors import SamplerError, WorkflowError
 from cotune.integrations import activate
-from cotune.records import Message
+from cotune.recording.records import Message
 from tests.integrations.provider import Provider, completion, event, json_reply, said
 from tests.integrations.recorded import POLICY, Recorded, answer, asks, tool_call
 
@@ -391,7 +391,7 @@ def test_a_request_that_cannot_be_read_goes_its_way_and_is_counted(
     def unreadable(*args):
         raise TypeError("a part that nobody knows")
 
-    monkeypatch.setattr("cotune.integrations.crewai_models.request_of", unreadable)
+    monkeypatch.setattr("cotune.integrations.crewai.models.request_of", unreadable)
     outcome = record(lambda task: Own(model="m").call("hello") == "own True")
     assert outcome.rewards == {"team": 1.0}
     assert (record.calls, outcome.live.warnings) == ([], {"unread_call": 1})

@@ -22,7 +22,7 @@ from langgraph.graph import START, MessagesState, StateGraph
 from pydantic import BaseModel
 
 import cotune
-from cotune.integrations.crewai_scopes import CrewState
+from cotune.integrations.crewai.scopes import CrewState
 from tests.integrations.recorded import Recorded, asks, episode, tool_call
 
 pytestmark = pytest.mark.usefixtures("nowhere")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cotune.integrations.chat_format import ChatTemplate
+from cotune.integrations.chat.template import ChatTemplate
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models

@@ -14,8 +14,8 @@ from langchain_core.messages import AIMessageChunk
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_openai import ChatOpenAI
 
-from cotune.collect import collect
-from cotune.sqlite_store import SqliteStore
+from cotune.algorithms.collect import collect
+from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider, completion, event, json_reply, serving
 from tests.integrations.recorded import Recorded, Sink, episode
 

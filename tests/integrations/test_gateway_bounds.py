@@ -19,14 +19,15 @@ import openai
 import pytest
 
 import cotune
-from cotune import call_records, outputs, recorder
 from cotune.context import Mark
 from cotune.errors import CotuneError
-from cotune.integrations import openai_responses
-from cotune.integrations.gateway import running_gateway
-from cotune.integrations.gateway_proxy import Limits
-from cotune.recorder import Answer, LiveEpisode
-from cotune.records import Candidate, Message, Task
+from cotune.integrations.gateway.proxy import Limits
+from cotune.integrations.gateway.server import running_gateway
+from cotune.integrations.openai import responses as openai_responses
+from cotune.recording import call_records, recorder
+from cotune.recording import lineage as outputs
+from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.records import Candidate, Message, Task
 from tests.integrations.gateway_client import Bench, ask, bench
 from tests.integrations.provider import completion, json_reply, serving
 

@@ -18,8 +18,8 @@ import openai
 import pytest
 
 from cotune.errors import ConfigError, RunError
-from cotune.integrations.gateway import Limits, running_gateway
-from cotune.sqlite_store import SqliteStore
+from cotune.integrations.gateway.server import Limits, running_gateway
+from cotune.storage.sqlite_store import SqliteStore
 from tests.core.whole_file import copied
 from tests.integrations import provider as scripted
 from tests.integrations.gateway_client import HELLO, Bench, ask, bench
@@ -254,7 +254,7 @@ def test_records_that_another_process_writes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_closes_open_episodes(tmp_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "cotune.cli", "gateway", "--upstream", "http://127.0.0.1:9/v1"]
+    command = [sys.executable, "-m", "cotune", "gateway", "--upstream", "http://127.0.0.1:9/v1"]
     options = ["--port", "0", "--records", str(tmp_path)]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(

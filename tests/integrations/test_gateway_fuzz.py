@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cotune.integrations.gateway import Gateway, Limits, running_gateway
-from cotune.sqlite_store import SqliteStore
+from cotune.integrations.gateway.server import Gateway, Limits, running_gateway
+from cotune.storage.sqlite_store import SqliteStore
 from tests.core.whole_file import copied
 from tests.integrations.http_fuzz import (
     BROKEN_HTTP,

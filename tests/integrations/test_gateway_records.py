@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
-from cotune.show import show_run
-from cotune.sqlite_store import SqliteStore
+from cotune.cli.show import show_run
+from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations import provider as scripted
 from tests.integrations.gateway_client import HELLO, Bench, ask, bench
 
@@ -245,7 +245,7 @@ def test_calls_outside_any_episode_are_recorded_under_an_implicit_one(tmp_path: 
 
 
 def test_implicit_episodes_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotune.integrations.gateway_episodes.IMPLICIT_CALLS", 2)
+    monkeypatch.setattr("cotune.integrations.gateway.episodes.IMPLICIT_CALLS", 2)
     with bench(tmp_path) as gate:
         client = gate.client(f"{gate.url}/v1")
         for _ in range(5):

@@ -14,10 +14,10 @@ import openai
 import pytest
 from rich.console import Console
 
+from cotune.cli.show import show_run
 from cotune.errors import ConfigError
-from cotune.integrations.gateway_sessions import Split
-from cotune.roles import roles_function
-from cotune.show import show_run
+from cotune.integrations.gateway.sessions import Split
+from cotune.recording.role_functions import roles_function
 from tests.integrations.gateway_client import Bench, ask, bench
 
 
@@ -86,7 +86,7 @@ def test_an_episode_for_each_value_of_a_header(tmp_path: Path) -> None:
         ids = [answer.headers["x-cotune-episode"] for answer in answers]
         assert ids[0] == ids[2] != ids[1]
         assert gate.end(ids[1], rewards={"team": 1.0}).json()["calls"] == 1
-    from cotune.sqlite_store import SqliteStore
+    from cotune.storage.sqlite_store import SqliteStore
 
     with SqliteStore.open(tmp_path, read_only=True) as store:
         assert sorted((e.task.id, e.status, e.calls) for e in store.episodes()) == [("a", "ok", 2), ("b", "ok", 1)]
@@ -115,7 +115,7 @@ def test_bad_settings_are_refused() -> None:
 
 def test_the_command_line(tmp_path: Path, provider: Any) -> None:
     """The application has nothing but another OPENAI_BASE_URL; `cotune show` sees its episode while it runs."""
-    line = [sys.executable, "-m", "cotune.cli", "gateway", "--upstream", provider.url, "--records", "r", "--port", "0"]
+    line = [sys.executable, "-m", "cotune", "gateway", "--upstream", provider.url, "--records", "r", "--port", "0"]
     gate = subprocess.Popen(
         [*line, "--roles", "model", "--episode-idle", "30"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )
@@ -125,7 +125,7 @@ def test_the_command_line(tmp_path: Path, provider: Any) -> None:
         for model in ("planner", "writer"):
             client = openai.OpenAI(base_url=url, api_key="k")
             client.chat.completions.create(model=model, messages=[{"role": "user", "content": json.dumps(model)}])
-        show = [sys.executable, "-m", "cotune.cli", "show", "r"]
+        show = [sys.executable, "-m", "cotune", "show", "r"]
         until(lambda: "writer" in subprocess.run(show, cwd=tmp_path, capture_output=True, text=True).stdout)
         listing = subprocess.run(show, cwd=tmp_path, capture_output=True, text=True).stdout
         assert "planner" in listing and "open" in listing

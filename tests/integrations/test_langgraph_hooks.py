@@ -20,8 +20,8 @@ from langgraph.types import Command, interrupt
 import cotune
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
-from cotune.integrations.langgraph import _notes
-from cotune.integrations.langgraph_runs import Run, role_of
+from cotune.integrations.langgraph.identity import _notes
+from cotune.integrations.langgraph.runs import Run, role_of
 from tests.integrations.recorded import Recorded, episode
 
 HELLO = {"messages": [HumanMessage("hello")]}
@@ -58,7 +58,7 @@ def test_the_managers_of_callbacks_still_tell_node_namespace_and_message_ids(rec
         return 1
 
     record(run, reply)
-    remedy = REMEDY.format("LangChain's callback managers", "langchain_callbacks.py")
+    remedy = REMEDY.format("LangChain's callback managers", "langchain/callbacks.py")
     assert told["kinds"] == [("chain", "LangGraph", False), ("node", "node", True)], remedy
     assert told["id"].startswith(told["output"]), remedy
     assert told["handlers"] == []
@@ -91,7 +91,7 @@ def test_runs_that_fail_are_over_too(record: Recorded, how: str):
 
 
 def test_chat_models_still_have_the_four_methods():
-    remedy = REMEDY.format("BaseChatModel", "langchain_models.py")
+    remedy = REMEDY.format("BaseChatModel", "langchain/models.py")
     assert all(callable(getattr(BaseChatModel, n, None)) for n in ("_generate", "_agenerate", "_stream", "_astream")), (
         remedy
     )
@@ -101,10 +101,10 @@ def test_chat_models_still_have_the_four_methods():
 def test_frameworks_are_hooked_when_an_episode_imports_them_first():
     code = """
 import asyncio, sys
-from cotune.episodes import run_episode
-from cotune.recorder import Answer
-from cotune.records import Candidate, Task
-from cotune.workflow import workflow, workflow_of
+from cotune.recording.episodes import run_episode
+from cotune.recording.recorder import Answer
+from cotune.recording.records import Candidate, Task
+from cotune.workflows import workflow, workflow_of
 
 assert not {"openai", "langchain_core"} & set(sys.modules)
 sys.modules["transformers"] = sys.modules["torch"] = None  # LangChain would load them, at length

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from cotune.errors import SamplerError, WorkflowError
 from cotune.integrations import activate
-from cotune.records import Message
+from cotune.recording.records import Message
 from tests.integrations.provider import Provider
 from tests.integrations.recorded import POLICY, Recorded, asks, tool_call
 
@@ -252,7 +252,7 @@ def test_a_request_that_cannot_be_read_goes_its_way_and_is_counted(record: Recor
     def unreadable(*args):
         raise TypeError("a part that nobody knows")
 
-    monkeypatch.setattr("cotune.integrations.langchain_models.request_of", unreadable)
+    monkeypatch.setattr("cotune.integrations.langchain.models.request_of", unreadable)
     outcome = record(lambda task: Own().invoke("hello").content == "own hello")
     assert outcome.rewards == {"team": 1.0}
     assert (record.calls, outcome.live.warnings["unread_call"]) == ([], 1)

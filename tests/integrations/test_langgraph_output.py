@@ -17,7 +17,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 from cotune.errors import SamplerError
-from cotune.records import Message
+from cotune.recording.records import Message
 from tests.integrations.graphs import HELLO, URL, chain, look, model, node_of, running, scripted
 from tests.integrations.provider import Provider, json_reply
 from tests.integrations.recorded import Recorded, answer, asks, tool_call

@@ -23,8 +23,8 @@ from langgraph.prebuilt import create_react_agent
 from langgraph.pregel.main import Pregel
 from langgraph.types import Command, Send, interrupt
 
-from cotune import answering
-from cotune.integrations.langgraph_graphs import starting
+from cotune.integrations.langgraph.graphs import starting
+from cotune.recording import answering
 from tests.integrations.graphs import HELLO, asays, chain, model, node_of, running, says, scripted
 from tests.integrations.recorded import Recorded, asks, tool_call
 
@@ -287,7 +287,7 @@ def test_a_failed_start_names_no_later_graph(record: Recorded):
 
 
 def test_graphs_still_start_where_their_name_is_taken():
-    remedy = "Pregel changed: adapt cotune/integrations/langgraph_graphs.py"
+    remedy = "Pregel changed: adapt cotune/integrations/langgraph/graphs.py"
     assert all(hasattr(getattr(Pregel, name, None), "__wrapped__") for name in ("stream", "astream")), remedy
 
 

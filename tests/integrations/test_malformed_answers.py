@@ -11,8 +11,8 @@ import openai
 import pytest
 
 import cotune
-from cotune.cli import main
-from cotune.sqlite_store import SqliteStore
+from cotune.cli.main import main
+from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.gateway_client import bench
 from tests.integrations.provider import completion, event
 

@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 
 from cotune.errors import ConfigError
-from cotune.integrations.model_folder import locate_model
+from cotune.integrations.models.folder import locate_model
 
 
 def test_a_folder_stands_for_itself(tmp_path: Path) -> None:

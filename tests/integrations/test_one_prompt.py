@@ -13,15 +13,15 @@ import pytest
 
 import cotune
 from cotune.adapters.export import write_export
-from cotune.adapters.serve import serving
+from cotune.adapters.serving import serving
 from cotune.adapters.trained import TrainedPolicy
-from cotune.integrations.chat_format import ChatTemplate
-from cotune.integrations.transformers_sampler import TransformersSampler
-from cotune.records import PolicyRef
-from cotune.sampler import Completion, Sampler, SamplingParams
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, Sampler, SamplingParams
 from cotune.tasks import as_tasks
-from cotune.trainer.evaluation import evaluate_policies
-from cotune.workflow import workflow_of
+from cotune.trainer.evaluation.run import evaluate_policies
+from cotune.workflows import workflow_of
 from tests.integrations import talker
 
 EPISODES = 100

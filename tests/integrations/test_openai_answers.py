@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cotune.integrations.openai_answers import finish, part_of
-from cotune.integrations.openai_forms import FORMS
-from cotune.model_calls import open_call
+from cotune.integrations.openai.answers import finish, part_of
+from cotune.integrations.openai.forms import FORMS
+from cotune.recording.model_calls import open_call
 from tests.integrations.provider import completion, event
 from tests.integrations.recorded import Recorded
 

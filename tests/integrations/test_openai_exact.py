@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotune.episodes import run_episode
-from cotune.integrations import sse
-from cotune.integrations.chat_format import ChatTemplate
-from cotune.plans import Plan
-from cotune.records import PolicyRef, Segment, Task
-from cotune.respond import PolicyResponder
-from cotune.sampler import Completion
-from cotune.workflow import workflow, workflow_of
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.openai import sse
+from cotune.recording.episodes import run_episode
+from cotune.recording.records import PolicyRef, Segment, Task
+from cotune.sampling.plans import Plan
+from cotune.sampling.protocol import Completion
+from cotune.sampling.responder import PolicyResponder
+from cotune.workflows import workflow, workflow_of
 from tests.integrations import tiny_models
 from tests.integrations.provider import Provider, event
 from tests.integrations.recorded import Recorded, Sink

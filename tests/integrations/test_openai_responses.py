@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from cotune.episodes import run_episode
-from cotune.integrations.openai_response_body import answer_of
-from cotune.integrations.openai_response_events import from_events, part_of_events, to_events
-from cotune.integrations.openai_responses import messages_of
-from cotune.records import Message, PolicyRef, Task
-from cotune.respond import PolicyResponder
-from cotune.sampler import Completion
-from cotune.workflow import workflow, workflow_of
+from cotune.integrations.openai.response_body import answer_of
+from cotune.integrations.openai.response_events import from_events, part_of_events, to_events
+from cotune.integrations.openai.responses import messages_of
+from cotune.recording.episodes import run_episode
+from cotune.recording.records import Message, PolicyRef, Task
+from cotune.sampling.protocol import Completion
+from cotune.sampling.responder import PolicyResponder
+from cotune.workflows import workflow, workflow_of
 from tests.integrations.provider import Provider, json_reply
 from tests.integrations.recorded import POLICY, Recorded, Sink, answer, asks, tool_call
 
@@ -434,7 +434,7 @@ calls = st.builds(
 def test_an_answer_survives_its_json_its_events_and_any_break(text: str, thought: str, tools: list, cut: int):
     from types import SimpleNamespace
 
-    from cotune.integrations.openai_response_body import response_of
+    from cotune.integrations.openai.response_body import response_of
 
     message = {"role": "assistant", "content": text or (None if tools else "")}
     message |= {"tool_calls": tools} if tools else {}

@@ -16,7 +16,7 @@ from openai import _base_client
 from cotune import role
 from cotune.errors import SamplerError, SampleTimeout, WorkflowError
 from cotune.integrations import activate
-from cotune.records import Message
+from cotune.recording.records import Message
 from tests.integrations.provider import Provider, completion, event, json_reply
 from tests.integrations.recorded import POLICY, Recorded, answer, asks, episode, tool_call
 
@@ -61,7 +61,7 @@ def swallowing(error, **options):
 
 def test_the_sdk_still_has_the_waist():
     activate()
-    remedy = "openai changed its private client: adapt cotune/integrations/openai_sdk.py"
+    remedy = "openai changed its private client: adapt cotune/integrations/openai/sdk.py"
     for client, waits in ((_base_client.SyncAPIClient, False), (_base_client.AsyncAPIClient, True)):
         send = inspect.unwrap(client._send_request)
         assert list(inspect.signature(send).parameters) == ["self", "request", "stream", "kwargs"], remedy

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from cotune.cli import main
-from cotune.integrations.otel_import import import_file
-from cotune.sqlite_store import SqliteStore
+from cotune.cli.main import main
+from cotune.integrations.otel.importer import import_file
+from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.otel_records import record, seen
 
 EXPERIMENT = "0"

@@ -12,15 +12,15 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from cotune.cli import main
+from cotune.cli.main import main
 from cotune.context import Mark
 from cotune.errors import ConfigError, CotuneError
-from cotune.integrations import otel_names as names
-from cotune.integrations.otel_export import LiveExport, export_file, export_to, otlp_exporter
-from cotune.integrations.otel_spans import Detail, Span, episode_spans
-from cotune.recorder import LiveEpisode
-from cotune.records import Task
-from cotune.sqlite_store import SqliteStore
+from cotune.integrations.otel import names as names
+from cotune.integrations.otel.exporter import LiveExport, export_file, export_to, otlp_exporter
+from cotune.integrations.otel.spans import Detail, Span, episode_spans
+from cotune.recording.recorder import LiveEpisode
+from cotune.recording.records import Task
+from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.otel_records import SECRET, record
 from tests.integrations.provider import Provider
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.cli import main
+from cotune.cli.main import main
 from cotune.errors import ConfigError
-from cotune.integrations.otel_export import export_file
-from cotune.integrations.otel_import import Imported, import_file
-from cotune.integrations.otel_messages import from_parts, to_parts
-from cotune.integrations.otel_spans import Detail
-from cotune.records import Call, Episode, PolicyRef, Usage
-from cotune.sqlite_store import SqliteStore
+from cotune.integrations.otel.exporter import export_file
+from cotune.integrations.otel.importer import Imported, import_file
+from cotune.integrations.otel.messages import from_parts, to_parts
+from cotune.integrations.otel.spans import Detail
+from cotune.recording.records import Call, Episode, PolicyRef, Usage
+from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.otel_records import TOOL, record, seen
 
 MS = 1_000_000

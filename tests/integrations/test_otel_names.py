@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from opentelemetry.semconv._incubating.attributes import error_attributes, gen_ai_attributes
 
-from cotune.integrations import otel_names as names
+from cotune.integrations.otel import names as names
 
 KNOWN = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
 OPERATIONS = {member.value for member in gen_ai_attributes.GenAiOperationNameValues}

@@ -7,9 +7,9 @@ import pickle
 import pytest
 
 from cotune.errors import RequestRefused
-from cotune.integrations.policy_sampler import PolicySampler
-from cotune.records import PolicyRef
-from cotune.sampler import SamplingParams
+from cotune.integrations.samplers.per_policy import PolicySampler
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import SamplingParams
 from tests.integrations.fake_engines import BASE_MARK, FakeEngine, Site, jump, weights_of
 
 HOW = SamplingParams(max_tokens=8)

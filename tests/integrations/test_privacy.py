@@ -17,9 +17,9 @@ from langchain_openai import ChatOpenAI
 from langgraph.graph import START, MessagesState, StateGraph
 
 import cotune
-from cotune.cli import main
-from cotune.outputs import Outputs
-from cotune.records import Message
+from cotune.cli.main import main
+from cotune.recording.lineage import Outputs
+from cotune.recording.records import Message
 from tests.core.whole_file import copied
 from tests.integrations.provider import Provider, completion, event, json_reply
 from tests.integrations.recorded import Recorded, Sink, answer, episode
@@ -30,7 +30,7 @@ USER = [{"role": "user", "content": f"remember {SECRET}"}]
 
 def test_no_prompt_is_in_the_log_whatever_goes_wrong(provider: Provider, caplog, monkeypatch):
     """Failures of the provider, the application, a redactor, a responder, the store and the recorder itself."""
-    monkeypatch.setattr("cotune.recorder._said", set())
+    monkeypatch.setattr("cotune.recording.recorder._said", set())
     echo = {"error": {"message": f"bad prompt: {SECRET}"}}
     replies = [
         json_reply(echo, 400),
@@ -80,7 +80,7 @@ def test_no_prompt_is_in_the_log_whatever_goes_wrong(provider: Provider, caplog,
 
 
 def test_details_are_logged_at_debug(caplog, monkeypatch, record: Recorded, nowhere: None):
-    monkeypatch.setattr("cotune.recorder._said", set())
+    monkeypatch.setattr("cotune.recording.recorder._said", set())
 
     class Broken(Sink):
         def write(self, records):
@@ -118,7 +118,7 @@ graph = builder.compile()
 with cotune.trace("run/records.db") as t:
     graph.invoke({"messages": [{"role": "user", "content": "hello"}]})
 assert [(c.role, c.text) for c in t.calls] == [("writer", "re: hello")], t.calls
-from cotune.cli import main
+from cotune.cli.main import main
 assert main(["trace", "app.py:solve", "--tasks", "tasks.jsonl", "--out", "run"]) == 0
 assert main(["show", "run"]) == 0
 assert main(["show", "run", "--groups"]) == 0

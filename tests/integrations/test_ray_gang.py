@@ -8,7 +8,7 @@ import time
 import pytest
 
 from cotune.errors import GroupError, LearnerError, LearnerLost
-from cotune.integrations.ray_gang import RayGang
+from cotune.integrations.ray.worker_group import RayGang
 from tests.integrations.gang_member import BROKEN, RANK, alive
 
 pytestmark = pytest.mark.usefixtures("ray_runtime")

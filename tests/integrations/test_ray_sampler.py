@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError, SampleTimeout
-from cotune.integrations.ray_runtime import RayRuntime, open_ray
-from cotune.integrations.ray_sampler import RaySampler, resolve, start_sampler
-from cotune.records import PolicyRef
-from cotune.sampler import Completion, SamplerInfo, SamplingParams
+from cotune.integrations.ray.runtime import RayRuntime, open_ray
+from cotune.integrations.ray.sampler import RaySampler, resolve, start_sampler
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams
 
 HOW = SamplingParams(max_tokens=4)
 REF = PolicyRef("any")
@@ -163,8 +163,8 @@ def test_a_second_runtime_of_the_process_joins_the_first(ray_runtime: RayRuntime
 
 LEAVING = """
 import asyncio, os, signal, sys
-from cotune.integrations.ray_runtime import open_ray
-from cotune.integrations.ray_sampler import start_sampler
+from cotune.integrations.ray.runtime import open_ray
+from cotune.integrations.ray.sampler import start_sampler
 
 with open_ray("local", num_cpus=2):
     sampler = asyncio.run(start_sampler("tests.integrations.test_ray_sampler:make", {}, num_cpus=0))

@@ -11,12 +11,12 @@ from typing import Any
 import openai
 import pytest
 
-from cotune.episodes import run_episode
-from cotune.integrations.chat_format import ChatTemplate
-from cotune.records import PolicyRef, Task
-from cotune.respond import PolicyResponder
-from cotune.sampler import Completion
-from cotune.workflow import workflow, workflow_of
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.recording.episodes import run_episode
+from cotune.recording.records import PolicyRef, Task
+from cotune.sampling.protocol import Completion
+from cotune.sampling.responder import PolicyResponder
+from cotune.workflows import workflow, workflow_of
 from tests.integrations import tiny_models
 from tests.integrations.recorded import Sink
 
@@ -172,7 +172,7 @@ def test_what_is_trained_on_is_what_was_sampled_after_the_prompt_that_the_templa
 
 
 def test_a_stream_gives_the_reasoning_back_too() -> None:
-    from cotune.integrations import sse
+    from cotune.integrations.openai import sse
 
     message = {"role": "assistant", "content": "42", "reasoning_content": "I thank"}
     choices = [{"index": 0, "message": message, "finish_reason": "stop"}]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cotune.errors import RequestRefused
-from cotune.integrations.chat_format import ChatTemplate
+from cotune.integrations.chat.template import ChatTemplate
 from tests.integrations.tiny_models import tokenizer
 
 USER = {"role": "user", "content": "go"}

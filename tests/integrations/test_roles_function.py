@@ -16,11 +16,11 @@ import openai
 import pytest
 
 import cotune
-from cotune.anywhere import run_anywhere
 from cotune.errors import ConfigError, WorkflowError
-from cotune.roles import CallRequest
-from cotune.sqlite_store import SqliteStore
-from cotune.workflow import load_roles, load_workflow
+from cotune.recording.role_functions import CallRequest
+from cotune.runtime.run_sync import run_anywhere
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.workflows import load_roles, load_workflow
 from tests.integrations.recorded import Recorded
 
 
@@ -215,8 +215,8 @@ def test_what_is_not_there_is_refused_by_name(spec: str) -> None:
 
 
 def test_a_call_costs_no_walk_when_no_function_is_given(nowhere, record: Recorded, monkeypatch) -> None:
-    monkeypatch.setattr("cotune.recorder.named", None)
-    monkeypatch.setattr("cotune.callers.functions_around", None)
+    monkeypatch.setattr("cotune.recording.recorder.named", None)
+    monkeypatch.setattr("cotune.runtime.callers.functions_around", None)
     record(lambda task: float(bool(ask("one"))), lambda call: "done")
     assert record.roles == ["app"]
 
@@ -249,7 +249,7 @@ def test_the_command_line_takes_it(provider, tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"id": "t", "q": "2 + 2"}\n')
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "cotune.cli", *arguments]
+        line = [sys.executable, "-m", "cotune", *arguments]
         return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120)
 
     traced = run("trace", "app.py:solve", "--tasks", "tasks.jsonl", "--out", "r", "--roles", "app.py:who")

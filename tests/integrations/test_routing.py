@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.integrations.answer_check import garbage
-from cotune.integrations.engine_pace import Pace, slow
-from cotune.integrations.routing import Option, PrefixMap, choose, prefix_blocks
-from cotune.sampler import Completion
+from cotune.integrations.ray.router.affinity import Option, PrefixMap, choose, prefix_blocks
+from cotune.integrations.ray.router.latency import Pace, slow
+from cotune.integrations.ray.router.validate import garbage
+from cotune.sampling.protocol import Completion
 
 options = st.lists(
     st.builds(Option, st.uuids().map(str), st.integers(0, 1000), st.integers(0, 9), st.integers(0, 99)), min_size=1

@@ -17,13 +17,13 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 from cotune.errors import RequestRefused, SamplerError, SampleTimeout
-from cotune.integrations.ray_sampler import start_sampler
-from cotune.integrations.sampler_router import RoutedSampler
-from cotune.integrations.transformers_sampler import TransformersSampler
-from cotune.integrations.vllm_http import VllmHttpSampler
+from cotune.integrations.ray.router.sampler import RoutedSampler
+from cotune.integrations.ray.sampler import start_sampler
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.integrations.samplers.vllm.http import VllmHttpSampler
 from cotune.policies import ALL_LINEAR, LoraSpec
-from cotune.records import PolicyRef
-from cotune.sampler import Completion, Sampler, SamplingParams, Weights, fingerprint
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, Sampler, SamplingParams, Weights, fingerprint
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
@@ -44,7 +44,7 @@ async def few_rows(folder: Path) -> Sampler:
 
 
 async def in_ray(folder: Path) -> Sampler:
-    factory = "cotune.integrations.transformers_sampler:TransformersSampler.open"
+    factory = "cotune.integrations.samplers.transformers.sampler:TransformersSampler.open"
     return await start_sampler(factory, {"model": str(folder), "host": "thread"})
 
 

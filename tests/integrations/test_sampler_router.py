@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from cotune.errors import ConfigError, EngineLost, RequestRefused, SamplerError, SampleTimeout
-from cotune.integrations.router import Router
+from cotune.integrations.ray.router.router import Router
 from tests.integrations.fake_engines import BASE_MARK, GARBAGE, FakeEngine, Site, jump, weights_of
 from tests.integrations.routed import PROMPT, ROLE, mark, marks, routed, settings
 

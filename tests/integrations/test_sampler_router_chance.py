@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 
 from cotune.errors import EngineLost, RequestRefused, SamplerError, SampleTimeout
-from cotune.integrations.router import Router
-from cotune.records import PolicyRef
+from cotune.integrations.ray.router.router import Router
+from cotune.recording.records import PolicyRef
 from tests.integrations.fake_engines import BASE_MARK, Site, weights_of
 from tests.integrations.routed import BASE, LORA, mark, routed
 

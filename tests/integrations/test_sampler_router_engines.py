@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from cotune.errors import SamplerError
-from cotune.integrations.ray_runtime import RayRuntime
-from cotune.integrations.ray_sampler import RaySampler, start_sampler
-from cotune.integrations.router_settings import RouterSettings, RouterStats
-from cotune.integrations.sampler_router import RoutedSampler
-from cotune.integrations.transformers_sampler import TransformersSampler
-from cotune.records import PolicyRef
-from cotune.sampler import Completion, Sampler, SamplingParams
+from cotune.integrations.ray.router.sampler import RoutedSampler
+from cotune.integrations.ray.router.settings import RouterSettings, RouterStats
+from cotune.integrations.ray.runtime import RayRuntime
+from cotune.integrations.ray.sampler import RaySampler, start_sampler
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, Sampler, SamplingParams
 from tests.integrations.fake_engines import BASE_MARK, Site, weights_of
 from tests.integrations.test_sampler_contract import LORA, Reference, reference  # noqa: F401
 
@@ -117,7 +117,7 @@ def test_a_process_is_killed_and_another_stopped_in_the_middle_of_a_burst(refere
 
 async def open_router_over_ray(model: str) -> RoutedSampler:
     """Runs in the router's own actor, and starts an actor for each engine."""
-    factory = "cotune.integrations.transformers_sampler:TransformersSampler.open"
+    factory = "cotune.integrations.samplers.transformers.sampler:TransformersSampler.open"
     make = functools.partial(start_sampler, factory, {"model": model, "host": "thread"})
     return await RoutedSampler.open([make, make], msgspec.structs.replace(QUICK, close_timeout=5.0))
 

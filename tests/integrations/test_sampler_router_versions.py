@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from cotune.errors import RequestRefused, SyncError
-from cotune.integrations.router import Router
-from cotune.records import PolicyRef
-from cotune.sampler import fingerprint
+from cotune.integrations.ray.router.router import Router
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import fingerprint
 from tests.integrations.fake_engines import BASE_MARK, FakeEngine, Site, weights_of
 from tests.integrations.routed import ROLE, mark, marks, routed
 

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.stress import Check, stress
 from cotune.context import role
-from cotune.sqlite_store import SqliteStore
+from cotune.storage.sqlite_store import SqliteStore
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cotune.errors import ConfigError, SamplerError
-from cotune.integrations import chat_format
-from cotune.integrations.chat_format import ChatTemplate
-from cotune.integrations.time_bound import TookTooLong, within
+from cotune.integrations.chat import template as chat_format
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.chat.time_limit import TookTooLong, within
 from tests.integrations import tiny_models
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}" + 3 * "{% endfor %}"

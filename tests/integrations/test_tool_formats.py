@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
-from cotune.integrations.chat_format import ChatTemplate
-from cotune.integrations.tool_formats import FORMATS, tool_format
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.chat.tool_formats import FORMATS, tool_format
 from tests.integrations import tiny_models
 
 USER = {"role": "user", "content": "hi"}

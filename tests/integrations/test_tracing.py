@@ -12,8 +12,8 @@ import pytest
 import cotune
 from cotune.context import current_episode
 from cotune.errors import RecordError, RunError, WorkflowError
-from cotune.redaction import each_text
-from cotune.sqlite_store import SqliteStore
+from cotune.recording.redaction import each_text
+from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider, json_reply
 from tests.integrations.recorded import Recorded
 

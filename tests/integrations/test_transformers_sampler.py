@@ -20,13 +20,13 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import Qwen3Config, Qwen3NextConfig
 
 from cotune.errors import ConfigError, SamplerError, SampleTimeout
-from cotune.integrations.transformers_batch import BASE, Batch, Job, arrange
-from cotune.integrations.transformers_cache import attention_only
-from cotune.integrations.transformers_draw import RowParams, draw, streams, truncate, uniforms
-from cotune.integrations.transformers_sampler import TransformersSampler
+from cotune.integrations.samplers.transformers.batch import BASE, Batch, Job, arrange
+from cotune.integrations.samplers.transformers.cache import attention_only
+from cotune.integrations.samplers.transformers.draw import RowParams, draw, streams, truncate, uniforms
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.policies import LoraSpec
-from cotune.records import PolicyRef
-from cotune.sampler import Completion, SamplingParams
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models

@@ -42,7 +42,7 @@ def test_a_version_in_the_range_passes(found: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_episode_fails_when_a_loaded_framework_cannot_be_recorded(record: Recorded, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(integrations, "_waiting", {"openai._base_client": ("cotune.integrations.openai_sdk",)})
+    monkeypatch.setattr(integrations, "_waiting", {"openai._base_client": ("cotune.integrations.openai.sdk",)})
     monkeypatch.setattr(integrations, "_refused", [])
     monkeypatch.setattr(versions, "version", lambda _: "2.30.0")
     import openai  # noqa: F401
@@ -57,7 +57,7 @@ def test_a_framework_first_imported_inside_an_episode_fails_it(monkeypatch: pyte
     monkeypatch.setattr(versions, "version", lambda _: "2.30.0")
 
     def app(task: object) -> float:
-        integrations._waiting["openai._base_client"] = ("cotune.integrations.openai_sdk",)
+        integrations._waiting["openai._base_client"] = ("cotune.integrations.openai.sdk",)
         integrations._install("openai._base_client")
         return 1.0
 
@@ -74,13 +74,17 @@ def test_the_extras_allow_what_is_supported():
 
 
 HOOKS = {
-    "cotune.integrations.openai_sdk": ("openai._base_client", "SyncAPIClient", "_send_request"),
-    "cotune.integrations.langgraph": ("langchain_core.callbacks.manager", "AsyncCallbackManager", "on_tool_start"),
-    "cotune.integrations.langchain_models": ("langchain_core.language_models.chat_models", "BaseChatModel", None),
-    "cotune.integrations.autogen": ("autogen_agentchat.agents", "BaseChatAgent", None),
-    "cotune.integrations.autogen_runtime": ("autogen_core.tools", "BaseTool", "run_json"),
-    "cotune.integrations.openai_agents": ("agents.run_internal.run_loop", "get_model", None),
-    "cotune.integrations.crewai": ("crewai", "Task", "_execute_core"),
+    "cotune.integrations.openai.sdk": ("openai._base_client", "SyncAPIClient", "_send_request"),
+    "cotune.integrations.langgraph.identity": (
+        "langchain_core.callbacks.manager",
+        "AsyncCallbackManager",
+        "on_tool_start",
+    ),
+    "cotune.integrations.langchain.models": ("langchain_core.language_models.chat_models", "BaseChatModel", None),
+    "cotune.integrations.autogen.agents": ("autogen_agentchat.agents", "BaseChatAgent", None),
+    "cotune.integrations.autogen.runtime": ("autogen_core.tools", "BaseTool", "run_json"),
+    "cotune.integrations.openai.agents_sdk": ("agents.run_internal.run_loop", "get_model", None),
+    "cotune.integrations.crewai.hooks": ("crewai", "Task", "_execute_core"),
 }
 """By integration: one of the things it hooks into."""
 

@@ -17,15 +17,15 @@ from transformers import Qwen3ForCausalLM
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations import versions
-from cotune.integrations.ray_runtime import RayRuntime
-from cotune.integrations.ray_sampler import RaySampler, start_sampler
+from cotune.integrations.ray.runtime import RayRuntime
+from cotune.integrations.ray.sampler import RaySampler, start_sampler
+from cotune.integrations.samplers.vllm.adapters import SHARED_MEMORY, SharedFolders
+from cotune.integrations.samplers.vllm.engine import VllmSampler, slots
+from cotune.integrations.samplers.vllm.http import VllmHttpSampler
 from cotune.integrations.versions import UnsupportedVersion
-from cotune.integrations.vllm_adapters import SHARED_MEMORY, SharedFolders
-from cotune.integrations.vllm_engine import VllmSampler, slots
-from cotune.integrations.vllm_http import VllmHttpSampler
 from cotune.policies import LoraSpec
-from cotune.records import PolicyRef
-from cotune.sampler import Completion, Sampler, Weights
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, Sampler, Weights
 from tests.integrations.test_sampler_contract import (
     BASE,
     LORA,

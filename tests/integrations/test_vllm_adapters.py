@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from cotune.errors import SamplerError
-from cotune.integrations import vllm_adapters
-from cotune.integrations.owned_folder import owned_folder
-from cotune.integrations.vllm_adapters import SharedFolders, read_weights, write_adapter
+from cotune.integrations.ray.temp_dir import owned_folder
+from cotune.integrations.samplers.vllm import adapters as vllm_adapters
+from cotune.integrations.samplers.vllm.adapters import SharedFolders, read_weights, write_adapter
 from cotune.policies import LoraSpec
-from cotune.records import PolicyRef
-from cotune.sampler import fingerprint
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import fingerprint
 
 STEM = "base_model.model.model.layers.0.self_attn.q_proj"
 WEIGHTS = {
@@ -66,7 +66,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, monkeypatch: p
 def test_folders_of_a_killed_owner_go_at_the_next_start_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
     code = f"""
 import os, pathlib, signal
-from cotune.integrations.owned_folder import owned_folder
+from cotune.integrations.ray.temp_dir import owned_folder
 with owned_folder(pathlib.Path({str(tmp_path)!r}), "mine") as folder:
     (folder / "weights").write_text("big")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
+from cotune.integrations.samplers.vllm.http import VllmHttpSampler
 from cotune.integrations.versions import UnsupportedVersion
-from cotune.integrations.vllm_http import VllmHttpSampler
-from cotune.records import PolicyRef
-from cotune.sampler import SamplingParams
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import SamplingParams
 
 TOKEN = {"index": 0, "finish_reason": "stop", "token_ids": [2], "logprobs": {"token_logprobs": [0.0]}}
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from cotune.integrations.vllm_engine import VllmSampler
-from cotune.sampler import SamplerInfo
+from cotune.integrations.samplers.vllm.engine import VllmSampler
+from cotune.sampling.protocol import SamplerInfo
 
 _WORKER = {"worker_extension_cls": "tests.integrations.vllm_probe_worker.ProbeWorker"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cotune.integrations.vllm_worker import CotuneWorker
+from cotune.integrations.samplers.vllm.worker import CotuneWorker
 
 
 class ProbeWorker(CotuneWorker):

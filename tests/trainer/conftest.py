@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cotune.integrations.ray_runtime import RayRuntime
-from cotune.integrations.transformers_sampler import TransformersSampler
+from cotune.integrations.ray.runtime import RayRuntime
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.trainer.train import RunSummary, resume, train
-from cotune.workflow import WorkflowFunction
+from cotune.workflows import WorkflowFunction
 from tests.trainer.fsdp_ranks import OpenRanks
 from tests.trainer.learner_rows import build_learner_base
 from tests.trainer.tiny_app import TASKS, build_base

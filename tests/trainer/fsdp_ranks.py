@@ -6,9 +6,9 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from cotune.integrations.ray_gang import RayGang
-from cotune.trainer.fsdp_learner import FsdpLearner, Pool
-from cotune.trainer.fsdp_worker import FsdpRank
+from cotune.integrations.ray.worker_group import RayGang
+from cotune.trainer.learner.fsdp.learner import FsdpLearner, Pool
+from cotune.trainer.learner.fsdp.worker import FsdpRank
 
 TIMEOUT = 120.0
 RANK = "tests.trainer.fsdp_ranks:TestedRank"

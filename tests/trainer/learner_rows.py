@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from cotune.algorithms.samples import TrainRow
 from cotune.policies import LoraSpec
-from cotune.samples import TrainRow
-from cotune.trainer.learner_settings import LearnerSettings
+from cotune.trainer.config.learner import LearnerSettings
 
 SMALL = LoraSpec(rank=4, alpha=8.0)
 FAST = LearnerSettings(lr=1e-2, device="cpu")

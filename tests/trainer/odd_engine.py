@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from cotune.integrations.transformers_sampler import TransformersSampler
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.policies import LoraSpec
-from cotune.records import PolicyRef
-from cotune.sampler import Completion, Sampler, SamplerInfo, SamplingParams, Weights
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, Sampler, SamplerInfo, SamplingParams, Weights
 
 WELL = 12
 """Requests that are answered as they should be."""

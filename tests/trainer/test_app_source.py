@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import cotune
-from cotune.trainer.app_source import app_source, import_path
-from cotune.workflow import workflow_of
+from cotune.trainer.rollout.app_source import app_source, import_path
+from cotune.workflows import workflow_of
 from tests.trainer import worker_app
 
 

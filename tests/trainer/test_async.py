@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from cotune.sqlite_store import SqliteStore
+from cotune.storage.sqlite_store import SqliteStore
 from tests.trainer.tiny_app import application, letters
 
 BOTH = {"first": letters, "second": letters}

@@ -247,7 +247,7 @@ def test_what_was_in_the_folder_before_stays(trainer, tmp_path):
 
 HOLDER = """
 import sys, cotune.trainer.run_folder as f
-from cotune.trainer.config import convert
+from cotune.trainer.config.train import convert
 folder = f.RunFolder.create(sys.argv[1], convert({"model": "m"}), workflow=None, tasks=None)
 print("held", flush=True)
 sys.stdin.read()

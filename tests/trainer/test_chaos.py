@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cotune.integrations.ray_gang import Member
-from cotune.integrations.ray_process import _Host
-from cotune.integrations.ray_runtime import RayRuntime
-from cotune.integrations.ray_sampler import SamplerActor
+from cotune.integrations.ray.process import _Host
+from cotune.integrations.ray.runtime import RayRuntime
+from cotune.integrations.ray.sampler import SamplerActor
+from cotune.integrations.ray.worker_group import Member
 from tests.trainer import chaos
 from tests.trainer.test_metrics_file import LINE
 

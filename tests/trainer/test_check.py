@@ -17,11 +17,11 @@ import openai
 import pytest
 
 import cotune
-from cotune.cli import main
+from cotune.cli.main import main
 from cotune.errors import ConfigError
-from cotune.trainer.check import check
-from cotune.trainer.check_report import CheckReport, Finding, render
-from cotune.trainer.config import TrainConfig, convert
+from cotune.trainer.check.dry_run import check
+from cotune.trainer.check.report import CheckReport, Finding, render
+from cotune.trainer.config.train import TrainConfig, convert
 from tests.integrations.provider import Provider, serving
 from tests.trainer.tiny_app import TASKS, application, ask, client, converse, letters
 
@@ -89,7 +89,7 @@ def test_a_graph_is_checked_in_seconds_without_loading_a_model_or_another_framew
     (tmp_path / "app.py").write_text(GRAPH)
     (tmp_path / "tasks.jsonl").write_text('{"id": "q", "question": "why"}\n')
     code = (
-        "import json, sys; from cotune.cli import main; "
+        "import json, sys; from cotune.cli.main import main; "
         "status = main(['check', 'app:solve', '--tasks', 'tasks.jsonl', '--json']); "
         "print(json.dumps([status, sorted({m.split('.')[0] for m in sys.modules})]))"
     )

@@ -22,10 +22,10 @@ from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 import cotune
-from cotune.cli import main
-from cotune.trainer.check import check
-from cotune.trainer.check_report import CheckReport
-from cotune.trainer.config import convert
+from cotune.cli.main import main
+from cotune.trainer.check.dry_run import check
+from cotune.trainer.check.report import CheckReport
+from cotune.trainer.config.train import convert
 from tests.integrations.provider import Provider, serving
 
 TASKS = [{"id": "t", "question": "q"}]
@@ -225,7 +225,7 @@ def solve(task):
 def test_json_is_alone_whatever_the_application_prints(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(LOUD)
     (tmp_path / "tasks.jsonl").write_text('{"id": "q"}\n')
-    command = [sys.executable, "-m", "cotune.cli", "check", "app:solve", "--tasks", "tasks.jsonl", "--json"]
+    command = [sys.executable, "-m", "cotune", "check", "app:solve", "--tasks", "tasks.jsonl", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert json.loads(done.stdout)["trainable"], done.stderr
     for word in ("imported", "working", "raw", "child", "goodbye"):

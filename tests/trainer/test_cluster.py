@@ -15,8 +15,8 @@ import pytest
 
 from cotune.adapters.export import export_run
 from cotune.errors import ConfigError, LearnerLost
-from cotune.integrations.ray_runtime import RayRuntime
-from cotune.trainer.fsdp_learner import FsdpLearner
+from cotune.integrations.ray.runtime import RayRuntime
+from cotune.trainer.learner.fsdp.learner import FsdpLearner
 from tests.trainer import chaos, worker_app
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, letters

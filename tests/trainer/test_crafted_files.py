@@ -16,15 +16,15 @@ import pytest
 from cotune.adapters.export import export_run
 from cotune.adapters.hashes import hashes_of, write_hashes
 from cotune.adapters.load import load_export
-from cotune.cli import main
+from cotune.algorithms.recipes import LossSpec
+from cotune.cli.main import main
 from cotune.errors import CotuneError
-from cotune.integrations.chat_format import ChatTemplate
-from cotune.integrations.model_folder import TRUST, locate_model, read_parameters
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.models.folder import TRUST, locate_model, read_parameters
 from cotune.policies import LoraSpec, policies_for
-from cotune.recipes import LossSpec
-from cotune.trainer.learner_settings import LearnerSettings
-from cotune.trainer.local_learner import LocalLearner
-from cotune.trainer.open_models import open_policy_models
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.learner.load import open_policy_models
+from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, letters
 

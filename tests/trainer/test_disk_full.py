@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from cotune.algorithms.recipes import LossSpec
 from cotune.errors import RunError
 from cotune.policies import policies_for
-from cotune.recipes import LossSpec
 from cotune.trainer.checkpoint import _sync_file
-from cotune.trainer.learner_files import write_progress
-from cotune.trainer.local_learner import LocalLearner
+from cotune.trainer.learner.files import write_progress
+from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.trace import trace
 from tests.trainer.conftest import Trainer
 from tests.trainer.learner_rows import FAST, SMALL, make_rows
@@ -82,7 +82,7 @@ def test_tracing_into_a_place_that_cannot_be_written_names_it(tmp_path: Path) ->
 
 def test_records_that_cannot_be_written_stop_the_run_before_it_trains(tiny_base: Path, tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({**t, "pad": "x" * 200_000}) + "\n" for t in TASKS))
-    command = [sys.executable, "-m", "cotune.cli", "train", "tests.trainer.worker_app:solve"]
+    command = [sys.executable, "-m", "cotune", "train", "tests.trainer.worker_app:solve"]
     command += ["--tasks", str(tmp_path / "tasks.jsonl"), "--model", str(tiny_base), "--out", str(tmp_path / "run")]
     command += ["--steps", "3", "--tasks-per-step", "3", "-k", "4"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, **limited(1_400_000))

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from cotune.errors import ConfigError
-from cotune.trainer.cluster_config import ClusterConfig
-from cotune.trainer.config import TrainConfig, convert, load_config
-from cotune.trainer.doctor import Finding, _samplers, examine, judge_machine, judge_placement, render
-from cotune.trainer.doctor_machine import Gpu, Machine, Node
+from cotune.trainer.config.cluster import ClusterConfig
+from cotune.trainer.config.train import TrainConfig, convert, load_config
+from cotune.trainer.doctor.doctor import Finding, _samplers, examine, judge_machine, judge_placement, render
+from cotune.trainer.doctor.machine import Gpu, Machine, Node
 
 GPU = Gpu(name="H200", memory_gb=139.0, free_gb=138.0)
 MACHINE = Machine(
@@ -145,7 +145,7 @@ def test_this_machine_can_run_a_local_cluster(tiny_base: Path) -> None:
 
 
 def test_the_command_blocks_a_cluster_that_is_not_there(tiny_base: Path) -> None:
-    command = [sys.executable, "-m", "cotune.cli", "doctor", "--model", str(tiny_base), "--cluster", "127.0.0.1:9"]
+    command = [sys.executable, "-m", "cotune", "doctor", "--model", str(tiny_base), "--cluster", "127.0.0.1:9"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)

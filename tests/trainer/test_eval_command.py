@@ -13,9 +13,9 @@ import pytest
 
 import cotune
 from cotune.adapters.manifest import read_manifest
-from cotune.adapters.serve import serving
-from cotune.cli import main
-from cotune.sqlite_store import SqliteStore
+from cotune.adapters.serving import serving
+from cotune.cli.main import main
+from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider
 from tests.integrations.provider import serving as serving_provider
 from tests.trainer.conftest import Trainer

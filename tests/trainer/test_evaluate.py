@@ -13,18 +13,18 @@ import pytest
 import cotune
 from cotune.adapters.export import write_export
 from cotune.adapters.trained import TrainedPolicy
+from cotune.algorithms.recipes import LossSpec
 from cotune.context import Mark, current_episode
 from cotune.errors import ConfigError, RunError
 from cotune.policies import LoraSpec, policies_for
-from cotune.recipes import LossSpec
-from cotune.records import Episode
+from cotune.recording.records import Episode
 from cotune.trainer.checkpoint import Checkpoint, save_checkpoint
-from cotune.trainer.config import convert
-from cotune.trainer.evaluate import evaluate
-from cotune.trainer.learner_settings import LearnerSettings
-from cotune.trainer.local_learner import LocalLearner
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.config.train import convert
+from cotune.trainer.evaluation.evaluate import evaluate
+from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.run_folder import RunFolder
-from cotune.workflow import Workflow
+from cotune.workflows import Workflow
 from tests.core.whole_file import copied
 from tests.integrations.tiny_models import build
 

@@ -12,14 +12,14 @@ from rich.console import Console
 from cotune.context import Mark, current_episode
 from cotune.errors import ConfigError, WorkflowError
 from cotune.policies import UNTRAINED
-from cotune.records import Call, Episode, PolicyRef, Record, Task
-from cotune.sampler import Completion, SamplingParams
-from cotune.trainer.evaluate import evaluate_modes
-from cotune.trainer.evaluation import evaluate_policies
-from cotune.trainer.evaluation_modes import Lineup, lineups, swap
-from cotune.trainer.evaluation_report import render
-from cotune.trainer.statistics import Interval
-from cotune.workflow import Workflow
+from cotune.recording.records import Call, Episode, PolicyRef, Record, Task
+from cotune.sampling.protocol import Completion, SamplingParams
+from cotune.trainer.evaluation.evaluate import evaluate_modes
+from cotune.trainer.evaluation.modes import Lineup, lineups, swap
+from cotune.trainer.evaluation.report import render
+from cotune.trainer.evaluation.run import evaluate_policies
+from cotune.trainer.evaluation.statistics import Interval
+from cotune.workflows import Workflow
 
 ASKER, SOLVER = PolicyRef("asker", 3), PolicyRef("solver", 3)
 TRAINED = {"ask": ASKER, "solve": SOLVER}

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from cotune.trainer.evaluation_verdict import tasks_for_mean, tasks_for_share, verdict_on_reward, verdict_on_success
-from cotune.trainer.statistics import Interval
+from cotune.trainer.evaluation.statistics import Interval
+from cotune.trainer.evaluation.verdict import tasks_for_mean, tasks_for_share, verdict_on_reward, verdict_on_success
 
 
 def test_how_many_tasks_show_five_points() -> None:

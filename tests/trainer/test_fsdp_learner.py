@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import ray
 
+from cotune.algorithms.recipes import LossSpec, recipe
 from cotune.errors import ConfigError, LearnerError, LearnerLost, RunError
 from cotune.policies import LoraSpec, Policies, PolicySpec, policies_for
-from cotune.recipes import LossSpec, recipe
-from cotune.trainer.fsdp_learner import FsdpLearner
-from cotune.trainer.fsdp_worker import pack_rows
-from cotune.trainer.local_learner import LocalLearner
-from cotune.trainer.microbatch import passes, rank_parts
+from cotune.trainer.learner.batching import passes, rank_parts
+from cotune.trainer.learner.fsdp.learner import FsdpLearner
+from cotune.trainer.learner.fsdp.worker import pack_rows
+from cotune.trainer.learner.local import LocalLearner
 from tests.integrations.gang_member import alive
 from tests.trainer.fsdp_ranks import RANK, TIMEOUT
 from tests.trainer.learner_rows import FAST, SMALL, change, make_rows, on_policy, same, snapshot
@@ -252,7 +252,7 @@ def pools(base, ray_runtime):
     def get(kind):
         if kind not in opened:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("cotune.trainer.fsdp_learner.RANK", RANK)
+                patch.setattr("cotune.trainer.learner.fsdp.learner.RANK", RANK)
                 workers = 2 if kind == "shared" else 1
                 opened[kind] = FsdpLearner.open(
                     base, BOTH, FINE, LossSpec(), workers=workers, pools=kind, timeout=TIMEOUT
@@ -269,7 +269,7 @@ def check_restarted(learner, saved, base):
     with pytest.raises(LearnerLost):
         learner.weights("lora")  # still lost
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cotune.trainer.fsdp_learner.RANK", RANK)
+        patch.setattr("cotune.trainer.learner.fsdp.learner.RANK", RANK)
         learner.restart()
     learner.load(saved)
     local = LocalLearner.open(base, BOTH, FINE, LossSpec())

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cotune.sqlite_store import SqliteStore
+from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider, serving
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def start(folder: Path, provider: Provider, command: str, app: str, deeds: Seque
     (folder / "tasks.jsonl").write_text("".join(lines))
     words = [command, f"tests.trainer.hostile_app:{app}", "--tasks", "tasks.jsonl", *more]
     return subprocess.Popen(
-        [sys.executable, "-m", "cotune.cli", *words],
+        [sys.executable, "-m", "cotune", *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OPENAI_BASE_URL": f"{provider.url}"},
         stdout=subprocess.PIPE,

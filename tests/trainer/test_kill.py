@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cotune.collect import collect
-from cotune.sqlite_store import SqliteStore
+from cotune.algorithms.collect import collect
+from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run_folder import read_metrics
 from tests.trainer.tiny_app import TASKS
@@ -27,7 +27,7 @@ STEPS, K = 8, 4
 APP = """
 import functools
 from transformers import AutoModelForCausalLM, AutoTokenizer  # before two threads of one process ask for them
-from cotune.integrations.transformers_sampler import TransformersSampler
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from tests.trainer.tiny_app import application, letters
 
 TransformersSampler.open = functools.partial(TransformersSampler.open, host="thread", device="cpu")
@@ -41,7 +41,7 @@ class Process:
     def __init__(self, folder: Path, *arguments: str) -> None:
         root = Path(__file__).parents[2]
         environment = {**os.environ, "PYTHONPATH": str(root), "OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}
-        command = [sys.executable, "-m", "cotune.cli", "train", *arguments]
+        command = [sys.executable, "-m", "cotune", "train", *arguments]
         self.log = (folder / "log").open("w+")
         self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=self.log, stderr=self.log)
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
+from cotune.algorithms.recipes import LossSpec, recipe
+from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, GroupError, LearnerError, RunError
 from cotune.policies import LoraSpec, Policies, PolicySpec, policies_for
-from cotune.recipes import LossSpec, recipe
-from cotune.samples import TrainRow
-from cotune.trainer.learner_settings import LearnerSettings
-from cotune.trainer.local_learner import LocalLearner
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.learner.local import LocalLearner
 from tests.integrations import tiny_models
 from tests.trainer.learner_rows import FAST, SMALL, VOCABULARY, change, make_rows, on_policy, same, snapshot
 

@@ -7,12 +7,12 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import Qwen3ForCausalLM
 
+from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError
 from cotune.policies import LoraSpec, policies_for
-from cotune.recipes import LossSpec
-from cotune.trainer.forward import plain_states
-from cotune.trainer.local_learner import LocalLearner
-from cotune.trainer.movement import Movement, check_optimizers
+from cotune.trainer.learner.forward import plain_states
+from cotune.trainer.learner.gradient_checks import Movement, check_optimizers
+from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.learner_rows import FAST, SMALL, change, make_rows, same, snapshot
 
 

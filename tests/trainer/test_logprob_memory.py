@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from cotune.trainer.logprobs import token_logprobs
+from cotune.trainer.learner.logprobs import token_logprobs
 
 VOCABULARY, TOKENS, WIDTH = 151_936, 1024, 64
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotune.trainer import logprobs
-from cotune.trainer.logprobs import token_logprobs
+from cotune.trainer.learner import logprobs
+from cotune.trainer.learner.logprobs import token_logprobs
 
 
 def naive(hidden, weight, bias, targets, temperature):

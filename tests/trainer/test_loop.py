@@ -15,9 +15,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from cotune.errors import GroupError, WorkflowError
-from cotune.sqlite_store import SqliteStore
+from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.checkpoint import load_checkpoint
-from cotune.trainer.local_learner import LocalLearner
+from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.metrics import StepMetrics
 from cotune.trainer.progress import _COLUMNS, role_table
 from tests.core.whole_file import copied

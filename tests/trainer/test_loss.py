@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from cotune.recipes import LossSpec, recipe
-from cotune.trainer.loss import Tokens, policy_loss, token_weights
+from cotune.algorithms.recipes import LossSpec, recipe
+from cotune.trainer.learner.loss import Tokens, policy_loss, token_weights
 
 
 def tokens(ratios, advantages, *, lengths=None, behind=None, spec=None, **more):

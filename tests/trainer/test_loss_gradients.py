@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from cotune.algorithms.recipes import RECIPES, recipe
 from cotune.errors import ConfigError
 from cotune.policies import policies_for
-from cotune.recipes import RECIPES, recipe
-from cotune.trainer.local_learner import LocalLearner
+from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.learner_rows import FAST, SMALL, change, make_rows
 
 MASKS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cotune.locks import FileLock
+from cotune.storage.file_lock import FileLock
 from cotune.trainer.run_folder import RunFolder, read_metrics
 from tests.mutations import as_json, damaged, mutated
 from tests.trainer.conftest import Trainer

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.samples import TrainRow
-from cotune.trainer.microbatch import micro_batches, mini_batches
+from cotune.algorithms.samples import TrainRow
+from cotune.trainer.learner.batching import micro_batches, mini_batches
 
 
 def rows_of(shapes):

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from cotune.errors import GroupError
-from cotune.integrations.ray_runtime import RayRuntime
-from cotune.sqlite_store import SqliteStore
+from cotune.integrations.ray.runtime import RayRuntime
+from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.checkpoint import load_checkpoint
 from tests.trainer import worker_app
 from tests.trainer.conftest import Trainer

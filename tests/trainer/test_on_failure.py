@@ -9,12 +9,12 @@ import io
 import pytest
 from rich.console import Console
 
+from cotune.cli.show import show_run
 from cotune.errors import ConfigError, EngineLost
-from cotune.integrations.transformers_sampler import TransformersSampler
-from cotune.show import show_run
-from cotune.sqlite_store import SqliteStore
-from cotune.trainer.config import convert
-from cotune.trainer.local_learner import LocalLearner
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.config.train import convert
+from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.tiny_app import application, ask, converse, letters
 
 

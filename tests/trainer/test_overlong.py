@@ -2,7 +2,7 @@
 
 import pytest
 
-from cotune.sqlite_store import SqliteStore
+from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.metrics import StepMetrics
 from cotune.trainer.progress import role_table
 from tests.trainer.tiny_app import application, letters

@@ -16,25 +16,25 @@ from typing import Any
 import msgspec
 import pytest
 
-from cotune.collect import collect
+from cotune.algorithms.collect import collect
+from cotune.algorithms.prepare import prepare
+from cotune.algorithms.recipes import recipe
 from cotune.errors import ConfigError, WorkflowError
-from cotune.integrations.chat_format import ChatTemplate
-from cotune.integrations.ray_runtime import RayRuntime
-from cotune.integrations.ray_sampler import RaySampler, start_sampler
-from cotune.integrations.transformers_sampler import TransformersSampler
-from cotune.plans import Plan
-from cotune.prepare import prepare
-from cotune.recipes import recipe
-from cotune.records import Episode, PolicyRef, Record, Task
-from cotune.sampler import SamplingParams
-from cotune.sqlite_store import SqliteStore
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.ray.runtime import RayRuntime
+from cotune.integrations.ray.sampler import RaySampler, start_sampler
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.recording.records import Episode, PolicyRef, Record, Task
+from cotune.recording.rollout import rollout
+from cotune.sampling.plans import Plan
+from cotune.sampling.protocol import SamplingParams
+from cotune.storage.sqlite_store import SqliteStore
 from cotune.tasks import as_tasks
-from cotune.trainer.ray_rollout import RolloutWorkers
-from cotune.trainer.rollout import rollout
-from cotune.trainer.rollout_pool import WorkerLimits, WorkerLost
-from cotune.trainer.rollout_wire import Answering
-from cotune.trainer.worker_guard import is_alive
-from cotune.workflow import Workflow, workflow_of
+from cotune.trainer.rollout.pool import WorkerLimits, WorkerLost
+from cotune.trainer.rollout.process_reaper import is_alive
+from cotune.trainer.rollout.wire import Answering
+from cotune.trainer.rollout.workers import RolloutWorkers
+from cotune.workflows import Workflow, workflow_of
 from tests.trainer import trouble_app, worker_app
 from tests.trainer.tiny_app import TASKS, application, letters
 
@@ -123,7 +123,7 @@ def pair(
     ray_runtime: RayRuntime, environment: None, tiny_base: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Driver, RaySampler]]:
     """Two workers that sample from a real engine in an actor."""
-    opener = "cotune.integrations.transformers_sampler:TransformersSampler.open"
+    opener = "cotune.integrations.samplers.transformers.sampler:TransformersSampler.open"
     with driver(tmp_path_factory.mktemp("pair")) as made:
         sampler = made.run(start_sampler(opener, {"model": str(tiny_base), "host": "thread", "device": "cpu"}))
         made.open(workflow_of(worker_app.solve), sampler, tiny_base)

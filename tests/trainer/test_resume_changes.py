@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from cotune.context import current_episode
 from cotune.errors import ConfigError, RunError
-from cotune.records import Reward
-from cotune.sqlite_store import SqliteStore
+from cotune.recording.records import Reward
+from cotune.storage.sqlite_store import SqliteStore
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS, application, ask, converse, letters
 from tests.trainer.tiny_run import ENVIRONMENT
@@ -101,7 +101,7 @@ def test_other_tasks_and_another_base_are_refused(made: Path, trainer: Trainer, 
 APP = """
 import functools
 from transformers import AutoModelForCausalLM, AutoTokenizer  # before two threads of one process ask for them
-from cotune.integrations.transformers_sampler import TransformersSampler
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from tests.trainer.tiny_app import application, letters
 TransformersSampler.open = functools.partial(TransformersSampler.open, host="thread", device="cpu")
 solve = application(first=letters, second=letters)
@@ -117,7 +117,7 @@ def test_the_command_takes_changes_and_a_moved_run_finds_its_files(trainer: Trai
     app, tasks = f"{project}/moving_app.py:solve", project / "tasks.jsonl"
     trainer(app, tasks, to="project/run", model=str(project / "base"), steps=1, plan={"k": 2})
     moved = project.rename(trainer.folder / "elsewhere")
-    command = [sys.executable, "-m", "cotune.cli", "train", "--resume", "elsewhere/run", "--steps", "2"]
+    command = [sys.executable, "-m", "cotune", "train", "--resume", "elsewhere/run", "--steps", "2"]
     more = subprocess.run(
         [*command, "--set", "concurrency=2"],
         cwd=moved.parent,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from cotune.errors import ConfigError
-from cotune.records import Call, candidate_id
-from cotune.sqlite_store import SqliteStore
+from cotune.recording.records import Call, candidate_id
+from cotune.storage.sqlite_store import SqliteStore
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS, application, ask, letters
 
@@ -145,7 +145,7 @@ def test_check_says_what_is_learned_from_and_what_becomes_of_seeds(tmp_path: Pat
     words += ["--set", "overrides.weights={team=0.5}"]
     environment = {**os.environ, "OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}
     done = subprocess.run(
-        [sys.executable, "-m", "cotune.cli", *words], capture_output=True, text=True, env=environment, check=True
+        [sys.executable, "-m", "cotune", *words], capture_output=True, text=True, env=environment, check=True
     )
     found = {(f["level"], f["about"], f["text"]) for f in json.loads(done.stdout)["findings"]}
     assert ("note", "rewards", "first learns from 0.5 x team (its scorer); weight 0: against.") in found

@@ -14,17 +14,17 @@ import pytest
 
 import cotune
 from cotune.adapters.manifest import read_manifest
-from cotune.anywhere import run_anywhere
-from cotune.cli import main
-from cotune.episodes import run_episode
-from cotune.records import Call, Record, Task
-from cotune.roles import CallRequest
-from cotune.sqlite_store import SqliteStore
-from cotune.stub import StubResponder
-from cotune.trainer.app_source import app_source
-from cotune.trainer.evaluate import evaluate
-from cotune.trainer.rollout_wire import Setup
-from cotune.workflow import WorkflowFunction
+from cotune.cli.main import main
+from cotune.recording.episodes import run_episode
+from cotune.recording.records import Call, Record, Task
+from cotune.recording.role_functions import CallRequest
+from cotune.runtime.run_sync import run_anywhere
+from cotune.sampling.stub import StubResponder
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.evaluation.evaluate import evaluate
+from cotune.trainer.rollout.app_source import app_source
+from cotune.trainer.rollout.wire import Setup
+from cotune.workflows import WorkflowFunction
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS, client, letters
 

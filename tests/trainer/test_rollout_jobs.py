@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from cotune.records import Task
-from cotune.trainer.rollout_jobs import Job, JobQueue
-from cotune.trainer.rollout_wire import Order
+from cotune.recording.records import Task
+from cotune.trainer.rollout.queue import Job, JobQueue
+from cotune.trainer.rollout.wire import Order
 
 
 def job(name: str) -> Job:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from cotune.records import Episode, Task
-from cotune.trainer.app_source import AppSource
-from cotune.trainer.ray_rollout import RolloutWorkers
-from cotune.trainer.rollout_jobs import Job
-from cotune.trainer.rollout_pool import WorkerLimits, WorkerPool, _Worker
-from cotune.trainer.rollout_wire import Order, Pulse, Setup
-from cotune.workflow import workflow_of
+from cotune.recording.records import Episode, Task
+from cotune.trainer.rollout.app_source import AppSource
+from cotune.trainer.rollout.pool import WorkerLimits, WorkerPool, _Worker
+from cotune.trainer.rollout.queue import Job
+from cotune.trainer.rollout.wire import Order, Pulse, Setup
+from cotune.trainer.rollout.workers import RolloutWorkers
+from cotune.workflows import workflow_of
 from tests.trainer import trouble_app
 
 LIMITS = WorkerLimits(heartbeat=9.0, memory_mb=100, threads=10, processes=5)

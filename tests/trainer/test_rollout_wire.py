@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from cotune.ids import pack_ids
-from cotune.records import Call, Candidate, Episode, Message, Record, Reward, Segment, Task
-from cotune.sqlite_store import SqliteStore
-from cotune.trainer.rollout_wire import pack, unpack
+from cotune.recording.records import Call, Candidate, Episode, Message, Record, Reward, Segment, Task
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.rollout.wire import pack, unpack
 
 
 @dataclasses.dataclass

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.trainer.rollouts import Rollouts
+from cotune.trainer.rollout.pipeline import Rollouts
 
 
 @given(steps=st.integers(1, 6), ahead=st.integers(0, 3), delays=st.lists(st.integers(0, 3), min_size=12, max_size=12))

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from cotune.records import Task
+from cotune.recording.records import Task
 from cotune.trainer.schedule import TaskSchedule
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cotune.integrations.chat_format import ChatTemplate
-from cotune.integrations.transformers_sampler import TransformersSampler
-from cotune.records import PolicyRef
-from cotune.sampler import SamplingParams
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import SamplingParams
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, ask
 

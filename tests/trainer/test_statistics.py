@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.trainer.statistics import Interval, mean, paired_difference, paired_shares, share
+from cotune.trainer.evaluation.statistics import Interval, mean, paired_difference, paired_shares, share
 
 
 def bounds(interval: Interval | None) -> tuple[float, float]:

@@ -12,14 +12,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from cotune.algorithms.recipes import recipe
+from cotune.algorithms.samples import TrainRow
 from cotune.errors import LearnerError, WorkflowError
 from cotune.policies import Policies, PolicySpec
-from cotune.recipes import recipe
-from cotune.samples import TrainRow
-from cotune.sqlite_store import SqliteStore
-from cotune.trainer.check import check
-from cotune.trainer.config import convert
-from cotune.trainer.local_learner import LocalLearner
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.check.dry_run import check
+from cotune.trainer.config.train import convert
+from cotune.trainer.learner.local import LocalLearner
 from tests.integrations.tiny_models import build, tokenizer
 from tests.trainer.learner_rows import FAST
 from tests.trainer.tiny_app import application, ask

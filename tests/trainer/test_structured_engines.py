@@ -11,15 +11,15 @@ import jsonschema
 import numpy as np
 import pytest
 
-from cotune.integrations.chat_format import ChatTemplate
-from cotune.integrations.transformers_sampler import TransformersSampler
+from cotune.algorithms.recipes import recipe
+from cotune.algorithms.samples import TrainRow
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.policies import Policies, PolicySpec
-from cotune.recipes import recipe
-from cotune.records import PolicyRef
-from cotune.sampler import Sampler, SamplingParams
-from cotune.samples import TrainRow
-from cotune.trainer.learner_settings import LearnerSettings
-from cotune.trainer.local_learner import LocalLearner
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Sampler, SamplingParams
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.learner.local import LocalLearner
 from tests.integrations.schemas import SCHEMAS, form
 from tests.integrations.tiny_models import build_bytes
 
@@ -36,7 +36,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def opened(engine: str, model: Path) -> Sampler:
     if engine == "transformers":
         return await TransformersSampler.open(model, host="thread")
-    from cotune.integrations.vllm_engine import VllmSampler
+    from cotune.integrations.samplers.vllm.engine import VllmSampler
 
     return await VllmSampler.open(model, policies=1, engine_args={"max_num_seqs": 64})
 

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 
 import cotune
-from cotune.workflow import WorkflowFunction
+from cotune.workflows import WorkflowFunction
 
 TASKS = [{"id": letter, "letter": letter} for letter in "abc"]
 _TEMPLATE = (

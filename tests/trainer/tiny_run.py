@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cotune.sqlite_store import SqliteStore
+from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.run_folder import read_metrics
 from tests.trainer.tiny_app import TASKS
 
@@ -41,7 +41,7 @@ def launch(words: Sequence[str], run: Path, environment: Mapping[str, str] = ENV
     """Start `cotune train`; what it says goes to the end of `log_of(run)`."""
     with log_of(run).open("a") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "cotune.cli", "train", *words],
+            [sys.executable, "-m", "cotune", "train", *words],
             cwd=run.parent,
             env=dict(environment),
             stdout=log,

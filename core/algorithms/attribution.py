@@ -1,0 +1,177 @@
+"""Reward attribution: the one number that each sample answers for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cotune.algorithms.recipes import PROMPT_KEY, Attribution
+from cotune.algorithms.samples import Sample
+
+Floats = npt.NDArray[np.float64]
+Codes = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+def codes(values: Sequence[Hashable]) -> tuple[Codes, list[Hashable]]:
+    """Number equal values alike, in order of first appearance. Returns ([n] numbers, the distinct values)."""
+    index: dict[Hashable, int] = {}
+    numbers = [index.setdefault(value, len(index)) for value in values]
+    return np.array(numbers, dtype=np.int64), list(index)
+
+
+def keys(samples: Sequence[Sample], fields: tuple[str, ...]) -> list[Hashable]:
+    """The values of `fields` of each sample, as tuples."""
+    if not fields:
+        return [()] * len(samples)
+    get = attrgetter(*fields)
+    return [(get(s),) for s in samples] if len(fields) == 1 else [get(s) for s in samples]
+
+
+def attribute(samples: Sequence[Sample], attribution: Attribution, key: tuple[str, ...] = PROMPT_KEY) -> Floats:
+    """[n] reward of each sample, NaN where a component that it needs never arrived.
+
+    A component that any candidate of a role carries is needed of all candidates of that role in its group (by `key`,
+    within a task; of the role in the task for `reward_to_go`, which sums over groups), and one that any episode of a
+    task carries of all episodes of that task; a component of weight 0 is never needed. `samples` must be all of a step:
+    later turns and other roles are looked up among the chosen ones.
+    """
+    own, outcome = _mixed(samples, attribution, key)
+    some = own.some | outcome.some
+    mine = own.value - overlong(samples, attribution)
+    shared = outcome.value
+    if attribution.takes_outcome:
+        shared = shared - attribution.timeout_penalty * np.array([s.timed_out for s in samples], np.float64)
+    if attribution.horizon == "reward_to_go":
+        value = _reward_to_go(samples, mine, shared, attribution.gamma)
+    else:
+        value = mine + shared
+    reward = np.where(some, value, np.nan)
+    return reward if attribution.scope == "own" else _over_roles(samples, reward, mean=attribution.scope == "mean")
+
+
+def lacking(
+    samples: Sequence[Sample], attribution: Attribution, key: tuple[str, ...] = PROMPT_KEY
+) -> set[tuple[str, str]]:
+    """(role, component) where a sample of the role has other components, but not this one, which it needs."""
+    return {
+        (samples[i].role, name)
+        for mixed in _mixed(samples, attribution, key)
+        for name, misses in mixed.lacks.items()
+        for i in np.flatnonzero(misses)
+    }
+
+
+def _mixed(samples: Sequence[Sample], attribution: Attribution, key: tuple[str, ...]) -> tuple[_Mixed, _Mixed]:
+    """The own components and those of the outcome, as far as the horizon takes them in."""
+    within = () if attribution.horizon == "reward_to_go" else key
+    peers = codes(keys(samples, tuple(dict.fromkeys(("task", "role", *within)))))[0]
+    task = codes([s.task for s in samples])[0]
+    own_turn = attribution.horizon == "own_turn" and not attribution.outcome
+    own = _mix([{} if attribution.horizon == "terminal" else s.rewards for s in samples], peers, attribution, {})
+    outcome = _mix([{} if own_turn else s.outcome for s in samples], task, attribution, own.carried)
+    return own, outcome
+
+
+def attribute_siblings(
+    rewards: Sequence[Mapping[str, float]], attribution: Attribution, lengths: Sequence[Length] = ()
+) -> Floats:
+    """[n] own-turn reward of the candidates of one call: what `attribute` gives them, for the selection to compare.
+
+    `lengths` are those of the candidates; none: their rewards alone count.
+    """
+    own = _mix(rewards, np.zeros(len(rewards), np.int64), attribution, {})
+    penalty = _overlong(lengths, attribution) if rewards and lengths else 0.0
+    return np.where(own.some, own.value - penalty, np.nan)
+
+
+class Length(NamedTuple):
+    """Tokens of an answer, the most that it could have (None: unknown), and whether it was cut there."""
+
+    tokens: int
+    limit: int | None
+    truncated: bool
+
+
+def overlong(samples: Sequence[Sample], attribution: Attribution) -> Floats:
+    """[n] what each sample loses by its length: the penalty times 0 up to `overlong_buffer` tokens before its limit,
+    rising to 1 at the limit, and 1 for an answer that was cut (arXiv 2503.14476, equation 13, with the sign turned)."""
+    return _overlong([Length(s.tokens, s.limit, s.truncated) for s in samples], attribution)
+
+
+def _overlong(lengths: Sequence[Length], attribution: Attribution) -> Floats:
+    buffer = attribution.overlong_buffer
+    shares = [
+        1.0 if cut else 0.0 if limit is None or not buffer else min(max((tokens - limit + buffer) / buffer, 0.0), 1.0)
+        for tokens, limit, cut in lengths
+    ]
+    return attribution.overlong_penalty * np.array(shares, np.float64)
+
+
+class _Mixed(NamedTuple):
+    value: Floats
+    """Weighted sum of the needed components: 0 where none is needed, NaN where one is missing."""
+    some: Bools
+    """Whether any component is needed."""
+    carried: Mapping[str, Bools]
+    """By component: whether anyone in the sample's group carries it."""
+    lacks: Mapping[str, Bools]
+    """By component: whether the sample needs it and has others, but not this one."""
+
+
+def _mix(
+    rewards: Sequence[Mapping[str, float]], group: Codes, attribution: Attribution, taken: Mapping[str, Bools]
+) -> _Mixed:
+    value = np.zeros(len(rewards))
+    some = np.zeros(len(rewards), np.bool_)
+    carried: dict[str, Bools] = {}
+    lacks: dict[str, Bools] = {}
+    arrived = np.array([bool(components) for components in rewards], np.bool_)
+    for name in dict.fromkeys(name for components in rewards for name in components):
+        weight = attribution.weight(name)
+        if weight == 0.0:
+            continue
+        column = np.array([components.get(name, np.nan) for components in rewards])
+        carried[name] = (np.bincount(group, ~np.isnan(column)) > 0)[group]
+        needed = carried[name] & ~taken[name] if name in taken else carried[name]
+        if attribution.absent is not None:
+            column = np.where(np.isnan(column) & arrived, attribution.absent, column)
+        lacks[name] = needed & arrived & np.isnan(column)
+        value = value + np.where(needed, weight * column, 0.0)
+        some |= needed
+    return _Mixed(value, some, carried, lacks)
+
+
+def _reward_to_go(samples: Sequence[Sample], own: Floats, outcome: Floats, gamma: float) -> Floats:
+    """G_t = r_t + gamma^(t' - t) G_t' over the role's next chosen turn t' in the episode; the last adds the outcome.
+
+    Siblings that were not chosen share the future of the one that was.
+    """
+    chain, _ = codes([(s.rollout, s.role) for s in samples])
+    turn = np.array([s.turn for s in samples], np.int64)
+    chosen = np.array([s.chosen for s in samples], np.bool_)
+    returns = np.empty(len(samples))
+    current, after, at = -1, 0.0, 0
+    for i in np.lexsort((chosen, -turn, chain)):
+        if chain[i] != current:
+            current, after, at = int(chain[i]), float(outcome[i]), int(turn[i])
+        returns[i] = own[i] + gamma ** (at - int(turn[i])) * after
+        if chosen[i]:
+            after, at = float(returns[i]), int(turn[i])
+    return returns
+
+
+def _over_roles(samples: Sequence[Sample], reward: Floats, *, mean: bool) -> Floats:
+    """Sum or mean over the roles that act in the same turn of an episode: own reward, the others' as chosen."""
+    moment, _ = codes([(s.rollout, s.turn) for s in samples])
+    part, _ = codes([(s.rollout, s.turn, s.role) for s in samples])
+    went_on = np.array([s.chosen for s in samples], np.bool_)
+    chosen_reward = np.where(went_on, reward, 0.0)
+    others = np.bincount(moment, chosen_reward)[moment] - np.bincount(part, chosen_reward)[part]
+    count = 1 + np.bincount(moment, went_on)[moment] - np.bincount(part, went_on)[part]
+    total = reward + others
+    return total / count if mean else total

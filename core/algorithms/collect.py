@@ -1,0 +1,214 @@
+"""Collecting: recorded episodes in, one sample per trainable candidate out."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal, cast
+
+import msgspec
+
+from cotune.algorithms.samples import Sample
+from cotune.recording.records import Call, Candidate, Episode, candidate_id
+from cotune.sampling.plans import PlanKind
+from cotune.storage.protocol import Store
+
+OnFailure = float | Literal["lowest", "exclude"]
+
+COMPLETE = ("stop", "length", "tool_calls", "function_call")
+"""Finish reasons of an answer that ended by itself or at the length limit."""
+
+
+class Collected(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples of a step, the calls that they answer (by id), and the number of candidates left out by reason."""
+
+    samples: list[Sample]
+    calls: Mapping[str, Call]
+    left_out: Mapping[str, int]
+    roles: frozenset[str] = frozenset()
+    """All roles that called, trained or not."""
+
+
+def collect(
+    store: Store,
+    episodes: Iterable[Episode],
+    *,
+    plan: PlanKind = "tree",
+    roles: Collection[str] | Mapping[str, str] | None = None,
+    versions: Mapping[str, int] | None = None,
+    max_lag: int = 0,
+    on_failure: OnFailure = "lowest",
+) -> Collected:
+    """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
+
+    Under a tree plan all candidates of a call are samples and need rewards of their own; under independent rollouts
+    only the chosen one is, and the episode's outcome will do. `roles` are the trained roles (None: all); where they are
+    mapped to the policies that play them, what another one has answered is not trained on. `versions`
+    is the version of each policy that is trained now; a candidate from more than `max_lag` versions before it, or
+    from a version after it (of a run that was rolled back), is stale.
+
+    `on_failure` is the outcome of an episode that the policy has failed, under every name that the other outcomes of
+    its task (or else of the step) have, else `team`: a number, or `lowest`: 0, or the step's lowest outcome of that
+    name where that is below 0. An episode that the infrastructure has failed has no outcome: independent rollouts
+    leave it out, while under a tree plan the candidates of its calls are compared with each other all the same.
+    `exclude` leaves out all episodes that failed. A call that failed is left out of every episode.
+    """
+    left_out: Counter[str] = Counter()
+    usable: list[tuple[Episode, Call]] = []
+    timed_out: set[str] = set()
+    seen: set[str] = set()
+    for episode in episodes:
+        for call in store.calls(episode.id):
+            seen.add(call.role)
+            if call.status == "timeout" and (roles is None or call.role in roles):
+                timed_out.add(episode.id)
+            reason = _episode_reason(episode, plan, on_failure) or _call_reason(call, roles, versions or {}, max_lag)
+            if reason is None:
+                usable.append((episode, call))
+            else:
+                left_out[reason] += max(1, len(call.candidates))
+    targets = list(dict.fromkeys(episode.id for episode, _ in usable))
+    targets += [candidate_id(call.id, c.index) for _, call in usable for c in call.candidates]
+    rewards = store.rewards(targets)
+    outcomes = {episode.id: (episode, rewards.get(episode.id) or {}) for episode, _ in usable}
+    failures = _Failures([(e.task.id, found) for e, found in outcomes.values() if e.status == "ok"], on_failure)
+    samples: list[Sample] = []
+    for episode, call in usable:
+        outcome = outcomes[episode.id][1]
+        if episode.status != "ok" and episode.blame != "infrastructure":
+            outcome = {**failures.outcome(episode.task.id), **outcome}
+        for candidate in call.candidates:
+            own = rewards.get(candidate_id(call.id, candidate.index)) or {}
+            reason = _candidate_reason(candidate, call, plan) or _reward_reason(own, outcome, call, plan)
+            if reason is None:
+                late = episode.id in timed_out
+                samples.append(_sample(episode, call, candidate, own, outcome, plan, timed_out=late))
+            else:
+                left_out[reason] += 1
+    calls = {call.id: call for _, call in usable}
+    return Collected(samples=samples, calls=calls, left_out=dict(left_out), roles=frozenset(seen))
+
+
+def temperature(call: Call) -> float:
+    """The temperature that a call was sampled at: what was really used, else what was asked, else 1."""
+    for params in (call.sampling, call.params):
+        if params.get("temperature") is not None:
+            return float(params["temperature"])
+    return 1.0
+
+
+def failure_reward(on_failure: str) -> OnFailure:
+    """What `on_failure` says: `lowest`, `exclude`, or the number of `reward:<number>`. Raises ValueError for others."""
+    if on_failure in ("lowest", "exclude"):
+        return cast(OnFailure, on_failure)
+    kind, _, number = on_failure.partition(":")
+    if kind != "reward" or not math.isfinite(float(number)):
+        raise ValueError(f"{on_failure!r} is neither lowest, exclude nor reward:<number>")
+    return float(number)
+
+
+def is_outcome(episode: Episode) -> bool:
+    """Whether the episode came to an end that says something of its policies: a good one, or a failure of theirs."""
+    return episode.status == "ok" or (episode.status == "error" and episode.blame != "infrastructure")
+
+
+class _Failures:
+    """Outcomes of failed episodes, made from those of the episodes that ended well (task, components)."""
+
+    def __init__(self, outcomes: Sequence[tuple[str, Mapping[str, float]]], on_failure: OnFailure) -> None:
+        self._value = on_failure
+        self._of_task: dict[str, dict[str, None]] = {}
+        self._lowest: dict[str, float] = {}
+        for task, components in outcomes:
+            self._of_task.setdefault(task, {}).update(dict.fromkeys(components))
+            for name, value in components.items():
+                self._lowest[name] = min(value, self._lowest.get(name, 0.0))
+
+    def outcome(self, task: str) -> dict[str, float]:
+        """What a failed episode of `task` ends with."""
+        names = self._of_task.get(task) or self._lowest or ("team",)
+        if self._value == "lowest":
+            return {name: self._lowest.get(name, 0.0) for name in names}
+        return dict.fromkeys(names, float(self._value))
+
+
+def _episode_reason(episode: Episode, plan: PlanKind, on_failure: OnFailure) -> str | None:
+    if episode.status == "ok":
+        return None
+    if episode.status == "cancelled" or on_failure == "exclude":
+        return "failed_episode"
+    return "outage" if plan == "independent" and not is_outcome(episode) else None
+
+
+_FAILED = {"timeout": "timed_out_call", "cancelled": "cancelled_call", "malformed": "malformed_call"}
+
+
+def _call_reason(call: Call, roles: Collection[str] | None, versions: Mapping[str, int], max_lag: int) -> str | None:
+    if call.status != "ok" or not call.candidates:
+        return _FAILED.get(call.status, "failed_call")
+    if roles is not None and call.role not in roles:
+        return "untrained_role"
+    if call.policy is None:
+        return "no_policy"
+    if isinstance(roles, Mapping) and roles[call.role] != call.policy.name:
+        return "untrained_role"
+    if call.prompt is None:
+        return "redacted" if call.redacted else "no_token_ids"
+    current = versions.get(call.policy.name)
+    if current is not None and not current - max_lag <= call.policy.version <= current:
+        return "stale_version"
+    return "greedy" if temperature(call) <= 0.0 else None
+
+
+def _candidate_reason(candidate: Candidate, call: Call, plan: PlanKind) -> str | None:
+    if plan == "independent" and candidate.index != call.chosen:
+        return "not_chosen"
+    if not candidate.token_ids and call.redacted and (candidate.text or candidate.tool_calls):
+        return "redacted"
+    if not candidate.token_ids:
+        return "no_token_ids" if candidate.text or candidate.tool_calls else "empty_response"
+    if not candidate.logprobs:
+        return "no_logprobs"
+    if len(candidate.logprobs) != len(candidate.token_ids) or not math.isfinite(sum(candidate.logprobs)):
+        return "broken_logprobs"
+    return None if candidate.finish_reason in COMPLETE else "interrupted"
+
+
+def _reward_reason(own: Mapping[str, float], outcome: Mapping[str, float], call: Call, plan: PlanKind) -> str | None:
+    if not own and (plan == "tree" or not outcome):
+        return "scorer_failed" if call.error else "missing_reward"
+    finite = all(map(math.isfinite, own.values())) and all(map(math.isfinite, outcome.values()))
+    return None if finite else "non_finite_reward"
+
+
+def _sample(
+    episode: Episode,
+    call: Call,
+    candidate: Candidate,
+    own: Mapping[str, float],
+    outcome: Mapping[str, float],
+    plan: PlanKind,
+    *,
+    timed_out: bool,
+) -> Sample:
+    assert call.prompt is not None and call.policy is not None
+    return Sample(
+        id=candidate_id(call.id, candidate.index),
+        task=episode.task.id,
+        rollout=episode.id,
+        role=call.role,
+        turn=call.turn,
+        step=call.step,
+        branch=episode.id if plan == "tree" else call.prompt,
+        prompt=call.prompt,
+        policy=call.policy,
+        tokens=len(candidate.token_ids),
+        rewards=own,
+        outcome=outcome,
+        chosen=candidate.index == call.chosen,
+        training_step=episode.training_step,
+        limit=call.sampling.get("max_tokens"),
+        truncated=candidate.finish_reason == "length",
+        timed_out=timed_out,
+    )

@@ -1,0 +1,69 @@
+"""What is left out of training, and why. Every reason has its name here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+
+from cotune.algorithms.advantages import FLAT, Spread
+from cotune.algorithms.groups import Group
+from cotune.algorithms.recipes import Filters
+from cotune.algorithms.samples import Sample
+
+REASONS: Mapping[str, str] = {
+    "failed_episode": "the episode was cancelled, or it failed and such episodes are excluded",
+    "outage": "the engine, network or store failed the episode, not its policies",
+    "failed_call": "the request failed, so there is no answer to learn from",
+    "timed_out_call": "the request timed out",
+    "cancelled_call": "the request was cancelled, or its answer not read to the end",
+    "malformed_call": "what the provider sent is no answer, or breaks off",
+    "untrained_role": "no trained policy plays the role, or none did yet",
+    "no_policy": "an outside provider answered",
+    "no_token_ids": "the engine or provider gave no token ids",
+    "redacted": "a redactor changed its text, so its token ids are not stored",
+    "no_logprobs": "the engine or provider gave no log-probabilities",
+    "broken_logprobs": "log-probabilities are not finite, or not one per token",
+    "empty_response": "the candidate has no token",
+    "interrupted": "the provider cut the answer off, neither at its end nor at the length limit",
+    "truncated": "the answer was cut at its length limit, and drop_truncated is set",
+    "timed_out_episode": "a call of its episode timed out, and drop_timed_out is set",
+    "greedy": "sampled at temperature 0, so nothing was explored",
+    "stale_version": "sampled from another version of the policy than the one being trained",
+    "not_chosen": "the application did not go on with it, and the plan compares whole episodes",
+    "scorer_failed": "the scorer raised or returned something that is not a reward",
+    "missing_reward": "a reward component that the recipe needs never arrived",
+    "non_finite_reward": "a reward is NaN or infinite",
+    "group_of_one": "nothing to compare it with",
+    "consumed": "its group was trained on before",
+    "zero_variance": "all rewards of the group are equal",
+    "mean_out_of_range": "the group's mean reward is outside mean_range",
+    "zero_advantage": "its advantage is zero",
+    "no_signal": "all advantages of its policy are zero, so the step leaves that policy as it is",
+}
+"""Reason -> why candidates with it are not trained on. A failed call without candidates counts as one."""
+
+
+def sample_reason(sample: Sample, advantage: float, filters: Filters) -> str | None:
+    """The first reason to leave out a sample that has its advantage, or None."""
+    if filters.drop_truncated and sample.truncated:
+        return "truncated"
+    if filters.drop_timed_out and sample.timed_out:
+        return "timed_out_episode"
+    return "zero_advantage" if filters.zero_advantage and abs(advantage) <= FLAT else None
+
+
+def group_reasons(
+    groups: Sequence[Group], stats: Spread, filters: Filters, consumed: Container[str]
+) -> list[str | None]:
+    """Per group, the first reason to leave it out, or None. `stats` are those of the first term's rewards."""
+    low, high = filters.mean_range or (float("-inf"), float("inf"))
+    reasons: list[str | None] = []
+    for group, flat, mean in zip(groups, stats.flat.tolist(), stats.mean.tolist(), strict=True):
+        if group.id in consumed:
+            reasons.append("consumed")
+        elif filters.zero_variance and flat:
+            reasons.append("zero_variance")
+        elif not low <= mean <= high:
+            reasons.append("mean_out_of_range")
+        else:
+            reasons.append(None)
+    return reasons

@@ -1,0 +1,47 @@
+"""What each role learns from, by name: said before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from cotune.algorithms.recipes import Attribution, Recipe
+
+
+def learns_from(own: Mapping[str, Collection[str]], outcome: Collection[str], recipe: Recipe) -> dict[str, str]:
+    """A sentence for each role on the rewards that it is trained on, as `0.5 x team`.
+
+    `own` are the components that a role's scorer returned (none without a scorer), `outcome` those of the episodes.
+    """
+    how = recipe.attribution
+    said: dict[str, str] = {}
+    for role, names in own.items():
+        mine = [] if how.horizon == "terminal" else sorted(names)
+        shared = sorted(set(outcome) - set(mine)) if how.takes_outcome else []
+        parts = [f"{_weighed(mine, how)} (its scorer)"] if _weighed(mine, how) else []
+        parts += [f"{_weighed(shared, how)} (the episode's outcome)"] if _weighed(shared, how) else []
+        without = [name for name in (*mine, *shared) if how.weight(name) == 0]
+        said[role] = f"learns from {' and '.join(parts) or 'nothing'}" + (
+            f"; weight 0: {', '.join(without)}" if without else ""
+        )
+    return said
+
+
+def outcome_unused(own: Mapping[str, Collection[str]], outcome: Collection[str], recipe: Recipe) -> tuple[str, str]:
+    """What to know where a reward of the workflow's own trains nobody, and the remedy; empty where it does, where a
+    scorer returns a component of that name, or where there is none."""
+    scored = {name for names in own.values() for name in names}
+    unused = sorted(set(outcome) - scored)
+    if not unused or recipe.attribution.takes_outcome:
+        return "", ""
+    names = ", ".join(unused)
+    weight = "" if "team" in scored else ", and alpha weighs nothing"
+    return (
+        f"the workflow's own reward ({names}) is shown and trains no role: under the plan {recipe.plan} the candidates "
+        f"of one call are compared by their role's scorer, and share one outcome{weight}.",
+        "Return it from a scorer as `team` to train on it, or use --plan independent.",
+    )
+
+
+def _weighed(names: Collection[str], how: Attribution) -> str:
+    weights = {name: how.weight(name) for name in names}
+    return ", ".join(name if w == 1 else f"{w:g} x {name}" for name, w in weights.items() if w)

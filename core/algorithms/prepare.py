@@ -1,0 +1,229 @@
+"""From the samples of a step to what is trained on: filters, groups, rewards, advantages, rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from cotune.algorithms.advantages import AdvantageState, Spread, combine, spread, units
+from cotune.algorithms.attribution import Codes, Floats, attribute, codes, lacking, overlong
+from cotune.algorithms.collect import Collected, temperature
+from cotune.algorithms.filters import group_reasons, sample_reason
+from cotune.algorithms.groups import Group, build_groups, explain_alone, one_prompt
+from cotune.algorithms.recipes import Attribution, Recipe
+from cotune.algorithms.samples import Sample, TrainRow
+from cotune.errors import GroupError
+from cotune.storage.protocol import Store
+
+
+class RoleStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One role in one step. Rewards are the recipe's mixed ones.
+
+    `reward` is the mean over all samples that have one, kept or not. `groups` counts groups of two or more,
+    `group_spread` is the mean of their standard deviations (population), `zero_variance` the share whose rewards
+    are all equal. `kept` counts the samples that are trained on. `truncated` is the share of all samples that were cut
+    at their length limit, `overlong` of those that lose reward by their length.
+    """
+
+    samples: int
+    kept: int
+    reward: float
+    groups: int
+    group_spread: float
+    zero_variance: float
+    truncated: float = 0.0
+    overlong: float = 0.0
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """What is trained on: samples with their advantages ([n], aligned), their groups, and what was left out."""
+
+    samples: tuple[Sample, ...]
+    advantages: Floats
+    groups: tuple[Group, ...]
+    left_out: Mapping[str, int]
+    roles: Mapping[str, RoleStats]
+    warnings: tuple[str, ...]
+    state: AdvantageState
+
+
+def prepare(
+    samples: Sequence[Sample],
+    recipe: Recipe,
+    state: AdvantageState | None = None,
+    *,
+    consumed: Container[str] = (),
+    decays: bool = False,
+) -> Prepared:
+    """Attribute rewards, build groups, filter, compute advantages, filter again; count whatever is left out.
+
+    `consumed` holds the ids of groups that were trained on before. A policy whose advantages are all zero has no
+    signal: its samples are left out, unless the loss or weight decay (`decays`) moves it all the same. Raises
+    GroupError when candidates of different prompts meet in a group that must share one, and when more than half of
+    the candidates of independent rollouts stand alone under a recipe that compares candidates of one prompt.
+    """
+    state = state or AdvantageState()
+    left_out: Counter[str] = Counter()
+    returns = [attribute(samples, term.attribution, term.key) for term in recipe.terms]
+    complete = ~np.isnan(np.sum(returns, axis=0)) if samples else np.zeros(0, np.bool_)
+    left_out["missing_reward"] = int((~complete).sum())
+    rewarded = [sample for sample, done in zip(samples, complete.tolist(), strict=True) if done]
+    built = build_groups(rewarded, recipe)
+    left_out.update(built.left_out)
+    warnings = [
+        *_missing(samples, complete),
+        *_lacking(samples, recipe),
+        *_alone(recipe, left_out["group_of_one"], len(rewarded)),
+    ]
+
+    place = {sample.id: i for i, sample in enumerate(samples)}
+    members = [sample for group in built.groups for sample in group.samples]
+    order = np.array([place[sample.id] for sample in members], np.int64)
+    number = np.repeat(np.arange(len(built.groups)), [len(group.samples) for group in built.groups])
+    stats = _spread(members, returns[0][order], number, recipe, len(built.groups))
+    reasons = group_reasons(built.groups, stats, recipe.filters, consumed)
+    for group, reason in zip(built.groups, reasons, strict=True):
+        if reason is not None:
+            left_out[reason] += len(group.samples)
+
+    stays = np.array([reason is None for reason in reasons], np.bool_)[number]
+    kept = [sample for sample, stay in zip(members, stays, strict=True) if stay]
+    order = order[stays]
+    values, state = combine(kept, [r[order] for r in returns], recipe.terms, state)
+    groups = [group for group, reason in zip(built.groups, reasons, strict=True) if reason is None]
+    gone = [sample_reason(s, value, recipe.filters) for s, value in zip(kept, values.tolist(), strict=True)]
+    left_out.update(reason for reason in gone if reason is not None)
+    stays = np.array([reason is None for reason in gone], np.bool_)
+    groups = _only(groups, stays)
+    kept = [sample for sample, stay in zip(kept, stays, strict=True) if stay]
+    values = values[stays]
+    if not (decays or recipe.loss.moves_alone):
+        signal = {sample.policy.name for sample, value in zip(kept, values.tolist(), strict=True) if value}
+        moves = np.array([sample.policy.name in signal for sample in kept], np.bool_)
+        left_out["no_signal"] = int((~moves).sum())
+        groups = _only(groups, moves)
+        kept = [sample for sample in kept if sample.policy.name in signal]
+        values = values[moves]
+    return Prepared(
+        samples=tuple(kept),
+        advantages=values,
+        groups=tuple(groups),
+        left_out={reason: count for reason, count in left_out.items() if count},
+        roles=_role_stats(samples, returns[0], members, number, stats, kept, recipe.attribution),
+        warnings=tuple(warnings),
+        state=state,
+    )
+
+
+def train_rows(prepared: Prepared, collected: Collected, store: Store) -> dict[str, list[TrainRow]]:
+    """Rows for the learner by role, with the token ids and the sampler's log-probabilities as recorded."""
+    prompts: dict[str, tuple[int, ...]] = {}
+    grammars: dict[str, str] = {"": ""}
+    rows: dict[str, list[TrainRow]] = {}
+    for sample, advantage in zip(prepared.samples, prepared.advantages.tolist(), strict=True):
+        if sample.prompt not in prompts:
+            prompts[sample.prompt] = store.token_ids(sample.prompt)
+        call = collected.calls[sample.call]
+        grammar = call.sampling.get("grammar", "")
+        if grammar not in grammars:
+            grammars[grammar] = store.message(grammar)
+        index = int(sample.id.rpartition(".")[2])
+        candidate = next(c for c in call.candidates if c.index == index)
+        rows.setdefault(sample.role, []).append(
+            TrainRow(
+                id=sample.id,
+                role=sample.role,
+                prompt_ids=prompts[sample.prompt],
+                response_ids=candidate.token_ids,
+                logprobs=candidate.logprobs,
+                advantage=advantage,
+                temperature=temperature(call),
+                grammar=grammars[grammar],
+                logit_bias=tuple((int(token), float(value)) for token, value in call.sampling.get("logit_bias") or ()),
+                version=sample.policy.version,
+                trajectory=sample.rollout,
+            )
+        )
+    return rows
+
+
+def _missing(samples: Sequence[Sample], complete: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Iterable[str]:
+    """Names the roles of which no sample has a usable reward: a matter of set-up, not of chance."""
+    rewarded = {sample.role for sample, done in zip(samples, complete, strict=True) if done}
+    for role in sorted({sample.role for sample in samples} - rewarded):
+        own = sorted({name for s in samples if s.role == role for name in s.rewards})
+        outcome = sorted({name for s in samples if s.role == role for name in s.outcome})
+        yield (
+            f"Role {role!r} has no reward that the recipe uses. Its candidates carry {own or 'none'}, its episodes "
+            f"{outcome or 'none'}. Add a scorer for it, or name its components in `weights`."
+        )
+
+
+def _lacking(samples: Sequence[Sample], recipe: Recipe) -> Iterable[str]:
+    """Names the components for lack of which samples are left out while others of their group carry them."""
+    found = {pair for term in recipe.terms for pair in lacking(samples, term.attribution, term.key)}
+    for role, name in sorted(found):
+        yield (
+            f"Candidates of role {role!r} are left out as missing_reward: they lack {name!r}, which others that they "
+            "are compared with carry. If it is optional, set absent = 0 under [overrides]."
+        )
+
+
+def _alone(recipe: Recipe, alone: int, total: int) -> Iterable[str]:
+    if not alone:
+        return
+    text = explain_alone(recipe, alone, total)
+    if recipe.plan == "independent" and one_prompt(recipe) and alone > total / 2:
+        raise GroupError(text)
+    yield text
+
+
+def _spread(samples: Sequence[Sample], reward: Floats, number: Codes, recipe: Recipe, count: int) -> Spread:
+    _, group, value, weight = units(samples, reward, number, recipe.terms[0])
+    return spread(value, group, weight, count)
+
+
+def _only(groups: Sequence[Group], moves: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[Group]:
+    """The groups without the samples that do not move; groups left empty are gone."""
+    flags = iter(moves.tolist())
+    trimmed = [tuple(s for s in group.samples if next(flags)) for group in groups]
+    pairs = zip(groups, trimmed, strict=True)
+    return [msgspec.structs.replace(group, samples=samples) for group, samples in pairs if samples]
+
+
+def _role_stats(
+    samples: Sequence[Sample],
+    reward: Floats,
+    members: Sequence[Sample],
+    number: Codes,
+    stats: Spread,
+    kept: Sequence[Sample],
+    attribution: Attribution,
+) -> dict[str, RoleStats]:
+    """Statistics by role; a group that spans several roles counts for each of them."""
+    role, names = codes([s.role for s in samples])
+    totals = np.bincount(role, minlength=len(names))
+    having = np.bincount(role, ~np.isnan(reward), minlength=len(names))
+    sums = np.bincount(role, np.nan_to_num(reward), minlength=len(names))
+    trained = Counter(s.role for s in kept)
+    cut = np.bincount(role, [s.truncated for s in samples], minlength=len(names))
+    long = np.bincount(role, overlong(samples, attribution) > 0, minlength=len(names))
+    deviation = np.sqrt(stats.variance)
+    pairs = sorted({(s.role, int(g)) for s, g in zip(members, number, strict=True)})
+    result: dict[str, RoleStats] = {}
+    for i, name in enumerate(names):
+        own = [g for part, g in pairs if part == name and stats.size[g] > 1]
+        result[str(name)] = RoleStats(
+            samples=int(totals[i]),
+            kept=trained[str(name)],
+            reward=float(sums[i] / having[i]) if having[i] else float("nan"),
+            groups=len(own),
+            group_spread=float(deviation[own].mean()) if own else 0.0,
+            zero_variance=float(stats.flat[own].mean()) if own else 0.0,
+            truncated=float(cut[i] / totals[i]),
+            overlong=float(long[i] / totals[i]),
+        )
+    return result

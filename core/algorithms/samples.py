@@ -1,0 +1,69 @@
+"""Samples: one row per candidate, as filters, advantages and the learner see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from cotune.recording.records import PolicyRef
+
+KEY_FIELDS = ("task", "rollout", "role", "turn", "step", "branch", "prompt", "policy")
+"""Fields of a sample that a recipe may group by."""
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One candidate with everything that a recipe may group, weigh or normalise by.
+
+    `prompt` is the segment id of the prompt path: equal ids mean identical prompt token ids. `branch` names the
+    history the call happened in: under a tree plan the episode, whose chosen prefix all siblings share; under
+    independent rollouts the prompt, as equal prompts are all that two episodes can have in common.
+    `rollout` is the episode. `rewards` are the candidate's own components, from before the selection; `outcome`
+    the episode's. `limit` is the most tokens that the answer could have, None where unknown; `truncated` says that it
+    was cut there, `timed_out` that a call of a trained role timed out in its episode.
+    """
+
+    id: str
+    task: str
+    rollout: str
+    role: str
+    turn: int
+    step: int
+    branch: str
+    prompt: str
+    policy: PolicyRef
+    tokens: int
+    rewards: Mapping[str, float] = {}
+    outcome: Mapping[str, float] = {}
+    chosen: bool = True
+    training_step: int | None = None
+    limit: int | None = None
+    truncated: bool = False
+    timed_out: bool = False
+
+    @property
+    def call(self) -> str:
+        """Id of the call that this candidate answers."""
+        return self.id.rpartition(".")[0]
+
+
+class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What a learner needs of one candidate. `logprobs` are the sampler's, in nats, one per response token.
+
+    `temperature`, `grammar` and `logit_bias` shape the distribution that it was drawn from (`SamplingParams`).
+    `loss_mask`, one per response token, is false for tokens that do not count: they carry no gradient and are in no
+    denominator and no metric. Empty: all count. `trajectory` names what the row is a part of: its episode.
+    """
+
+    id: str
+    role: str
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    advantage: float
+    temperature: float = 1.0
+    grammar: str = ""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    version: int = 0
+    loss_mask: tuple[bool, ...] = ()
+    trajectory: str = ""

@@ -1,0 +1,1 @@
+"""The command line: `cotune COMMAND`, and what its commands print."""

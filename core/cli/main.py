@@ -1,0 +1,100 @@
+"""The command line: `cotune COMMAND`. The commands are in `train`, `serve` and `records` beside it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from cotune.cli.command import Formatter
+from cotune.cli.records import add_otel, add_sft, add_show
+from cotune.cli.serve import add_export, add_gateway, add_serve
+from cotune.cli.train import add_check, add_doctor, add_eval, add_trace, add_train
+from cotune.errors import CotuneError
+from cotune.runtime.process_exit import leave, own_process
+from cotune.runtime.user_code import origin
+from cotune.terminal import LogFormat, harmless
+
+_DESCRIPTION = """Train the agents you already have.
+
+  cotune check  app:solve --tasks tasks.jsonl                      a dry run without a model: what would be trained
+  cotune doctor --config train.toml                                whether this machine or cluster can run it
+  cotune trace  app:solve --tasks tasks.jsonl                      record with the model the app uses today
+  cotune train  app:solve --tasks tasks.jsonl --model Qwen/Qwen3-1.7B
+  cotune eval   app:solve --tasks held_out.jsonl --run runs/r1     against the base, with intervals
+  cotune export runs/r1 --to adapters/                             one PEFT folder per role
+  cotune serve  adapters/                                          OpenAI-compatible, one model name per role
+  cotune gateway --upstream https://api.openai.com/v1              record applications in other processes and languages
+  cotune show   runs/r1                                            episodes, calls, groups, what was left out
+
+`app:solve` is the attribute `solve` of the module (or file) `app`: a function decorated with @cotune.workflow.
+"""
+
+_APPLICATIONS = (add_check, add_doctor, add_trace, add_train, add_eval)
+_SERVICES = (add_export, add_serve, add_gateway)
+_RECORDS = (add_show, add_otel, add_sft)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each sub-parser's `run` default is the function that does it."""
+    top = argparse.ArgumentParser("cotune", description=_DESCRIPTION, formatter_class=Formatter)
+    top.add_argument("-v", "--verbose", action="store_true", help="log what happens, and show tracebacks")
+    top.add_argument("--version", action="version", version=f"cotune {version('cotune')}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (*_APPLICATIONS, *_SERVICES, *_RECORDS):
+        add(commands)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit status: 0 done, 1 an error, 2 wrong usage, 130 interrupted."""
+    arguments = parser().parse_args(argv)
+    shown = logging.StreamHandler()
+    shown.setFormatter(LogFormat())
+    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, handlers=[shown])
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
+    sys.path.insert(0, str(Path.cwd()))
+    if getattr(arguments, "trust_remote_code", False):
+        os.environ["COTUNE_TRUST_REMOTE_CODE"] = "1"
+    try:
+        run: Callable[[argparse.Namespace], int] = arguments.run
+        return run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SystemExit as error:
+        return _failed(arguments, f"the application called sys.exit({error.code!r}){origin(error)}.")
+    except (CotuneError, OSError) as error:
+        return _failed(arguments, str(error))
+    except ModuleNotFoundError as error:
+        if arguments.extra is None:
+            raise
+        what = f"What this command needs comes with: pip install 'cotune[{arguments.extra}]'."
+        return _failed(arguments, f"{error.msg}. {what}")
+
+
+def _failed(arguments: argparse.Namespace, said: str) -> int:
+    if arguments.verbose:
+        logging.getLogger("cotune").exception("failed")
+    print(f"cotune {arguments.command}: {harmless(said)}", file=sys.stderr)
+    return 1
+
+
+def run() -> NoReturn:
+    """The process of the command line: run the command, and end whatever the application has left running."""
+    own_process()
+    leave(main())
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,120 @@
+"""The commands on records: `cotune show`, `cotune sft`, and `cotune otel export | import`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cotune.cli.command import RECORDS, add_command, pairs
+from cotune.terminal import tell, terminal
+
+
+def add_show(commands: Any) -> None:
+    """Add `cotune show`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from cotune.cli.show import show_run
+
+        terminal().print(show_run(a.run_folder, episode=a.episode, task=a.task, groups=a.groups, limit=a.limit))
+        return 0
+
+    text = "show what a run recorded: episodes, the tree of calls of one, groups and what was left out"
+    command = add_command(commands, "show", run, text, "cotune show runs/r1 --groups")
+    command.add_argument("run_folder", metavar="RUN", help=RECORDS)
+    command.add_argument("--episode", metavar="ID", help="one episode as a tree of calls")
+    command.add_argument("--task", metavar="ID", help="episodes of one task only")
+    command.add_argument("--groups", action="store_true", help="groups by role and turn, and what was left out and why")
+    command.add_argument("--limit", type=int, default=20, help="episodes listed (default: %(default)s)")
+
+
+def add_sft(commands: Any) -> None:
+    """Add `cotune sft`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from cotune.storage.sft_export import write_supervised
+        from cotune.storage.sqlite_store import SqliteStore
+
+        with SqliteStore.open(a.run_folder, read_only=True) as store:
+            made = write_supervised(store, a.to, role=a.role, min_reward=a.min_reward)
+        tell(f"wrote {made.lines} lines to {a.to}")
+        _say_left_out(made.left_out)
+        return 0 if made.lines else 1
+
+    text = "write recorded answers as chat lines for supervised fine-tuning"
+    command = add_command(commands, "sft", run, text, "cotune sft runs/r1 --to sft.jsonl --role writer --min-reward 1")
+    command.add_argument("run_folder", metavar="RUN", help=RECORDS)
+    command.add_argument("--to", required=True, metavar="FILE", help="JSON-lines file to write")
+    command.add_argument("--role", help="calls of this role only")
+    command.add_argument(
+        "--min-reward", type=float, metavar="X", help="least sum of the answer's rewards, or else of the episode's"
+    )
+
+
+def add_otel(commands: Any) -> None:
+    """Add `cotune otel export | import`."""
+    text = "export records as OpenTelemetry spans, or read those of other tools as records"
+    command = commands.add_parser("otel", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    ways = command.add_subparsers(dest="way", required=True, metavar="export | import")
+    _export(ways)
+    _import(ways)
+
+
+def _export(ways: Any) -> None:
+    def run(a: argparse.Namespace) -> int:
+        from cotune.integrations.otel.exporter import export_file, export_to, otlp_exporter
+        from cotune.integrations.otel.spans import Detail
+        from cotune.storage.sqlite_store import SqliteStore
+
+        detail = Detail(content=a.content, tokens=a.tokens)
+        with SqliteStore.open(a.run_folder, read_only=True) as store:
+            if a.to:
+                made = export_file(store, a.to, episode=a.episode, detail=detail)
+            else:
+                exporter = otlp_exporter(a.endpoint, pairs("--header", a.header))
+                made = export_to(store, exporter, episode=a.episode, detail=detail)
+                exporter.shutdown()
+        tell(f"exported {made.spans} spans of {made.episodes} episodes to {a.to or a.endpoint}")
+        _say_left_out(made.left_out)
+        return 0
+
+    text = "write OTLP/JSON, or send OTLP over HTTP; no message content and no token ids unless asked for"
+    example = "cotune otel export runs/r1 --endpoint http://127.0.0.1:4318"
+    command = add_command(ways, "export", run, text, example)
+    command.add_argument("run_folder", metavar="RUN", help=RECORDS)
+    target = command.add_mutually_exclusive_group(required=True)
+    target.add_argument("--to", metavar="FILE", help="file to write, one line per episode")
+    target.add_argument("--endpoint", metavar="URL", help="OTLP/HTTP endpoint; /v1/traces is added to a bare address")
+    command.add_argument(
+        "--header", action="append", default=[], metavar="NAME=VALUE", help="header for the endpoint; repeatable"
+    )
+    command.add_argument("--episode", metavar="ID", help="one episode only")
+    command.add_argument("--content", action="store_true", help="messages, tools, task inputs and error texts too")
+    command.add_argument("--tokens", action="store_true", help="token ids, log-probabilities, policy versions too")
+
+
+def _import(ways: Any) -> None:
+    def run(a: argparse.Namespace) -> int:
+        from cotune.integrations.otel.importer import import_file
+        from cotune.storage.sqlite_store import SqliteStore
+
+        with SqliteStore.open(Path(a.to) / "records.db") as store:
+            for file in a.files:
+                made = import_file(file, store)
+                tell(f"{file}: {made.episodes} episodes with {made.calls} calls from {made.spans} spans")
+                _say_left_out(made.left_out)
+            store.flush()
+            lost = store.lost
+        tell(f"next: cotune show {a.to}" if not lost else f"{lost} records could not be stored")
+        return 1 if lost else 0
+
+    text = "read traces in OTLP/JSON as records, to look at, score and fine-tune on"
+    command = add_command(ways, "import", run, text, "cotune otel import traces.jsonl --to runs/imported")
+    command.add_argument("files", nargs="+", metavar="FILE", help="OTLP/JSON, as a collector's file exporter writes it")
+    command.add_argument("--to", required=True, metavar="RUN", help="run folder; records are added to it")
+
+
+def _say_left_out(left_out: Mapping[str, int]) -> None:
+    if left_out:
+        tell("left out: " + ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())))

@@ -1,0 +1,161 @@
+"""The commands that hand over and answer: `cotune export`, `serve` and `gateway`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from cotune.cli.command import FUNCTION, REDACT, add_address, add_command, add_trust
+from cotune.errors import ConfigError
+from cotune.terminal import tell
+
+_UNTRAINED = {"frozen": "frozen, the base model answers", "provider": "the application's own provider"}
+
+
+def add_export(commands: Any) -> None:
+    """Add `cotune export`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from cotune.adapters.export import export_run
+        from cotune.adapters.trained import steps_of
+
+        manifest = export_run(a.run_folder, a.to)
+        done, steps = steps_of(a.run_folder)
+        kinds = {entry.role: manifest.policy(entry.role).kind for entry in manifest.roles}
+        trained = sorted(role for role, kind in kinds.items() if kind in ("lora", "full"))
+        tell(f"exported {', '.join(trained)} to {a.to}")
+        if done < steps:
+            tell(f"the run is not finished: this is step {done} of {steps}")
+        for role in sorted(kinds.keys() - set(trained)):
+            tell(f"no folder for {role}: its policy is {_UNTRAINED[kinds[role]]}")
+        tell(f"next: cotune serve {a.to}")
+        return 0
+
+    text = "write the trained policies as PEFT folders (or models) with roles.json and a model card"
+    command = add_command(commands, "export", run, text, "cotune export runs/r1 --to adapters/", extra="train")
+    add_trust(command)
+    command.add_argument("run_folder", metavar="RUN", help="run folder")
+    command.add_argument("--to", required=True, metavar="DIR", help="folder to write; must be empty, new, or an export")
+
+
+def add_serve(commands: Any) -> None:
+    """Add `cotune serve`."""
+
+    def run(a: argparse.Namespace) -> int:
+        tell(f"loading {a.folder} ...")
+        from cotune.adapters.serving import serve
+
+        token = a.token or os.environ.get("COTUNE_TOKEN")
+        options = {"base": a.model, "names": a.role, "tool_format": a.tool_format}
+        aliases = dict(map(_alias, a.alias))
+        serve(a.folder, tell, host=a.host, port=a.port, token=token, aliases=aliases, **options)
+        return 0
+
+    text = "serve an export (or a plain model) over an OpenAI-compatible API, one model name per role"
+    command = add_command(commands, "serve", run, text, "cotune serve adapters/ --port 8000", extra="train")
+    add_trust(command)
+    command.add_argument("folder", metavar="DIR", help="export, or model folder or Hugging Face id")
+    add_address(command, port=8000)
+    command.add_argument("--model", metavar="BASE", help="base model, where it lies elsewhere than the export says")
+    command.add_argument(
+        "--role", action="append", default=[], metavar="NAME", help="further model name for a plain model; repeatable"
+    )
+    command.add_argument(
+        "--as",
+        dest="alias",
+        action="append",
+        default=[],
+        metavar="NAME=ROLE",
+        help="answer for this model name too, by the role: --as gpt-4o-mini=planner; repeatable",
+    )
+    command.add_argument(
+        "--tool-format",
+        metavar="FORMAT",
+        help="how the model writes tool calls: auto, hermes, qwen3_coder, mistral, mistral_v11, llama3_json, or "
+        "vllm:NAME for a tool parser of vLLM (default: as exported, or auto: as its chat template does)",
+    )
+
+
+def _alias(given: str) -> tuple[str, str]:
+    name, is_pair, role = given.partition("=")
+    if not (name and is_pair and role):
+        raise ConfigError("as", given, "NAME=ROLE, such as gpt-4o-mini=planner")
+    return name, role
+
+
+def add_gateway(commands: Any) -> None:
+    """Add `cotune gateway`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from cotune.integrations.gateway.proxy import Limits
+        from cotune.integrations.gateway.server import serve
+        from cotune.integrations.gateway.sessions import Split
+        from cotune.recording.redaction import load_redactor
+        from cotune.workflows import load_roles
+
+        serve(
+            a.upstream,
+            a.records,
+            tell,
+            host=a.host,
+            port=a.port,
+            token=a.token or os.environ.get("COTUNE_TOKEN"),
+            key=os.environ.get("COTUNE_UPSTREAM_KEY"),
+            limits=Limits(body=a.max_body, in_flight=a.max_inflight, seconds=a.timeout),
+            anthropic=a.anthropic_upstream,
+            anthropic_key=os.environ.get("COTUNE_ANTHROPIC_KEY"),
+            roles=load_roles(a.roles) if a.roles else None,
+            role_header=a.role_header,
+            split=Split(by=a.episode_by, header=a.episode_header, idle=a.episode_idle),
+            redactors=[load_redactor(a.redact)] if a.redact else [],
+        )
+        return 0
+
+    text = "record applications in other processes and languages, between them and their provider"
+    example = "cotune gateway --upstream https://api.openai.com/v1"
+    command = add_command(commands, "gateway", run, text, example, extra="gateway")
+    command.add_argument("--upstream", required=True, metavar="URL", help="base URL of the provider's OpenAI API")
+    command.add_argument(
+        "--anthropic-upstream",
+        metavar="URL",
+        help="base URL for Anthropic's Messages API, such as https://api.anthropic.com/v1 (default: --upstream)",
+    )
+    command.add_argument(
+        "--records", default="runs/gateway", metavar="PATH", help="folder or records file (default: %(default)s)"
+    )
+    add_address(command, port=8100)
+    _add_identity(command)
+    command.add_argument(
+        "--max-body", type=int, default=16 << 20, metavar="BYTES", help="largest body (default: %(default)s)"
+    )
+    command.add_argument(
+        "--max-inflight", type=int, default=512, metavar="N", help="requests in flight (default: %(default)s)"
+    )
+    command.add_argument("--timeout", type=float, default=600.0, help="seconds for one request (default: %(default)s)")
+    command.add_argument("--redact", metavar=FUNCTION, help=REDACT)
+
+
+def _add_identity(command: Any) -> None:
+    """How the gateway tells the roles and episodes of an application that names none."""
+    command.add_argument(
+        "--roles",
+        metavar="WHO",
+        help="MODULE:FUNCTION or FILE.py:FUNCTION that names the role of a call from its messages, model and tools; or "
+        "model, for the name of the model that it asks; see docs/roles.md",
+    )
+    command.add_argument(
+        "--role-header", default="", metavar="NAME", help="a header of the application's that says the role"
+    )
+    command.add_argument(
+        "--episode-by", choices=("connection",), help="calls that name no episode: one for each connection"
+    )
+    command.add_argument(
+        "--episode-header", default="", metavar="NAME", help="the same: one for each value of this header"
+    )
+    command.add_argument(
+        "--episode-idle",
+        type=float,
+        metavar="SECONDS",
+        help="an episode ends after so long without a call (default with --episode-header: 300); alone, one at a time",
+    )

@@ -1,0 +1,315 @@
+"""What `cotune show` prints of a run: an overview, its episodes, or one episode as a tree of calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cotune.errors import RecordError
+from cotune.policies import UNTRAINED
+from cotune.recording.records import Call, Candidate, Episode, candidate_id
+from cotune.storage.sqlite_store import SqliteStore
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+    from rich.tree import Tree
+
+CAUSES = 3
+"""Causes of failed episodes that are shown."""
+GOOD, BAD, QUIET, NAME = "green", "red", "dim", "cyan"
+
+_REWARDS_BY_PHASE = """
+    SELECT phase, name, avg(value) FROM episodes JOIN rewards ON target = episodes.id
+    GROUP BY phase, name ORDER BY name"""
+_REWARDS_BY_ROLE = """
+    SELECT role, name, avg(value) FROM rewards JOIN calls ON calls.id = substr(target, 1, instr(target, '.') - 1)
+    WHERE instr(target, '.') > 0 GROUP BY role, name ORDER BY name"""
+_EPISODES_BY_PHASE = """
+    SELECT phase, count(*), sum(status = 'ok'), sum(status = 'error'), sum(status = 'cancelled'),
+           count(DISTINCT task), count(DISTINCT training_step),
+           coalesce(avg(json_extract(body, '$.latency')), 0)
+    FROM episodes GROUP BY phase ORDER BY min(id)"""
+_CALLS_BY_ROLE = """
+    SELECT role, count(*), sum(status = 'ok'), sum(status NOT IN ('ok')),
+           sum(json_array_length(candidates)),
+           sum(prompt_tokens), sum(completion_tokens), max(turn) + 1,
+           coalesce(avg(json_extract(body, '$.latency')), 0)
+    FROM calls GROUP BY role ORDER BY min(id)"""
+_CAUSES = """
+    SELECT phase, json_extract(body, '$.error') AS cause, count(*) AS times FROM episodes WHERE status = 'error'
+    GROUP BY phase, cause ORDER BY times DESC, cause LIMIT ?"""
+_STOOD_IN = """
+    SELECT role, count(*) FROM calls JOIN episodes ON episodes.id = calls.episode
+    WHERE phase != 'check' AND CASE WHEN json_valid(calls.body) THEN json_extract(calls.body, '$.policy.name') END = ?
+    GROUP BY role ORDER BY role"""
+_OPEN = """
+    SELECT episode, count(*) FROM calls WHERE episode NOT IN (SELECT id FROM episodes)
+    GROUP BY episode ORDER BY episode DESC LIMIT ?"""
+"""Episodes without an end: still running, or interrupted."""
+_FAILURES = "SELECT role, status, count(*) FROM calls WHERE status != 'ok' GROUP BY role, status ORDER BY role, status"
+
+
+def show_run(
+    path: Path | str,
+    *,
+    episode: str | None = None,
+    task: str | None = None,
+    groups: bool = False,
+    limit: int = 20,
+) -> Group:
+    """What to print of the run or records file at `path`: an overview and the latest `limit` episodes (of `task`).
+
+    With `episode`, that episode as a tree of calls; with `groups`, the groups of the latest `limit` training steps.
+    Raises RunError when there are no records, RecordError for an unknown episode.
+    """
+    from rich.console import Group
+
+    store = SqliteStore.open(path, read_only=True)
+    try:
+        if episode is not None:
+            return Group(episode_tree(store, episode))
+        if groups:
+            from cotune.cli.show_groups import show_groups
+
+            return Group(*show_groups(store, limit))
+        return Group(*overview(store), *episode_list(store, task, limit))
+    finally:
+        store.close()
+
+
+def overview(store: SqliteStore) -> Iterable[RenderableType]:
+    """Episodes by phase, calls by role, and what went wrong."""
+    from rich.text import Text
+
+    yield Text.assemble(("records ", "bold"), str(store.path), "\n", *_causes(store))
+    means: dict[str, dict[str, float]] = {}
+    for phase, name, value in store.rows(_REWARDS_BY_PHASE):
+        means.setdefault(phase, {})[name] = value
+    counts = grid("phase", "episodes>", "ok>", "error>", "cancelled>", "tasks>", "steps>", "seconds>", "mean reward")
+    for phase, *numbers, seconds in store.rows(_EPISODES_BY_PHASE):
+        total, good, errors, cancelled, tasks, steps = numbers
+        row = (phase, total, good, warn(errors), warn(cancelled), tasks, steps or "", f"{seconds:.2f}")
+        counts.add_row(*cells(row), scores(means.get(phase, {})))
+    yield counts
+    yield ""
+    own: dict[str, dict[str, float]] = {}
+    for role, name, value in store.rows(_REWARDS_BY_ROLE):
+        own.setdefault(role, {})[name] = value
+    calls = grid(
+        "role", "calls>", "failed>", "turns>", "candidates>", "prompt>", "completion>", "seconds>", "mean reward"
+    )
+    for role, total, _, failed, candidates, tokens, completion, turns, seconds in store.rows(_CALLS_BY_ROLE):
+        row = (role, total, warn(failed), turns, candidates, f"{tokens:,}", f"{completion:,}", f"{seconds:.3f}")
+        calls.add_row(*cells(row), scores(own.get(role, {})))
+    yield calls
+    yield Text.assemble("\n", *_trouble(store))
+
+
+def _causes(store: SqliteStore) -> Iterable[tuple[str, str]]:
+    """Why episodes failed, the commonest causes first, and the roles that the untrained model stands in for."""
+    for phase, cause, times in store.rows(_CAUSES, (CAUSES,)):
+        first = (str(cause or "no reason recorded").splitlines() or [""])[0]
+        yield f"{plural(times, 'episode')} of {phase} failed: {first}\n", BAD
+    for role, calls in store.rows(_STOOD_IN, (UNTRAINED.name,)):
+        yield (
+            f"role {role} has no policy: {UNTRAINED}, the untrained model, answered {plural(calls, 'call')}\n",
+            "yellow",
+        )
+
+
+def _trouble(store: SqliteStore) -> Iterable[tuple[str, str] | str]:
+    counters = store.counters()
+    interrupted = len(list(store.unfinished()))
+    yield plural(interrupted, "unfinished episode"), BAD if interrupted else QUIET
+    yield " · ", QUIET
+    yield f"{plural(counters['lost'], 'record')} lost", BAD if counters["lost"] else QUIET
+    yield " · ", QUIET
+    yield f"{plural(counters['refused'], 'late reward')} refused\n", BAD if counters["refused"] else QUIET
+    for role, status, count in store.rows(_FAILURES):
+        yield f"{plural(count, 'call')} of {role}: {status}\n", BAD
+
+
+def episode_list(store: SqliteStore, task: str | None, limit: int) -> Iterable[RenderableType]:
+    """The latest episodes, newest last."""
+    from rich.text import Text
+
+    where, asked = ("WHERE task = ?", (task,)) if task is not None else ("", ())
+    (total,) = store.rows(f"SELECT count(*) FROM episodes {where}", asked)[0]
+    found = store.rows(f"SELECT id FROM episodes {where} ORDER BY id DESC LIMIT ?", (*asked, limit))
+    of_task = f" of task {task}" if task is not None else ""
+    left = f"the latest {len(found)} of " if len(found) < total else ""
+    yield Text(f"{left}{plural(total, 'episode')}{of_task}\n", style="bold")
+    table = grid("episode", "task", "phase", "step>", "calls>", "seconds>", "status", "reward")
+    rewards = store.rewards(id for (id,) in found)
+    for (id,) in reversed(found):
+        try:
+            episode = store.episode(id)
+        except RecordError:
+            table.add_row(
+                Text(str(id), style=NAME), "", "", "", "", "", Text("broken row", style=BAD), scores(rewards[id])
+            )
+            continue
+        status = Text(episode.status, style=GOOD if episode.status == "ok" else BAD)
+        step = "" if episode.training_step is None else episode.training_step
+        row = (Text(str(id), style=NAME), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
+        table.add_row(*cells(row), status, scores(rewards[id]))
+    for id, calls in [] if task is not None else store.rows(_OPEN, (limit,))[::-1]:
+        table.add_row(Text(str(id), style=NAME), "", "", "", str(calls), "", Text("open", style="yellow"), "")
+    yield table
+
+
+def episode_tree(store: SqliteStore, id: str) -> Tree:
+    """One episode: every call below the call whose output it read; a chain of calls stays on one level."""
+    from rich.tree import Tree
+
+    calls = store.calls(id)
+    root = Tree(_episode_line(store, id, calls), guide_style=QUIET)
+    known = {call.id: call for call in calls}
+    below: dict[str | None, list[Call]] = {}
+    for call in calls:
+        parents = [known[p] for p in call.parents if p in known]
+        nearest = max(parents, key=lambda parent: parent.step, default=None)
+        below.setdefault(nearest.id if nearest else None, []).append(call)
+    open_calls = [(root, call) for call in reversed(below.get(None, []))]
+    while open_calls:
+        level, call = open_calls.pop()
+        branch = level.add(_call_line(call, known))
+        for text in _call_details(store, call):
+            branch.add(text)
+        readers = below.get(call.id, [])
+        inside = level if len(readers) == 1 else branch
+        open_calls.extend((inside, reader) for reader in reversed(readers))
+    return root
+
+
+def _episode_line(store: SqliteStore, id: str, calls: Sequence[Call]) -> Text:
+    from rich.text import Text
+
+    line = Text.assemble(("episode ", "bold"), (id, NAME))
+    try:
+        episode: Episode = store.episode(id)
+    except RecordError:
+        if not calls:
+            raise
+        return line.append("  unfinished: it has calls but no end", style=BAD)
+    line.append(f"  task {episode.task.id} · {episode.phase}")
+    if episode.training_step is not None:
+        line.append(f" step {episode.training_step}")
+    line.append(f" · {plural(len(calls), 'call')} · {episode.latency:.2f} s · ")
+    line.append(episode.status, style=GOOD if episode.status == "ok" else BAD)
+    line.append("  ").append_text(scores(store.rewards([id])[id]))
+    if len(calls) != episode.calls:
+        line.append(f"\n{episode.calls} calls were made, {len(calls)} are recorded", style=BAD)
+    if episode.error:
+        line.append(f"\n{episode.error}", style=BAD)
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(episode.started))
+    return line.append(f"\n{began}  input {snippet(episode.task.input)}", style=QUIET)
+
+
+def _call_line(call: Call, known: Mapping[str, Call]) -> Text:
+    from rich.text import Text
+
+    line = Text.assemble((f"{call.step} ", QUIET), (call.role, "bold"), f" turn {call.turn}")
+    read = sorted(known[parent].step for parent in call.parents if parent in known)
+    if read:
+        line.append(f" reads {', '.join(map(str, read))}", style=QUIET)
+    written = sum(len(c.token_ids) for c in call.candidates) or call.usage.completion_tokens
+    line.append(f" · {call.prompt_tokens or call.usage.prompt_tokens}+{written} tokens · {call.latency:.3f} s")
+    line.append(f" · {call.policy or call.model or 'no model name'}", style=QUIET)
+    if call.attempts:
+        line.append(f" · {plural(len(call.attempts), 'retry', 'retries')}", style=QUIET)
+    if call.status != "ok":
+        line.append(f" · {call.status}", style=BAD)
+    return line
+
+
+def _call_details(store: SqliteStore, call: Call) -> Iterable[Text]:
+    """The message asked last, an error, and every candidate."""
+    from rich.text import Text
+
+    if call.messages:
+        try:
+            asked = snippet(store.message(call.messages[-1]))
+        except RecordError:
+            asked = "lost"
+        yield _short(Text(f"< {asked}", style=QUIET))
+    for attempt in call.attempts:
+        yield _short(Text(f"retried after {attempt}", style=QUIET))
+    if call.error:
+        yield _short(Text(call.error, style=BAD))
+    rewards = store.rewards(candidate_id(call.id, c.index) for c in call.candidates)
+    for candidate in call.candidates:
+        chosen = candidate.index == call.chosen
+        line = Text("> " if chosen else "  ", style=GOOD)
+        line.append_text(scores(rewards[candidate_id(call.id, candidate.index)]))
+        line.append("  " if len(line) > 2 else "").append(_said(candidate), style="" if chosen else QUIET)
+        if candidate.finish_reason == "length":
+            line.append(" [cut at the length limit]", style=BAD)
+        yield _short(line)
+
+
+def _said(candidate: Candidate) -> str:
+    wanted = [
+        f"{f.get('name')}({f.get('arguments', '')})" for f in (t.get("function") or {} for t in candidate.tool_calls)
+    ]
+    return snippet(" ".join([*([candidate.text] if candidate.text else []), *wanted]) or "(nothing)")
+
+
+def _short(text: Text) -> Text:
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
+def snippet(value: Any, size: int = 160) -> str:
+    """One line of a message or JSON value."""
+    if isinstance(value, Mapping):
+        value = value.get("content") or value
+    line = " ".join(str(value).split())
+    return line if len(line) <= size else line[: size - 1] + "…"
+
+
+def scores(rewards: Mapping[str, float]) -> Text:
+    """Named rewards on one line."""
+    from rich.text import Text
+
+    line = Text()
+    for name, value in sorted(rewards.items()):
+        style = GOOD if value is not None and value > 0 else BAD if value is None or value < 0 else ""
+        line.append(" " if line else "").append(f"{name} ", style=QUIET)
+        line.append("nan" if value is None else f"{value:.3g}", style=style)
+    return line
+
+
+def grid(*columns: str) -> Table:
+    """A table without lines inside; a name that ends in `>` is a column of numbers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="bold")
+    for name in columns:
+        numeric = name.endswith(">")
+        table.add_column(name.rstrip(">"), justify="right" if numeric else "left", no_wrap=name != columns[-1])
+    return table
+
+
+def cells(values: Iterable[Any]) -> list[Any]:
+    """Table cells: rich texts as they are, the rest without markup."""
+    from rich.text import Text
+
+    return [value if isinstance(value, Text) else Text(str(value)) for value in values]
+
+
+def warn(count: int) -> Text:
+    """A count that should be zero."""
+    from rich.text import Text
+
+    return Text(str(count), style=BAD if count else QUIET)
+
+
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """`count` with the right form of a noun."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"

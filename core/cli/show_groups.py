@@ -1,0 +1,156 @@
+"""What `cotune show --groups` prints: groups by role and turn, and what was left out of training and why."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from cotune.algorithms.advantages import FLAT
+from cotune.algorithms.attribution import attribute
+from cotune.algorithms.collect import collect, failure_reward
+from cotune.algorithms.filters import REASONS
+from cotune.algorithms.groups import build_groups
+from cotune.algorithms.prepare import prepare
+from cotune.algorithms.recipes import Recipe, recipe
+from cotune.cli.show import BAD, QUIET, grid, plural, warn
+from cotune.errors import GroupError
+from cotune.sampling.plans import PlanKind
+from cotune.storage.sqlite_store import SqliteStore
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+class Cell(msgspec.Struct):
+    """Groups of one role at one turn."""
+
+    sizes: list[int] = []
+    means: list[float] = []
+    spreads: list[float] = []
+    flat: int = 0
+    trained: int = 0
+
+
+class Tally(msgspec.Struct):
+    """Groups of several training steps, by role and turn (None where the recipe's key has neither)."""
+
+    cells: dict[tuple[str | None, int | None], Cell] = {}
+    left_out: Counter[str] = msgspec.field(default_factory=Counter)
+    candidates: int = 0
+    kept: int = 0
+    problems: list[str] = []
+
+
+def show_groups(store: SqliteStore, limit: int) -> Iterable[RenderableType]:
+    """Groups of the latest `limit` training steps; of all recorded episodes where there was no training."""
+    from rich.text import Text
+
+    phase = "train" if store.rows("SELECT 1 FROM episodes WHERE phase = 'train' LIMIT 1") else None
+    found = store.rows(
+        "SELECT DISTINCT training_step FROM episodes WHERE phase = 'train' ORDER BY 1 DESC LIMIT ?", (limit,)
+    )
+    steps = [step for (step,) in reversed(found)] or [None]
+    (total,) = store.rows("SELECT count(DISTINCT training_step) FROM episodes WHERE phase = 'train'")[0]
+    chosen, why = recipe_of(store)
+    tally = Tally()
+    consumed = store.consumed()
+    for step in steps:
+        _count(tally, store, chosen, phase, step, consumed.keys())
+    what = "all episodes, none of them training" if phase is None else plural(len(steps), "training step")
+    if phase and len(steps) < total:
+        what = f"the latest {len(steps)} of {plural(total, 'training step')}"
+    yield Text.assemble(("groups ", "bold"), f"of {what}\n", (f"{why}; key {', '.join(chosen.key)}\n", QUIET))
+    yield _table(tally)
+    yield Text(f"\n{tally.kept:,} of {plural(tally.candidates, 'candidate')} trained on; left out:\n", style="bold")
+    yield _reasons(tally)
+    for problem in dict.fromkeys(tally.problems):
+        yield Text(problem, style=BAD)
+
+
+def recipe_of(store: SqliteStore) -> tuple[Recipe, str]:
+    """The run's recipe as its run.json tells, else the default one for the plan that the records look like."""
+    several = store.rows("SELECT 1 FROM calls WHERE json_array_length(candidates) > 1 LIMIT 1")
+    plan: PlanKind = "tree" if several else "independent"
+    config = _config_of(store)
+    plan = (config.get("plan") or {}).get("kind") or plan
+    name = config.get("recipe") or ("at_grpo" if plan == "tree" else "dr_mas")
+    settings = {"plan": plan, "alpha": config.get("alpha", 1.0), **(config.get("overrides") or {})}
+    source = "as the run was configured" if config else "as the records suggest"
+    return recipe(name, **settings), f"plan {plan}, recipe {name}, {source}"
+
+
+def _config_of(store: SqliteStore) -> dict[str, Any]:
+    """The configuration in the run.json beside the records; empty where there is none."""
+    file = store.path.with_name("run.json")
+    found: dict[str, Any] = json.loads(file.read_text()).get("config", {}) if file.is_file() else {}
+    return found
+
+
+def _count(
+    tally: Tally, store: SqliteStore, chosen: Recipe, phase: str | None, step: int | None, consumed: Iterable[str]
+) -> None:
+    episodes = store.episodes(phase=phase, training_step=step)
+    config = _config_of(store)
+    on_failure = failure_reward(config.get("on_failure", "lowest"))
+    collected = collect(store, episodes, plan=chosen.plan, on_failure=on_failure)
+    tally.left_out.update(collected.left_out)
+    tally.candidates += len(collected.samples) + sum(collected.left_out.values())
+    samples = collected.samples
+    reward = dict(zip((s.id for s in samples), attribute(samples, chosen.attribution).tolist(), strict=True))
+    try:
+        prepared = prepare(samples, chosen, decays=(config.get("learner") or {}).get("weight_decay", 0.0) > 0)
+        tally.left_out.update(prepared.left_out)
+        tally.kept += len(prepared.samples)
+        tally.problems.extend(prepared.warnings)
+        groups = build_groups([s for s in samples if reward[s.id] == reward[s.id]], chosen).groups
+    except GroupError as error:
+        tally.problems.append(str(error))
+        return
+    for group in groups:
+        fields = dict(zip(chosen.key, group.key, strict=True))
+        cell = tally.cells.setdefault((fields.get("role"), fields.get("turn")), Cell())  # type: ignore[arg-type]
+        values = np.array([reward[s.id] for s in group.samples])
+        cell.sizes.append(len(values))
+        cell.means.append(float(values.mean()))
+        cell.spreads.append(float(values.std()))
+        cell.flat += bool(np.ptp(values) <= FLAT * np.abs(values).max())
+        cell.trained += group.id in consumed
+
+
+def _table(tally: Tally) -> RenderableType:
+    from rich.text import Text
+
+    table = grid(
+        "role", "turn>", "groups>", "candidates>", "size>", "mean reward>", "spread>", "no spread>", "trained>"
+    )
+    for (role, turn), cell in sorted(tally.cells.items(), key=lambda item: (item[0][0] or "", item[0][1] or 0)):
+        count, low, high = len(cell.sizes), min(cell.sizes), max(cell.sizes)
+        size = str(low) if low == high else f"{low}-{high}"
+        table.add_row(
+            Text(role or "all"),
+            "all" if turn is None else str(turn),
+            f"{count:,}",
+            f"{sum(cell.sizes):,}",
+            size,
+            f"{np.mean(cell.means):.3f}",
+            f"{np.mean(cell.spreads):.3f}",
+            f"{cell.flat / count:.0%}",
+            f"{cell.trained:,}",
+        )
+    return table
+
+
+def _reasons(tally: Tally) -> RenderableType:
+    from rich.text import Text
+
+    table = grid("reason", "candidates>", "share>", "why")
+    for reason, count in tally.left_out.most_common():
+        if count:
+            share = f"{count / max(1, tally.candidates):.1%}"
+            table.add_row(Text(reason), warn(count), share, Text(REASONS.get(reason, ""), style=QUIET))
+    return table if table.row_count else Text("nothing", style=QUIET)

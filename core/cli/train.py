@@ -1,0 +1,286 @@
+"""The commands around training: `cotune check`, `doctor`, `trace`, `train` and `eval`."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from cotune.cli.command import (
+    APP,
+    FUNCTION,
+    REDACT,
+    ROLES,
+    TASKS,
+    add_command,
+    add_trust,
+    prices,
+    printing_aside,
+    settings,
+)
+from cotune.errors import ConfigError
+from cotune.terminal import tell, terminal
+
+_CLUSTER = "run on Ray: local (its own, for this run), auto or HOST:PORT of a cluster; see docs/cluster.md"
+_FLAGS = (
+    "model",
+    "policies",
+    "recipe",
+    "steps",
+    "tasks_per_step",
+    "concurrency",
+    "seed",
+    "mode",
+    "on_failure",
+    "redact",
+    "roles_by",
+)
+
+
+def add_check(commands: Any) -> None:
+    """Add `cotune check`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from cotune.trainer.check.dry_run import check
+        from cotune.trainer.check.report import render
+        from cotune.trainer.config.train import load_config
+
+        flags = {k: v for k, v in vars(a).items() if "." in k or k in ("policies", "recipe", "roles_by")}
+        config = load_config(a.config, {**flags, "model": a.model or "none", **settings(a.set)})
+        bounds = {"limit": a.limit, "calls": a.calls, "timeout": a.timeout}
+        with printing_aside() if a.json else nullcontext():
+            report = check(
+                a.workflow, a.tasks, config, model=a.model, answers=a.answer, call_tools=not a.no_tools, **bounds
+            )
+        if a.json in (None, "-"):
+            print(report.to_json()) if a.json else terminal().print(render(report))
+        else:
+            Path(a.json).write_text(report.to_json() + "\n")
+        return 0 if report.trainable else 1
+
+    text = "run an application on a task with made-up answers and say what would be trained, and what not and why"
+    example = "cotune check app:solve --tasks tasks.jsonl"
+    command = add_command(commands, "check", run, text, example, extra="train")
+    command.add_argument("workflow", help=APP)
+    command.add_argument("--tasks", required=True, help=TASKS)
+    command.add_argument("--limit", type=int, default=1, help="take the first N tasks (default: %(default)s)")
+    command.add_argument("--config", help="TOML file of the training run; see docs/config.md")
+    command.add_argument("--model", help="count tokens with this model's tokenizer; it is not loaded")
+    command.add_argument("--policies", choices=("shared", "lora", "full"), help="default: lora")
+    command.add_argument("--plan", dest="plan.kind", choices=("tree", "independent"), help="as in cotune train")
+    command.add_argument("-k", dest="plan.k", type=int, metavar="K", help="candidates per call, or episodes per task")
+    command.add_argument("--recipe", help="as in cotune train")
+    command.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as in cotune train")
+    command.add_argument(
+        "--answer",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a text that the made-up answers use; repeatable, used in turn",
+    )
+    command.add_argument("--no-tools", action="store_true", help="never answer with a tool call: no tool is run")
+    command.add_argument("--calls", type=int, default=64, help="most calls of an episode (default: %(default)s)")
+    command.add_argument("--timeout", type=float, default=60.0, help="seconds for one episode (default: %(default)s)")
+    command.add_argument("--roles", dest="roles_by", metavar="WHO", help=ROLES)
+    command.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the report as JSON to FILE, or alone to standard output; what the application prints goes to "
+        "standard error",
+    )
+
+
+def add_doctor(commands: Any) -> None:
+    """Add `cotune doctor`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from cotune.trainer.config.train import load_config
+        from cotune.trainer.doctor.doctor import examine, render
+
+        flags = {"model": a.model, "cluster.address": a.cluster, **settings(a.set)}
+        config = load_config(a.config, flags) if a.config or a.model else None
+        if config is None and a.cluster:
+            raise ConfigError("model", None, "given where --cluster is", "Pass --model or --config.")
+        report = examine(config)
+        if a.json:
+            print(report.to_json())
+        else:
+            terminal(soft_wrap=True).print(render(report))
+            tell("a run can start" if report.fits else "a run cannot start: see what blocks it")
+        return 0 if report.fits else 1
+
+    text = "look at this machine or a Ray cluster and say whether a configuration fits; starts nothing"
+    command = add_command(commands, "doctor", run, text, "cotune doctor --config train.toml --cluster local")
+    add_trust(command)
+    command.add_argument("--config", help="TOML file of the training run; see docs/config.md")
+    command.add_argument("--model", help="folder or Hugging Face id of the base model")
+    command.add_argument("--cluster", metavar="ADDRESS", help=_CLUSTER)
+    command.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as in cotune train")
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def add_trace(commands: Any) -> None:
+    """Add `cotune trace`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from cotune.trainer.trace import trace
+
+        settings = {"concurrency": a.concurrency, "limit": a.limit, "timeout": a.timeout, "redact": a.redact}
+        settings["roles_by"] = a.roles_by
+        return trace(a.workflow, a.tasks, a.out, otlp=a.otlp, otlp_content=a.otlp_content, **settings)
+
+    text = "record episodes of an application with the model that it uses today"
+    command = add_command(commands, "trace", run, text, "cotune trace app:solve --tasks tasks.jsonl --out runs/traced")
+    command.add_argument("workflow", help=APP)
+    command.add_argument("--tasks", required=True, help=TASKS)
+    command.add_argument(
+        "--out", default="runs/trace", help="run folder; records are added to it (default: %(default)s)"
+    )
+    command.add_argument("--concurrency", type=int, default=8, help="episodes in flight (default: %(default)s)")
+    command.add_argument("--limit", type=int, help="take only the first N tasks")
+    command.add_argument("--timeout", type=float, default=600.0, help="seconds for one episode (default: %(default)s)")
+    command.add_argument("--redact", metavar=FUNCTION, help=REDACT)
+    command.add_argument("--roles", dest="roles_by", metavar="WHO", help=ROLES)
+    command.add_argument("--otlp", metavar="URL", help="also send each episode's spans to this OTLP/HTTP endpoint")
+    command.add_argument("--otlp-content", action="store_true", help="with --otlp, send messages and task inputs too")
+
+
+def add_train(commands: Any) -> None:
+    """Add `cotune train`."""
+    text = "train the policies of an application's roles"
+    example = "cotune train app:solve --tasks tasks.jsonl --model base/"
+    command = add_command(commands, "train", _run_train, text, example, extra="train")
+    add_trust(command)
+    command.add_argument("workflow", nargs="?", help=APP)
+    command.add_argument("--tasks", help=TASKS)
+    command.add_argument("--config", help="TOML file; see docs/config.md. Flags go before it")
+    command.add_argument("--model", help="folder or Hugging Face id of the base model")
+    command.add_argument(
+        "--policies",
+        choices=("shared", "lora", "full"),
+        help="one adapter for all roles, one per role, or one model per role (default: lora)",
+    )
+    command.add_argument(
+        "--plan", dest="plan.kind", choices=("tree", "independent"), help="default: tree when the workflow has scorers"
+    )
+    command.add_argument(
+        "-k", dest="plan.k", type=int, metavar="K", help="candidates per call, or episodes per task (default: 4)"
+    )
+    command.add_argument(
+        "--select",
+        dest="plan.select",
+        choices=("argmax", "sample", "first"),
+        help="candidate that goes on (default: argmax)",
+    )
+    command.add_argument(
+        "--recipe", help="at_grpo, dr_mas, grpo, dr_grpo, rloo, gspo, dapo, cispo; see docs/recipes.md"
+    )
+    command.add_argument("--steps", type=int, help="default: 100")
+    command.add_argument("--tasks-per-step", dest="tasks_per_step", type=int, help="default: 32")
+    command.add_argument("--concurrency", type=int, help="episodes in flight (default: 64)")
+    command.add_argument(
+        "--lr", dest="learner.lr", type=float, help="learning rate (default: 5e-6 for LoRA, 1e-6 for all weights)"
+    )
+    command.add_argument(
+        "--max-tokens", dest="sampling.max_tokens", type=int, help="new tokens per candidate (default: 256)"
+    )
+    command.add_argument("--seed", type=int, help="default: 0")
+    command.add_argument(
+        "--on-failure",
+        dest="on_failure",
+        metavar="HOW",
+        help="outcome of episodes that the policy has failed: lowest, reward:NUMBER or exclude (default: lowest)",
+    )
+    command.add_argument("--redact", metavar=FUNCTION, help=REDACT)
+    command.add_argument("--roles", dest="roles_by", metavar="WHO", help=ROLES)
+    command.add_argument("--mode", choices=("sync", "async"), help="async: roll out the next steps while one trains")
+    command.add_argument("--cluster", dest="cluster.address", metavar="ADDRESS", help=_CLUSTER)
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="any other field, such as lora.rank=8 or schedule.kind=linear",
+    )
+    command.add_argument(
+        "--eval-tasks",
+        dest="evaluation.tasks",
+        metavar="FILE",
+        help="held-out tasks, tried every few steps (--set evaluation.every=10) with single samples",
+    )
+    command.add_argument("--out", help="run folder (default: runs/DATE-TIME)")
+    command.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="go on with a stopped, killed or finished run, under its own configuration; settings that are safe to "
+        "change (--steps, --tasks-per-step, memory, machines, ...) may be given, others are refused; see "
+        "docs/run-folder.md",
+    )
+
+
+def _run_train(a: argparse.Namespace) -> int:
+    tell(f"opening the run {a.resume} ..." if a.resume else f"loading {a.workflow} ...")
+    from cotune.trainer.config.train import load_config, read_toml
+    from cotune.trainer.train import resume, train
+
+    given = {k: v for k, v in vars(a).items() if v is not None and ("." in k or k in _FLAGS)}
+    if a.resume:
+        if a.out is not None:
+            raise ConfigError("out", a.out, "left out with --resume, which names the run", "Leave out --out.")
+        typed = {**read_toml(a.config), **given, **settings(a.set)}
+        summary = resume(a.resume, workflow=a.workflow, tasks=a.tasks, changes=typed)
+    else:
+        for name in ("workflow", "tasks"):
+            if getattr(a, name) is None:
+                raise ConfigError(name, None, "given, unless --resume is", "See cotune train --help.")
+        summary = train(a.workflow, a.tasks, load_config(a.config, {**given, **settings(a.set)}), run=a.out)
+    state = "finished" if summary.finished else "stopped"
+    tell(f"{state} after {summary.steps} steps in {summary.seconds:.0f} s: {summary.path}")
+    if summary.finished:
+        tell(f"next: cotune export {summary.path} --to adapters/")
+    return 0 if summary.finished else 130
+
+
+def add_eval(commands: Any) -> None:
+    """Add `cotune eval`."""
+
+    def run(a: argparse.Namespace) -> int:
+        tell(f"loading {a.workflow} and {a.run_folder} ...")
+        from cotune.trainer.evaluation.evaluate import evaluate
+        from cotune.trainer.evaluation.report import render
+
+        settings = {"limit": a.limit, "concurrency": a.concurrency, "out": a.out, "prices": prices(a.price)}
+        settings |= {"roles_by": a.roles_by, "timeout": a.timeout}
+        report = evaluate(a.run_folder, a.workflow, a.tasks, modes=tuple(a.modes.split(",")), **settings)
+        terminal().print(render(report))
+        return 1 if report.broken else 0
+
+    text = "evaluate trained policies against the base, with confidence intervals"
+    example = "cotune eval app:solve --tasks held_out.jsonl --run runs/r1"
+    command = add_command(commands, "eval", run, text, example, extra="train")
+    add_trust(command)
+    command.add_argument("workflow", help=APP)
+    command.add_argument("--tasks", required=True, help=TASKS)
+    command.add_argument("--run", dest="run_folder", required=True, help="run folder or export")
+    command.add_argument(
+        "--modes",
+        default="base,trained,base_greedy,greedy,swapped",
+        help="any of base, trained (temperature 1), base_greedy, greedy, base_as_deployed, as_deployed (at what the "
+        "application asks for), swapped (policies of the roles exchanged), today (its own provider, which is asked "
+        "and paid as ever); default: %(default)s",
+    )
+    command.add_argument(
+        "--price",
+        action="append",
+        default=[],
+        metavar="MODEL=IN/OUT",
+        help="what a million prompt and completion tokens of a model cost (or of a policy, by its name); repeatable",
+    )
+    command.add_argument("--limit", type=int, help="take only the first N tasks")
+    command.add_argument("--concurrency", type=int, default=64, help="episodes in flight (default: %(default)s)")
+    command.add_argument("--timeout", type=float, default=600.0, help="seconds for one episode (default: %(default)s)")
+    command.add_argument("--out", metavar="DIR", help="also write the records and evaluation.json to this new folder")
+    command.add_argument("--roles", dest="roles_by", metavar="WHO", help=f"{ROLES} (default: the run's)")

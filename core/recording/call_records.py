@@ -1,0 +1,175 @@
+"""What is recorded of the calls of one episode: each message and prompt segment once, and who has read what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from cotune.ids import address, canonical
+from cotune.recording.lineage import BYTES, Outputs
+from cotune.recording.prompt_tree import PromptTree
+from cotune.recording.records import Call, CallStatus, Message, Record, Reward, Segment, Usage, candidate_id
+from cotune.recording.redaction import Redaction, Told
+from cotune.runtime.bounded_cache import bytes_of
+
+if TYPE_CHECKING:
+    from cotune.recording.recorder import Answer, LiveCall
+
+
+_SHORT = 512
+"""Bytes from which on a message is remembered by its address: looking it up costs more, keeping it less."""
+NAMES = 8 << 20
+"""Most bytes of messages and addresses that are remembered as stored; then all are, and are stored again when met."""
+_FORGOTTEN = (
+    f"The answers of one episode take more than {BYTES >> 20} MiB: the least recently read are forgotten. "
+    "A call that reads one of them is recorded without that parent."
+)
+
+
+class CallRecords:
+    """Makes the records of calls that have ended, in the form in which they may be stored.
+
+    Safe from any thread. `lock` is the episode's: a call may end in the midst of either's work (garbage collection).
+    """
+
+    def __init__(
+        self, redaction: Redaction | None, lock: AbstractContextManager[object], warn: Callable[[str, str], None]
+    ) -> None:
+        self._redaction = redaction
+        self._lock = lock
+        self._warn = warn
+        self.outputs = Outputs()
+        """What the calls that have ended said; for whoever holds the lock."""
+        self._prompts = PromptTree()
+        self._names: dict[bytes | str, str] = {}
+        self._names_size = 0
+        self._withheld: set[str] = set()
+
+    def paths(self, role: str) -> list[tuple[int, ...]]:
+        """Token paths of a role so far: prompts, and prompts with the reply that went on."""
+        with self._lock:
+            return self._prompts.paths(role)
+
+    def ended(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> list[Record]:
+        """The records of a call: new messages, new segments of its prompt, itself, and its candidates' rewards."""
+        told = _as_is(call, answer, error) if self._redaction is None else self._redaction.told(call, answer, error)
+        said = list(map(canonical, told.messages))
+        offered = [canonical({"tools": told.tools})] if told.tools else []
+        sampling = dict(told.answer.sampling) if told.answer else {}
+        grammar = sampling.get("grammar")
+        records: list[Record] = []
+        with self._lock:
+            names = self._named(said, told.messages, records)
+            tools = self._named(offered, [told.tools], records)[0] if offered else None
+            if grammar:
+                sampling["grammar"] = self._named([canonical({"grammar": grammar})], [grammar], records)[0]
+            prompt, segments = self._prompt(call.role, answer, told.withheld)
+            records.extend(segments)
+            if answer and answer.candidates:
+                forgotten = self.outputs.add(call.id, answer.candidates[answer.chosen].message, call.mark.output)
+                for _ in range(forgotten):
+                    self._warn("forgotten_output", _FORGOTTEN)
+        records.append(_call(call, told, status, names, tools, sampling, prompt))
+        now = time.time()
+        for i, components in enumerate(told.answer.rewards if told.answer else ()):
+            target = candidate_id(call.id, i)
+            for name, value in components.items():
+                records.append(Reward(target, name, value, now))
+        return records
+
+    def not_recorded(self, call: LiveCall, broken: Exception) -> list[Record]:
+        """What is recorded of a call whose content could not be."""
+        if self._redaction is None:
+            return [_call(call, _as_is(call, None, f"not recorded: {broken!r}"), "malformed")]
+        return [_call(call, Told(error=f"not recorded: {type(broken).__name__}"), "malformed")]
+
+    def _named(self, said: list[bytes], bodies: list[Any], records: list[Record]) -> tuple[str, ...]:
+        """The content addresses of messages; those that are the episode's first like it are among the records."""
+        names = []
+        for raw, body in zip(said, bodies, strict=True):
+            key = raw if len(raw) < _SHORT else address(raw)
+            name = self._names.get(key)
+            if name is None:
+                name = key if isinstance(key, str) else address(raw)
+                self._remember(key, name)
+                records.append(Message(name, body))
+            names.append(name)
+        return tuple(names)
+
+    def _remember(self, key: bytes | str, name: str) -> None:
+        self._names_size += bytes_of((key, name))
+        if self._names_size > NAMES:
+            self._names.clear()
+            self._names_size = 0
+        self._names[key] = name
+
+    def _prompt(self, role: str, answer: Answer | None, withheld: bool) -> tuple[str | None, list[Segment]]:
+        """The segment of an answer's prompt, and the segments that are new: of those whose ids may be stored."""
+        if answer is None or not answer.prompt_ids:
+            return None, []
+        chosen = answer.candidates[answer.chosen].token_ids if answer.candidates else ()
+        prompt, segments = self._prompts.add(role, answer.prompt_ids, chosen)
+        if not withheld and not self._withheld:
+            return prompt, segments
+        kept: list[Segment] = []
+        for segment in segments:
+            if withheld or segment.parent in self._withheld:
+                self._withheld.add(segment.id)
+            else:
+                kept.append(segment)
+        return (None if withheld or prompt in self._withheld else prompt), kept
+
+
+def _as_is(call: LiveCall, answer: Answer | None, error: str | None) -> Told:
+    return Told(
+        messages=call.messages,
+        tools=call.tools,
+        params=call.params,
+        attempts=call.attempts,
+        error=error,
+        answer=answer,
+        changed=False,
+        withheld=False,
+    )
+
+
+def _call(
+    call: LiveCall,
+    told: Told,
+    status: CallStatus,
+    messages: tuple[str, ...] = (),
+    tools: str | None = None,
+    sampling: dict[str, Any] | None = None,
+    prompt: str | None = None,
+) -> Call:
+    answer = told.answer
+    prompt_tokens = len(answer.prompt_ids) if answer else 0
+    return Call(
+        id=call.id,
+        episode=call.episode.id,
+        role=call.role,
+        step=call.step,
+        turn=call.turn,
+        parents=call.parents,
+        messages=messages,
+        tools=tools,
+        model=call.model,
+        params=told.params,
+        sampling=sampling or {},
+        prompt=prompt,
+        prompt_tokens=prompt_tokens,
+        policy=answer.policy if answer else None,
+        status=status,
+        error=told.error,
+        attempts=tuple(told.attempts),
+        streamed=call.streamed,
+        started=call.started,
+        latency=time.time() - call.started,
+        usage=answer.usage if answer else Usage(),
+        candidates=answer.candidates if answer else (),
+        chosen=answer.chosen if answer and answer.candidates else None,
+        integration=call.mark.integration,
+        redacted=told.changed or (prompt_tokens > 0 and prompt is None),
+    )

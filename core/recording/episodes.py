@@ -1,0 +1,199 @@
+"""Episodes: runs a workflow on one task with recording on, and turns its outcome into rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from cotune.errors import CotuneError, WorkflowError
+from cotune.recording.app_parts import Parts
+from cotune.recording.recorder import LiveEpisode, Responder, Sink
+from cotune.recording.records import Episode, Task
+from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible, watched
+from cotune.runtime.threads import carry_context
+from cotune.runtime.user_code import Stopped, in_thread, origin, running
+from cotune.sampling.blame import Blame, blame
+from cotune.sampling.scoring import components
+from cotune.workflows import Workflow
+
+activators: list[Callable[[], None]] = []
+"""Run before every episode, cheaply: what installs the integrations."""
+
+_THREADS = 1024
+_grown: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an episode ended. `error` is set when it failed; a failed episode has no rewards.
+
+    Calls that failed within it, also those whose failure the application swallowed, are in `live.failures`.
+    """
+
+    episode: Episode
+    rewards: Mapping[str, float]
+    error: CotuneError | None
+    live: LiveEpisode
+
+
+async def run_episode(
+    workflow: Workflow,
+    task: Task,
+    *,
+    sink: Sink,
+    responder: Responder | None = None,
+    phase: str = "trace",
+    training_step: int | None = None,
+    rollout: int = 0,
+    timeout: float | None = None,
+    offline: bool = False,
+    parts: Parts | None = None,
+) -> Outcome:
+    """Run `workflow` on `task` and record it; errors of the workflow are in the outcome, not raised.
+
+    `responder` answers the calls in place of the application's provider. A sync workflow runs in a thread: at
+    `timeout` (seconds) the thread cannot be stopped, but its open calls are cancelled and further ones refused. An
+    async one that blocks its event loop for that long is interrupted (`loop_watch`), and so is an async scorer.
+    Cancelling records the episode as cancelled. `offline` refuses what the responder leaves to the provider. `parts`
+    is told what the application is made of.
+    """
+    for activate in activators:
+        activate()
+    carry_context()
+    live = LiveEpisode(
+        sink,
+        task,
+        workflow=workflow.name,
+        responder=responder,
+        loop=asyncio.get_running_loop(),
+        phase=phase,
+        training_step=training_step,
+        rollout=rollout,
+        offline=offline,
+        redactors=tuple(workflow.redactors),
+        keep_token_ids=workflow.keep_token_ids,
+        parts=parts,
+        roles=workflow.roles,
+    )
+    try:
+        async with asyncio.timeout(timeout) as limit:
+            with watched(limit, timeout):
+                value = await _run(workflow, task, live)
+        if live.fatal is not None:
+            raise live.fatal
+        rewards, metrics = outcome_of(value, f"The workflow {workflow.name!r}")
+    except asyncio.CancelledError as error:
+        task_here = asyncio.current_task()
+        if task_here is None or not task_here.cancelling():
+            return _failed(live, _raised(workflow, error))
+        live.end("cancelled", error="cancelled")
+        raise
+    except TimeoutError as error:
+        if limit.expired():
+            return _failed(live, _late(workflow, live, timeout, error))
+        return _failed(live, _raised(workflow, error))
+    except CotuneError as error:
+        return _failed(live, error)
+    except Exception as error:  # noqa: BLE001
+        return _failed(live, _raised(workflow, error))
+    return Outcome(live.end("ok", rewards=rewards, metrics=metrics), rewards, None, live)
+
+
+def outcome_of(value: Any, source: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Rewards and metrics of what a workflow returned.
+
+    A number is the reward `team`; a bool is that and the metric `success`. In a dict every entry is a named reward,
+    except `success` (a metric, and the reward `team` where it stands alone) and `metrics` (a dict of metrics).
+    Raises WorkflowError for None, NaN and anything that is not a number.
+    """
+    if not isinstance(value, Mapping):
+        if not isinstance(value, Real) and not hasattr(value, "__float__"):
+            raise WorkflowError(
+                f"{source} returned {value!r}, which is not a reward.",
+                "Return a number, a bool, or a dict of named numbers.",
+            )
+        rewards = components(value, source, "team")
+        return rewards, ({"success": rewards["team"]} if isinstance(value, bool) else {})
+    named = dict(value)
+    extra = named.pop("metrics", None)
+    metrics = components(extra, source) if extra else {}
+    if "success" in named:
+        metrics["success"] = components({"success": named.pop("success")}, source)["success"]
+    if not named and "success" in metrics:
+        named = {"team": metrics["success"]}
+    return components(named, source), metrics
+
+
+async def _run(workflow: Workflow, task: Task, live: LiveEpisode) -> Any:
+    _grow_threads()
+    with live, running(f"The workflow {workflow.name!r} on task {task.id!r}"):
+        if inspect.iscoroutinefunction(workflow.fn):
+            return await _stoppable(interruptible(workflow.fn(task.input)), live)
+        value = await in_thread(workflow.fn, task.input)
+        return await _stoppable(interruptible(value), live) if inspect.isawaitable(value) else value
+
+
+async def _stoppable(work: Awaitable[Any], live: LiveEpisode) -> Any:
+    """Await the workflow; when cancelled, stop its calls first: a framework may wait for them before it gives way."""
+    running = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        if not running.done():
+            live.stop()
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        raise
+
+
+class _Threads(ThreadPoolExecutor):
+    """A loop's default threads. The loop's end does not wait for code in them that may never end."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
+
+
+def _grow_threads() -> None:
+    """Give the running loop a default pool that grows on demand, where the application has set none of its own.
+
+    Frameworks run an application's sync nodes there, and other code while they wait: asyncio's own default (a few
+    threads per core) would lock up.
+    """
+    loop = asyncio.get_running_loop()
+    if loop in _grown:
+        return
+    _grown.add(loop)
+    default = getattr(loop, "_default_executor", None)
+    if default is None or getattr(default, "_thread_name_prefix", "") == "asyncio":
+        loop.set_default_executor(_Threads(_THREADS, thread_name_prefix="cotune"))
+        if default is not None:
+            default.shutdown(wait=False)
+
+
+def _late(workflow: Workflow, live: LiveEpisode, timeout: float | None, error: TimeoutError) -> WorkflowError:
+    at = "; ".join([*live.pending(), *getattr(error.__cause__, "__notes__", ())])
+    cause = f"The workflow {workflow.name!r} did not finish within {timeout} seconds{': ' if at else ''}{at}."
+    return WorkflowError(cause, "Raise the episode's time-out.")
+
+
+def _failed(live: LiveEpisode, error: CotuneError) -> Outcome:
+    """The error is shown and raised by whoever ran the episode, so it goes through the redactors as the record does."""
+    whose: Blame = "infrastructure" if live.outage else blame(error)
+    if live.redaction is not None:
+        error = live.redaction.error(error)
+    return Outcome(live.end("error", error=str(error), blame=whose), {}, error, live)
+
+
+def _raised(workflow: Workflow, error: BaseException) -> WorkflowError:
+    if isinstance(error.__cause__, Blocked):
+        return WorkflowError(f"The workflow {workflow.name!r} {error.__cause__}.", REMEDY)
+    what = str(error) if isinstance(error, Stopped) else f"{type(error).__name__}: {error}"
+    failed = WorkflowError(f"The workflow {workflow.name!r} raised {what}{origin(error)}.", "Fix the workflow.")
+    failed.__cause__ = error
+    return failed

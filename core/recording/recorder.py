@@ -1,0 +1,371 @@
+"""The recorder: turns what an application does into records, while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from cotune.context import Mark, current_episode
+from cotune.errors import CotuneError, RecordError
+from cotune.ids import new_id
+from cotune.recording.app_parts import Parts
+from cotune.recording.call_records import CallRecords
+from cotune.recording.records import (
+    CallStatus,
+    Candidate,
+    Episode,
+    EpisodeStatus,
+    PolicyRef,
+    Record,
+    Reward,
+    Task,
+    Usage,
+)
+from cotune.recording.redaction import Redaction, Redactor
+from cotune.recording.role_functions import RolesFunction, named
+from cotune.recording.validate_answers import well_formed
+from cotune.runtime.forks import survives_fork
+from cotune.sampling.blame import Blame
+
+log = logging.getLogger("cotune")
+_said: set[str] = set()
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What answered a call: all candidates, which one goes on, and how it came about.
+
+    `rewards[i]` are the components of candidate i, from before the selection; empty where no scorer ran, or
+    where it failed (`error`). `sampling` holds the parameters that were really used, the seed included.
+    """
+
+    candidates: tuple[Candidate, ...]
+    chosen: int = 0
+    prompt_ids: tuple[int, ...] = ()
+    policy: PolicyRef | None = None
+    usage: Usage = Usage()
+    rewards: tuple[Mapping[str, float], ...] = ()
+    sampling: Mapping[str, Any] = {}
+    error: str | None = None
+
+
+class Responder(Protocol):
+    """Answers calls in place of the provider that the application uses."""
+
+    async def respond(self, call: LiveCall) -> Answer | None:
+        """Answer a call, or return None to let the application's own provider answer."""
+        ...
+
+
+class Sink(Protocol):
+    """Where the recorder puts records; every `Store` is one."""
+
+    def write(self, records: Sequence[Record]) -> None: ...
+
+
+class LiveCall:
+    """A call in flight; scorers see it as `call`. Ends once, by `finish` or `fail`."""
+
+    __slots__ = (
+        "attempts", "cancel", "copies", "ended", "episode", "id", "mark", "messages", "model", "obstacle", "on_wire",
+        "params", "parents", "role", "stage", "started", "step", "streamed", "tools", "turn",
+    )  # fmt: skip
+
+    def __init__(self, episode: LiveEpisode, mark: Mark, step: int, turn: int, body: Mapping[str, Any]) -> None:
+        self.id = new_id()
+        self.episode = episode
+        self.role = mark.role
+        self.mark = mark
+        self.step = step
+        self.turn = turn
+        self.attempts: list[str] = []
+        self.copies: tuple[LiveCall, ...] = ()
+        """The same call in episodes inside this one (`cotune.trace`); they end with it."""
+        self.started = time.time()
+        self.ended = False
+        self.on_wire = False
+        """Whether a wire request has been made for it."""
+        self.obstacle = ""
+        """What in the request no policy can serve, so that only the application's own provider can answer it."""
+        self.stage = "no answer yet"
+        """How far it is, in words."""
+        self.cancel: Callable[[], object] | None = None
+        """Stops whatever is answering the call, when its episode ends first. Safe from any thread."""
+        self.parents: tuple[str, ...] = ()
+        """Calls whose outputs the messages contain: only such as had ended when this one started."""
+        self._take(body)
+
+    def read(self, body: Mapping[str, Any]) -> None:
+        """Take messages, tools and parameters from the body of a chat request in OpenAI form."""
+        self._take(body)
+        self.episode._link(self)
+
+    def _take(self, body: Mapping[str, Any]) -> None:
+        self.params = dict(body)
+        self.messages: list[dict[str, Any]] = list(self.params.pop("messages", None) or [])
+        self.tools: list[dict[str, Any]] | None = self.params.pop("tools", None) or None
+        self.model = str(self.params.pop("model", ""))
+        self.streamed = bool(self.params.pop("stream", False))
+
+    @property
+    def task(self) -> Task:
+        return self.episode.task
+
+    @property
+    def state(self) -> Any:
+        """Input state of the node that makes the call (LangGraph), else None."""
+        return self.mark.state
+
+    def earlier(self) -> list[tuple[int, ...]]:
+        """Token paths of this role's earlier calls, longest first; none where no reply is part of the messages."""
+        if not any(message.get("role") == "assistant" for message in self.messages):
+            return []
+        return self.episode.paths(self.role)
+
+    def finish(self, answer: Answer) -> None:
+        """Record the call with all its candidates and rewards. A second end of the call is ignored."""
+        self.episode._end(self, answer, "ok", answer.error)
+
+    def fail(self, status: CallStatus, error: str, part: Answer | None = None) -> None:
+        """Record the call as failed; its episode keeps going unless the application stops.
+
+        `part` is what had been answered by then: it is recorded and never trained on.
+        """
+        self.episode._end(self, part, status, error)
+
+    def ends_like(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> None:
+        """Record an end of this copy of `call`, with what became of the call since it started."""
+        self.messages, self.tools, self.model, self.params = call.messages, call.tools, call.model, call.params
+        self.streamed, self.attempts = call.streamed, call.attempts
+        self.episode._end(self, answer, status, error)
+
+
+class LiveEpisode:
+    """An episode in progress. Numbers calls under a lock; safe from any thread."""
+
+    def __init__(
+        self,
+        sink: Sink,
+        task: Task,
+        *,
+        workflow: str,
+        responder: Responder | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+        phase: str = "trace",
+        training_step: int | None = None,
+        rollout: int = 0,
+        offline: bool = False,
+        redactors: Sequence[Redactor] = (),
+        keep_token_ids: bool = False,
+        parts: Parts | None = None,
+        roles: RolesFunction | None = None,
+    ) -> None:
+        self.id = new_id()
+        self.sink = sink
+        self.task = task
+        self.workflow = workflow
+        self.responder = responder
+        self.loop = loop
+        """Where `responder.respond` runs when the application calls from a thread without a loop."""
+        self.phase = phase
+        self.training_step = training_step
+        self.rollout = rollout
+        self.offline = offline
+        """Whether a call that the responder leaves is refused instead of going to the application's provider."""
+        self.roles = roles
+        """Names the roles of calls that `cotune.role` does not name."""
+        self.started = time.time()
+        self.failures: dict[str, int] = {}
+        """Calls that did not end well, by status; also those whose failure the application swallowed."""
+        self.warnings: dict[str, int] = {}
+        """What the recorder could not do or did differently, by kind; each kind is logged once per process."""
+        self.explained: dict[str, str] = {}
+        """The first message of each kind of warning."""
+        self.fatal: CotuneError | None = None
+        """An error that must fail the episode even when the application swallows it."""
+        self.outage = False
+        """Whether the last call to end failed by the infrastructure's doing, so that what the episode does now may."""
+        self.notes: dict[str, Any] = {}
+        """Working state of integrations, by integration; goes with the episode."""
+        self.parts = parts
+        """Where integrations tell what the application is made of; None where nobody asks."""
+        self.ended = False
+        # Reentrant, as the garbage collector may close a half-read stream, and so end a call, anywhere.
+        self._lock = threading.RLock()
+        self._idle = threading.Condition(self._lock)
+        self._ending = 0
+        self._steps = 0
+        self._turns: dict[str, int] = {}
+        self._open: dict[str, LiveCall] = {}
+        self._stopped: list[LiveCall] = []
+        self.redaction = Redaction(redactors, keep_token_ids, self.warn) if redactors else None
+        """What is stored goes through it first; scorers, responders and the application see everything as it is."""
+        self._records = CallRecords(self.redaction, self._lock, self.warn)
+        self._token: Any = None
+        self.gateway = ""
+        """Address at which a child process reaches this episode, while `cotune.gateway()` is open."""
+        self.forked = False
+        """Whether this is a copy in a child process that the application forked: nothing can be recorded in it."""
+        survives_fork(self)
+
+    def start(self, mark: Mark, body: Mapping[str, Any]) -> LiveCall:
+        """Open a call; step and turn are taken here, under the lock. Raises RecordError once the episode has ended."""
+        if self.roles is not None:
+            mark = named(self.roles, mark, body, self)
+        with self._lock:
+            if self.forked:
+                raise RecordError(
+                    "The call was made in a child process that the application forked, where no run reaches it.",
+                    "Make it in a thread, or let the child call the address that `with cotune.gateway()` gives.",
+                )
+            if self.ended:
+                raise RecordError(f"Episode {self.id} has ended.", "Wait for every call before the workflow returns.")
+            step, self._steps = self._steps, self._steps + 1
+            turn = self._turns.get(mark.role, 0)
+            self._turns[mark.role] = turn + 1
+            call = LiveCall(self, mark, step, turn, body)
+            self._open[call.id] = call
+            mark.calls += 1
+        self._link(call)
+        return call
+
+    def _link(self, call: LiveCall) -> None:
+        try:
+            with self._lock:
+                call.parents = self._records.outputs.read_by(call.mark.read, call.messages)
+        except Exception as broken:  # noqa: BLE001
+            self.warn("unlinked_call", f"What a call of role {call.role!r} has read could not be found.", broken)
+
+    def warn(self, kind: str, message: str, error: BaseException | None = None) -> None:
+        """Count something that the user should know about; say it once per process.
+
+        `message` must quote nothing that the application said; the text of an `error` that is no OSError is
+        logged at level DEBUG only.
+        """
+        if error is not None:
+            log.debug("%s", message, exc_info=error)
+            message = f"{message} ({error!r})" if isinstance(error, OSError) else f"{message} ({type(error).__name__})"
+        with self._lock:
+            self.warnings[kind] = self.warnings.get(kind, 0) + 1
+            self.explained.setdefault(kind, message)
+            first = kind not in _said
+            _said.add(kind)
+        if first:
+            log.warning("%s", message)
+
+    def paths(self, role: str) -> list[tuple[int, ...]]:
+        """Token paths of a role so far: prompts, and prompts with the reply that went on."""
+        return self._records.paths(role)
+
+    def __enter__(self) -> LiveEpisode:
+        self._token = current_episode.set(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        current_episode.reset(self._token)
+
+    def pending(self) -> list[str]:
+        """The calls that are open, or were when the episode was stopped, in words."""
+        with self._lock:
+            return [
+                f"turn {c.turn} of role {c.role!r} was open ({c.stage})" for c in self._stopped or self._open.values()
+            ]
+
+    def stop(self) -> None:
+        """Cancel the calls that are open, and refuse any further one; the episode has yet to `end`."""
+        with self._lock:
+            self.ended = True
+            unanswered = list(self._open.values())
+            self._stopped += unanswered
+        for call in unanswered:
+            if call.cancel is not None:
+                call.cancel()
+            call.fail("cancelled", "the episode ended before the call did")
+
+    def after_fork(self) -> None:
+        """In a forked child: locks of its own, and no more calls. What the parent records is its business alone."""
+        self.forked = self.ended = True
+        self._lock = threading.RLock()
+        self._idle = threading.Condition(self._lock)
+        self._ending = 0
+        self._open = {}
+        self._records = CallRecords(self.redaction, self._lock, self.warn)
+        self.sink = _Nowhere()
+
+    def end(
+        self,
+        status: EpisodeStatus,
+        *,
+        rewards: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        error: str | None = None,
+        blame: Blame | None = None,
+    ) -> Episode:
+        """Record the end of the episode with its team rewards. Calls still open are recorded as cancelled."""
+        self.stop()
+        with self._idle:
+            self._idle.wait_for(lambda: not self._ending)
+        record = Episode(
+            id=self.id,
+            task=self.task if self.redaction is None else self.redaction.task(self.task),
+            workflow=self.workflow,
+            phase=self.phase,
+            training_step=self.training_step,
+            rollout=self.rollout,
+            status=status,
+            error=error if self.redaction is None else self.redaction.text(error),
+            blame=blame,
+            started=self.started,
+            latency=time.time() - self.started,
+            calls=self._steps,
+            metrics=dict(metrics or {}),
+        )
+        now = time.time()
+        self._write([*(Reward(self.id, k, v, now) for k, v in (rewards or {}).items()), record])
+        return record
+
+    def _end(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> None:
+        if answer is not None and answer.policy is None and not call.ended:
+            answer, wrong = well_formed(answer)
+            if wrong and status == "ok":
+                status, error = "malformed", wrong
+        with self._lock:
+            if call.ended:
+                return
+            call.ended = True
+            self._ending += 1
+            self._open.pop(call.id, None)
+            if status != "ok":
+                self.failures[status] = self.failures.get(status, 0) + 1
+            else:
+                self.outage = False
+        try:
+            try:
+                records = self._records.ended(call, answer, status, error)
+            except Exception as broken:  # noqa: BLE001
+                self.warn("unrecorded", f"The content of a call of role {call.role!r} could not be recorded.", broken)
+                records = self._records.not_recorded(call, broken)
+            self._write(records)
+            for copy in call.copies:
+                copy.ends_like(call, answer, status, error)
+        finally:
+            with self._lock:
+                self._ending -= 1
+                if self.ended:
+                    self._idle.notify_all()
+
+    def _write(self, records: list[Record]) -> None:
+        """A sink that fails costs records, never the application its answer."""
+        try:
+            self.sink.write(records)
+        except Exception as broken:  # noqa: BLE001
+            self.warn("lost", f"The store refused {len(records)} records.", broken)
+
+
+class _Nowhere:
+    def write(self, records: Sequence[Record]) -> None: ...

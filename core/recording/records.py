@@ -1,0 +1,168 @@
+"""The immutable records of a run: what the store keeps and every later layer reads.
+
+Vocabulary: an episode is one run of a workflow on one task; a call is one LLM request by one role in it;
+a candidate is one sampled completion of a call. Rewards are records of their own, so they may arrive late.
+What is made for every call is `gc=False`: it holds no cycles, and a collector that looks at it slows the application.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from cotune.ids import unpack_ids
+from cotune.sampling.blame import Blame
+
+CallStatus = Literal["ok", "error", "timeout", "cancelled", "malformed"]
+EpisodeStatus = Literal["ok", "error", "cancelled"]
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One input of the workflow. `input` is any JSON value; `id` is unique within a tasks file."""
+
+    id: str
+    input: Any
+
+
+class PolicyRef(msgspec.Struct, frozen=True, gc=False):
+    """A policy at a version; version 0 is the untrained policy."""
+
+    name: str
+    version: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.version}"
+
+
+class Usage(msgspec.Struct, frozen=True, gc=False):
+    """Token counts as the engine or provider reports them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Message(msgspec.Struct, frozen=True, gc=False, tag="message"):
+    """A chat message (or a tools list, or a grammar) in OpenAI form, stored once under its content address."""
+
+    id: str
+    body: Any
+
+
+class Segment(msgspec.Struct, frozen=True, gc=False, tag="segment"):
+    """Token ids added to a parent path, packed (`ids.pack_ids`). A prompt is the path from the root to one segment.
+
+    `id` is the content address of the whole path, so equal ids mean identical token ids from the root.
+    """
+
+    id: str
+    parent: str | None
+    packed: bytes
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return unpack_ids(self.packed)
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One sampled completion of a call. `logprobs[i]` is log pi_sampler(token_ids[i]) in nats.
+
+    `message` is the assistant message in OpenAI form as the application would receive it.
+    Token ids and log-probabilities are empty where the engine or provider does not give them. `malformed` says that
+    the text holds a tool call that could not be read: the application gets it as text.
+    """
+
+    index: int
+    text: str
+    message: dict[str, Any]
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    finish_reason: str = "stop"
+    malformed: bool = False
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """Tool calls in OpenAI form; empty when the candidate called none."""
+        return self.message.get("tool_calls") or []
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"):
+    """One LLM request by one role, with all its candidates; written when the request has ended.
+
+    `step` counts calls in the episode, `turn` counts calls of this role in it, both from 0 and both taken
+    when the call started. `messages` and `tools` are `Message` ids, `prompt` is the id of the last `Segment`
+    of its prompt path (None where token ids are unknown). `attempts` lists the requests that failed before
+    the SDK's retry of them, each as `<status>: <cause>`. `redacted` says whether a redactor changed anything of it.
+    `params` is what the application asked, `sampling` what was really used; its `grammar` is a `Message` id.
+    `parents` are the calls of this episode whose outputs the prompt contains. `policy` is None when an outside
+    provider answered.
+    """
+
+    id: str
+    episode: str
+    role: str
+    step: int
+    turn: int
+    parents: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
+    tools: str | None = None
+    model: str = ""
+    params: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
+    prompt: str | None = None
+    prompt_tokens: int = 0
+    policy: PolicyRef | None = None
+    status: CallStatus = "ok"
+    error: str | None = None
+    attempts: tuple[str, ...] = ()
+    streamed: bool = False
+    started: float = 0.0
+    latency: float = 0.0
+    usage: Usage = Usage()
+    candidates: tuple[Candidate, ...] = ()
+    chosen: int | None = None
+    integration: str = ""
+    redacted: bool = False
+
+
+class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
+    """One run of a workflow on one task; written when it has ended, so a stored episode is a finished one.
+
+    `phase` tells what it was run for ("train", "eval", "trace", ...), `training_step` the step of the loop it
+    belongs to, `rollout` its number among the episodes of the same task in that step. `blame` is whose doing a failure
+    is: an outcome of the policy, or of the infrastructure.
+    """
+
+    id: str
+    task: Task
+    workflow: str
+    phase: str = "trace"
+    training_step: int | None = None
+    rollout: int = 0
+    status: EpisodeStatus = "ok"
+    error: str | None = None
+    blame: Blame | None = None
+    started: float = 0.0
+    latency: float = 0.0
+    calls: int = 0
+    metrics: dict[str, float] = {}
+
+
+class Reward(msgspec.Struct, frozen=True, gc=False, tag="reward"):
+    """A named reward component. `target` is an episode id or a candidate id (`candidate_id`).
+
+    The last write of a name wins, until the episode's groups are consumed.
+    """
+
+    target: str
+    name: str
+    value: float
+    at: float = 0.0
+
+
+Record = Message | Segment | Call | Episode | Reward
+
+
+def candidate_id(call_id: str, index: int) -> str:
+    """Id of a candidate as reward target and sample id: `<call id>.<index>`."""
+    return f"{call_id}.{index}"

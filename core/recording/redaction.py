@@ -1,0 +1,219 @@
+"""Redaction: functions of the user's that see each message before it is stored, and what is stored instead."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from cotune.errors import ConfigError, CotuneError, WorkflowError
+from cotune.recording.records import Candidate, Task
+
+if TYPE_CHECKING:
+    from cotune.recording.recorder import Answer, LiveCall
+
+Redactor = Callable[[dict[str, Any]], Mapping[str, Any]]
+"""A message in, the message to store out. What is no chat message comes as one too: see `docs/privacy.md`."""
+
+_FINISHED = {"stop", "length", "tool_calls", "function_call", "content_filter", "interrupted", "unknown"}
+"""Finish reasons that are none of a provider's own making."""
+FAILED = "[redaction failed]"
+WITHHELD = "[redacted]"
+"""In place of a grammar that holds what was redacted."""
+_MOST = 16 << 20
+"""Bytes of messages whose redaction an episode keeps; older ones are redacted again."""
+_json = msgspec.json.Encoder(enc_hook=repr)
+"""As the store encodes what is no JSON."""
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What may be stored of a call. `changed`: anything differs; `withheld`: so does what its prompt is made of."""
+
+    messages: list[dict[str, Any]] = []
+    tools: Any = None
+    params: dict[str, Any] = {}
+    attempts: list[str] = []
+    error: str | None = None
+    answer: Answer | None = None
+    changed: bool = True
+    withheld: bool = True
+
+
+def check_redactor(fn: Any) -> Redactor:
+    """`fn` itself. Raises WorkflowError unless it is a plain function of one argument."""
+    name = getattr(fn, "__name__", repr(fn))
+    if not callable(fn) or inspect.iscoroutinefunction(fn):
+        raise WorkflowError(f"The redactor {name} is not a plain function.", "Define it as: def redact(message): ...")
+    try:
+        inspect.signature(fn).bind({})
+    except TypeError:
+        remedy = "Define it as: def redact(message): ... and return the message to store."
+        raise WorkflowError(f"The redactor {name} does not take one argument.", remedy) from None
+    except ValueError:
+        return fn  # type: ignore[no-any-return]
+    return fn  # type: ignore[no-any-return]
+
+
+def load_redactor(spec: str) -> Redactor:
+    """Import `module:function`. Raises ConfigError for what is not there, WorkflowError for what is no redactor."""
+    source, _, name = spec.rpartition(":")
+    try:
+        return check_redactor(getattr(importlib.import_module(source), name))
+    except (ImportError, AttributeError, ValueError) as error:
+        allowed = f"module:function of a redactor ({type(error).__name__}: {error})"
+        raise ConfigError("redact", spec, allowed, "For example: --redact privacy:hide") from None
+
+
+def each_text(fn: Callable[[str], str]) -> Redactor:
+    """A redactor that puts every text of a message through `fn`, however deep it lies; `role` and keys stay."""
+
+    def redact(message: dict[str, Any]) -> dict[str, Any]:
+        return {key: value if key == "role" else _each(value, fn) for key, value in message.items()}
+
+    return redact
+
+
+def _each(value: Any, fn: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return fn(value)
+    if isinstance(value, Mapping):
+        return {key: _each(item, fn) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_each(item, fn) for item in value]
+    return value
+
+
+@dataclass
+class Redaction:
+    """The redactors of one episode, applied in order, each message once. One that raises stores `FAILED`."""
+
+    redactors: Sequence[Redactor]
+    keep_token_ids: bool = False
+    warn: Callable[[str, str], None] = lambda kind, text: None
+    _done: dict[bytes, tuple[dict[str, Any], bool, int]] = field(default_factory=dict)
+    _held: int = 0
+
+    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """What to store of a message; the message itself is not touched."""
+        return self._seen(message)[0]
+
+    def changes(self, message: Mapping[str, Any]) -> bool:
+        """Whether what is stored of a message differs from it."""
+        return self._seen(message)[1]
+
+    def content(self, role: str, content: Any) -> Any:
+        """The same for something that is no message: it is shown as the content of one of this role."""
+        return self.message(self._as_message(role, content)).get("content")
+
+    def task(self, task: Task) -> Task:
+        """The same for a task. One that is a text has it as its id too."""
+        told = self.content("task", task.input)
+        same = isinstance(task.input, str) and task.id == task.input
+        return Task(id=str(told) if same else task.id, input=told)
+
+    def error(self, error: CotuneError) -> CotuneError:
+        """An error of an episode, as it may be shown: its cause is an error text."""
+        told = str(self.text(error.cause))
+        if told == error.cause:
+            return error
+        shown = copy.copy(error)
+        shown.cause, shown.args = told, (f"{told} {error.remedy}".strip(),)
+        return shown
+
+    def text(self, text: str | None) -> str | None:
+        """The same for an error text."""
+        return None if text is None else str(self.content("error", text))
+
+    def table(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        """The same for request parameters."""
+        if not table or not self.changes(self._as_message("params", dict(table))):
+            return dict(table)  # as it is: JSON would make lists of its tuples
+        found = self.content("params", dict(table))
+        return found if isinstance(found, dict) else {"redacted": found}
+
+    def told(self, call: LiveCall, answer: Answer | None, error: str | None) -> Told:
+        """What may be stored of a call that has ended."""
+        tools = self._as_message("tools", call.tools) if call.tools else None
+        messages = [self._seen(message) for message in call.messages]
+        withheld = any(changed for _, changed in messages) or (tools is not None and self.changes(tools))
+        params, said = self.table(call.params), self.text(error)
+        formed = params != call.params or (tools is not None and self.changes(tools))
+        answered = None if answer is None else self._answer(answer, formed)
+        return Told(
+            messages=[message for message, _ in messages],
+            tools=None if tools is None else self.message(tools).get("content"),
+            params=params,
+            attempts=[str(self.text(attempt)) for attempt in call.attempts],
+            error=said,
+            answer=answered,
+            changed=withheld or answered != answer or params != call.params or said != error,
+            withheld=withheld and not self.keep_token_ids,
+        )
+
+    def _answer(self, answer: Answer, formed: bool) -> Answer:
+        """`formed`: a redactor changed what the grammar was made of. Without the grammar, ids cannot be trained on."""
+        candidates = tuple(self._candidate(candidate) for candidate in answer.candidates)
+        sampling = self.table(answer.sampling)
+        if grammar := answer.sampling.get("grammar"):
+            keep = self.keep_token_ids or not (formed or sampling.get("grammar") != grammar)
+            sampling["grammar"] = grammar if keep else WITHHELD
+            if not keep:
+                candidates = tuple(msgspec.structs.replace(c, token_ids=(), logprobs=()) for c in candidates)
+        return msgspec.structs.replace(answer, candidates=candidates, sampling=sampling)
+
+    def _candidate(self, candidate: Candidate) -> Candidate:
+        if candidate.finish_reason not in _FINISHED:
+            finish = str(self.content("finish_reason", candidate.finish_reason))
+            candidate = msgspec.structs.replace(candidate, finish_reason=finish)
+        message = self._as_message("assistant", candidate.message.get("content"))
+        message.update(candidate.message)
+        text = message if candidate.text == message["content"] else self._as_message("assistant", candidate.text)
+        if not self.changes(message) and not self.changes(text):
+            return candidate
+        said = self.message(text).get("content")
+        changed = msgspec.structs.replace(
+            candidate, message=self.message(message), text=said if isinstance(said, str) else FAILED
+        )
+        return changed if self.keep_token_ids else msgspec.structs.replace(changed, token_ids=(), logprobs=())
+
+    def _as_message(self, role: str, content: Any) -> dict[str, Any]:
+        return {"role": role, "content": content}
+
+    def _seen(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+        """What to store, and whether it differs. Redactors see what would be stored: the message as JSON."""
+        try:
+            raw = _json.encode(message)
+        except Exception:  # noqa: BLE001
+            return self._failed(message, "it is no JSON"), True
+        name = hashlib.blake2b(raw, digest_size=16).digest()
+        if name not in self._done:
+            found = self._redact(raw)
+            self._done[name] = (found, found != msgspec.json.decode(raw), len(raw))
+            self._held += len(raw)
+            while self._held > _MOST and len(self._done) > 1:
+                self._held -= self._done.pop(next(iter(self._done)))[2]
+        return self._done[name][:2]
+
+    def _redact(self, raw: bytes) -> dict[str, Any]:
+        message = msgspec.json.decode(raw)
+        try:
+            found: Any = message
+            for redactor in self.redactors:
+                found = redactor(found)
+                if not isinstance(found, Mapping):
+                    raise TypeError("no message")
+            stored: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(found))
+            return stored
+        except Exception as error:  # noqa: BLE001
+            return self._failed(message, f"the redactor raised {type(error).__name__}")
+
+    def _failed(self, message: Mapping[str, Any], why: str) -> dict[str, Any]:
+        role = str(message.get("role", "unknown"))
+        self.warn("redaction_failed", f"A message of role {role!r} is stored as {FAILED}: {why}.")
+        return {"role": role, "content": FAILED}

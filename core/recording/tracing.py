@@ -1,0 +1,222 @@
+"""Tracing: records the LLM calls of any code, with no workflow declared."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from cotune.context import Mark, current_episode
+from cotune.errors import RecordError, WorkflowError
+from cotune.recording.episodes import activators
+from cotune.recording.recorder import LiveCall, LiveEpisode
+from cotune.recording.records import Call, CallStatus, Reward, Task
+from cotune.recording.redaction import Redactor, check_redactor
+from cotune.recording.role_functions import RolesFunction, roles_function
+from cotune.recording.trace_records import FileRecords, MemoryRecords, Reader
+from cotune.runtime.threads import carry_context
+from cotune.sampling.scoring import components
+from cotune.tasks import as_task
+
+_ENDED = (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit)
+
+
+class TracedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call as it was made. `messages` are as they were sent, or as a redactor left them; `answer` is the assistant
+    message that went on, None where there was none."""
+
+    id: str
+    role: str
+    step: int
+    turn: int
+    status: CallStatus
+    error: str | None
+    attempts: tuple[str, ...]
+    model: str
+    params: Mapping[str, Any]
+    messages: list[Any]
+    tools: Any
+    answer: dict[str, Any] | None
+    parents: tuple[str, ...]
+    streamed: bool
+    latency: float
+    record: Call
+    """The whole record, with all candidates."""
+
+    @property
+    def text(self) -> str:
+        """What the answer says; empty where there is none."""
+        chosen = self.record.chosen
+        return "" if chosen is None else self.record.candidates[chosen].text
+
+
+def trace(
+    path: str | Path | None = None,
+    *,
+    task: Any = None,
+    name: str = "trace",
+    redactor: Redactor | None = None,
+    roles: RolesFunction | str | None = None,
+) -> Trace:
+    """Record every LLM call made inside a `with` or `async with` block, in any thread or task that it starts.
+
+    With a `path`, into that records file (or `records.db` in that folder), to which it adds; without one in memory.
+    `task` names what is being done: a text, or any JSON value as in a tasks file. Inside an episode, calls belong to
+    the episode as they did before, and are recorded here as well. `roles` names the role of each call: a function of
+    a CallRequest (see `cotune.roles`), or `"caller"` for the name of the function of yours that makes it. Raises
+    RunError for a file that cannot be used, WorkflowError for what is no roles function.
+    """
+    return Trace(path, task=task, name=name, redactor=redactor, roles=roles)
+
+
+class Trace:
+    """What `cotune.trace` returns; one block each."""
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        *,
+        task: Any,
+        name: str,
+        redactor: Redactor | None,
+        roles: RolesFunction | str | None,
+    ) -> None:
+        self.path = None if path is None else Path(path)
+        self.name = name
+        self.task = Task(id=task, input=task) if isinstance(task, str) else as_task(task, 1)
+        self._roles = roles_function(roles)
+        self._redactors = () if redactor is None else (check_redactor(redactor),)
+        self._sink: MemoryRecords | FileRecords | None = None
+        self._live: LiveEpisode | None = None
+
+    @property
+    def id(self) -> str:
+        """Id of the episode in the records."""
+        return self._episode().id
+
+    @property
+    def calls(self) -> list[TracedCall]:
+        """The calls that have ended so far, in the order of their start."""
+        sink, live = self._sink, self._episode()
+        assert sink is not None
+        with sink.reading() as read:
+            return [_traced(call, read) for call in read.calls(live.id)]
+
+    @property
+    def rewards(self) -> Mapping[str, float]:
+        """Rewards given so far, by name."""
+        sink, live = self._sink, self._episode()
+        assert sink is not None
+        with sink.reading() as read:
+            return read.rewards([live.id]).get(live.id, {})
+
+    @property
+    def warnings(self) -> Mapping[str, int]:
+        """What could not be recorded, or not exactly, by kind."""
+        return dict(self._episode().warnings)
+
+    def reward(self, value: float | None = None, /, **named: float) -> None:
+        """Give the episode a reward: a number (`team`) or named numbers, also after the block.
+
+        The last one of a name wins. Raises WorkflowError for what is no finite number.
+        """
+        given = {**({} if value is None else {"team": value}), **named}
+        sink, live = self._sink, self._episode()
+        assert sink is not None
+        now = time.time()
+        found = components(given, "The reward of a trace")
+        sink.write([Reward(live.id, key, number, now) for key, number in found.items()])
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            raise WorkflowError("This trace has been used.", "Make another one: with cotune.trace(...) as t.")
+        for activate in activators:
+            activate()
+        carry_context()
+        outer = current_episode.get()
+        inherited = outer.redaction.redactors if outer and outer.redaction else ()
+        redactors = (*inherited, *self._redactors)
+        self._sink = MemoryRecords() if self.path is None else FileRecords(self.path)
+        options: dict[str, Any] = {"workflow": self.name, "redactors": redactors}
+        if outer is None:
+            self._live = LiveEpisode(self._sink, self.task, roles=self._roles, **options)
+        else:
+            self._live = Within(outer, self._sink, self.task, roles=self._roles or outer.roles, **options)
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        live = self._episode()
+        with contextlib.suppress(ValueError):  # entered in another context, where the variable stays as it is
+            live.__exit__(kind, error, traceback)
+        if error is None:
+            live.end("ok")
+        elif isinstance(error, _ENDED):
+            live.end("cancelled", error=type(error).__name__)
+        else:
+            live.end("error", error=f"{type(error).__name__}: {error}")
+        assert self._sink is not None
+        self._sink.close()
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, traceback)
+
+    def _episode(self) -> LiveEpisode:
+        if self._live is None:
+            raise RecordError("The trace has not begun.", "Use it as a block: with cotune.trace(...) as t.")
+        return self._live
+
+
+class Within(LiveEpisode):
+    """An episode inside another one: calls belong to the outer episode and are recorded here too, as its own."""
+
+    def __init__(self, outer: LiveEpisode, sink: Any, task: Task, **options: Any) -> None:
+        super().__init__(sink, task, responder=outer.responder, loop=outer.loop, offline=outer.offline, **options)
+        self.outer = outer
+        self.notes = outer.notes
+
+    def start(self, mark: Mark, body: Mapping[str, Any]) -> LiveCall:
+        """The outer episode's call; one of its own ends when that does."""
+        call = self.outer.start(mark, body)
+        with contextlib.suppress(RecordError):  # calls made after the end of the block are the outer episode's alone
+            call.copies = (*call.copies, super().start(mark, body))
+        return call
+
+    def warn(self, kind: str, message: str, error: BaseException | None = None) -> None:
+        """Counted in both episodes."""
+        super().warn(kind, message, error)
+        self.outer.warn(kind, message, error)
+
+
+def _traced(call: Call, read: Reader) -> TracedCall:
+    return TracedCall(
+        id=call.id,
+        role=call.role,
+        step=call.step,
+        turn=call.turn,
+        status=call.status,
+        error=call.error,
+        attempts=call.attempts,
+        model=call.model,
+        params=call.params,
+        messages=[read.message(name) for name in call.messages],
+        tools=read.message(call.tools) if call.tools else None,
+        answer=None if call.chosen is None else call.candidates[call.chosen].message,
+        parents=call.parents,
+        streamed=call.streamed,
+        latency=call.latency,
+        record=call,
+    )

@@ -1,0 +1,1 @@
+"""Living inside an application: its threads, event loops, forks, signals and end."""

@@ -1,0 +1,79 @@
+"""A memory of the most recently used values, bounded in entries and in bytes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any, Generic, TypeVar
+
+from cotune.runtime.forks import survives_fork
+
+V = TypeVar("V")
+
+
+class Bounded(Generic[V]):
+    """Values by key, of at most `entries` entries and `size` bytes together. Safe to use from several threads.
+
+    Sizes are what `put` is told. A value that is larger than a fourth of all is not kept: it would push out the rest.
+    """
+
+    def __init__(self, entries: int, size: int) -> None:
+        self.entries = entries
+        self.size = size
+        self.bytes = 0
+        self._kept: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+        # Reentrant, as the garbage collector may end a call, and so keep something, in the midst of this.
+        self._lock = threading.RLock()
+        survives_fork(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: a lock of its own."""
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: Hashable) -> V | None:
+        """The value, which then is the last to go; None where it is not kept."""
+        with self._lock:
+            found = self._kept.pop(key, None)
+            if found is None:
+                return None
+            self._kept[key] = found
+            return found[0]
+
+    def put(self, key: Hashable, value: V, size: int) -> int:
+        """Keep a value of `size` bytes, in place of an earlier one, as far as there is room.
+
+        Returns how many values were dropped for want of it, this one among them.
+        """
+        with self._lock:
+            earlier = self._kept.pop(key, None)
+            if earlier is not None:
+                self.bytes -= earlier[1]
+            if size > self.size // 4:
+                return 1
+            self._kept[key] = value, size
+            self.bytes += size
+            dropped = 0
+            while self._kept and (len(self._kept) > self.entries or self.bytes > self.size):
+                _, (_, gone) = self._kept.popitem(last=False)
+                self.bytes -= gone
+                dropped += 1
+            return dropped
+
+
+def bytes_of(value: Any) -> int:
+    """Bytes of memory that a value of JSON's types takes, with all that is in it. What occurs twice counts twice."""
+    total, rest = 0, [value]
+    while rest:
+        one = rest.pop()
+        total += sys.getsizeof(one)
+        if isinstance(one, dict):
+            rest += one.keys()
+            rest += one.values()
+        elif isinstance(one, list | tuple):
+            rest += one
+    return total

@@ -1,0 +1,81 @@
+"""SIGINT and SIGTERM: the first asks whatever runs to stop, the second ends it at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from types import FrameType
+
+from cotune.runtime.process_exit import end_process_after
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
+PATIENCE = 5.0
+"""Seconds that a process has to end after the second signal, before it is ended."""
+
+
+class Interrupts:
+    """What the signals do while a loop runs. `ask` is called on the loop at the first one."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.count = 0
+        self.ask: Callable[[], object] = lambda: None
+
+    @contextlib.contextmanager
+    def taking(self, numbers: Iterable[signal.Signals]) -> Iterator[None]:
+        """Handle these signals inside; only the main thread can."""
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            before = {number: signal.signal(number, self.handle) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """A signal handler of Python's, as asyncio's own needs a loop that turns: the application may block it."""
+        self.count += 1
+        if self.count == 1:
+            os.write(2, b"stopping; once more ends it at once\n")
+            self.loop.call_soon_threadsafe(lambda: self.ask())
+            return
+        end_process_after(PATIENCE, "ended at once, as asked for twice.", 130)
+        raise KeyboardInterrupt
+
+
+_current: ContextVar[Interrupts | None] = ContextVar("cotune_interrupts", default=None)
+
+
+@contextlib.contextmanager
+def interrupts(loop: asyncio.AbstractEventLoop) -> Iterator[Interrupts]:
+    """Handle both signals inside, on the main thread and where nobody else does."""
+    found = Interrupts(loop)
+    token = _current.set(found)
+    try:
+        with found.taking(number for number in _SIGNALS if signal.getsignal(number) in _DEFAULTS):
+            yield found
+    finally:
+        _current.reset(token)
+
+
+@contextlib.contextmanager
+def asking(stop: Callable[[], object]) -> Iterator[None]:
+    """Inside, the first signal calls `stop` on the event loop instead of cancelling what runs, whoever has handled the
+    signals before: Ray's drivers take SIGTERM, and shells have background jobs ignore SIGINT."""
+    found = _current.get()
+    if found is None:
+        yield
+        return
+    before, found.ask = found.ask, stop
+    try:
+        with found.taking(_SIGNALS):
+            yield
+    finally:
+        found.ask = before

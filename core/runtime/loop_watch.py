@@ -1,0 +1,158 @@
+"""Watches an event loop from a thread beside it: application code that blocks the loop is interrupted at its time-out.
+
+A blocked loop runs no timer, so no time-out of asyncio's can end what blocks it. On the main thread a signal can: its
+handler raises Blocked inside the code that blocks, if that is the application's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import logging
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Awaitable, Iterator
+from types import FrameType
+from typing import TypeVar
+
+from cotune.runtime.process_exit import end_process
+from cotune.runtime.user_code import Stopped, contained, place, user_code
+
+log = logging.getLogger("cotune")
+T = TypeVar("T")
+
+PULSE = 0.2
+"""Seconds between two signs of life of a loop, and between two looks at it."""
+REMEDY = "Await what waits, run it by asyncio.to_thread, or raise the episode's time-out."
+GRACE = 5.0
+"""Seconds that blocked code has to react to the interruption."""
+_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (2 if hasattr(signal, "SIGRTMAX") else 0)
+"""A signal that nothing else uses: verifiers use SIGALRM, debuggers SIGUSR1."""
+
+
+class Blocked(BaseException):
+    """Raised in application code that has blocked its event loop for longer than its episode may take."""
+
+    def __init__(self, seconds: float, where: str) -> None:
+        self.seconds = seconds
+        self.where = where
+        super().__init__(f"blocked its event loop for {seconds:.0f} s, so nothing else could run, at {where}")
+
+
+@contextlib.contextmanager
+def watched(limit: asyncio.Timeout, seconds: float | None) -> Iterator[None]:
+    """While the episode that `limit` bounds runs, its loop may be blocked for at most `seconds`. None: not watched.
+
+    Only a loop on the main thread can be watched; on others application code cannot be interrupted.
+    """
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    watch = _watches.get(loop)
+    if watch is None:
+        watch = _watches[loop] = _Watch()
+    with watch.over(limit, seconds):
+        yield
+
+
+async def interruptible(work: Awaitable[T]) -> T:
+    """Await the application's code; see `contained`. Where it was interrupted as it blocked the loop, the other
+    episodes of the loop get back the time in which they could not move."""
+    try:
+        return await contained(work)
+    except Stopped as error:
+        watch = _watches.get(asyncio.get_running_loop())
+        if watch is not None and isinstance(error.__cause__, Blocked):
+            watch.forgive(error.__cause__.seconds)
+        raise
+
+
+class _Watch:
+    """Of one loop, which it must not hold: it lives as long as the loop does."""
+
+    def __init__(self) -> None:
+        self._limits: dict[asyncio.Timeout, float] = {}
+        self._beaten = time.monotonic()
+        self._interrupted = False
+        """Whether the code that blocks the loop now has been interrupted."""
+        self._wanted = threading.Event()
+
+    @contextlib.contextmanager
+    def over(self, limit: asyncio.Timeout, seconds: float) -> Iterator[None]:
+        if not self._limits:
+            self._begin()
+        self._limits[limit] = seconds
+        try:
+            yield
+        finally:
+            del self._limits[limit]
+            if not self._limits:
+                self._wanted.set()
+
+    def forgive(self, seconds: float) -> None:
+        self._beaten, self._interrupted = time.monotonic(), False
+        for limit in self._limits:
+            if (when := limit.when()) is not None and not limit.expired():
+                limit.reschedule(when + seconds)
+
+    def _begin(self) -> None:
+        signal.signal(_SIGNAL, self._interrupt)
+        self._wanted = threading.Event()
+        self._beat(self._wanted)
+        look = functools.partial(contextvars.copy_context().run, self._look, self._wanted)
+        threading.Thread(target=look, name="cotune-watch", daemon=True).start()
+
+    def _beat(self, over: threading.Event) -> None:
+        self._beaten, self._interrupted = time.monotonic(), False
+        if not over.is_set():
+            asyncio.get_running_loop().call_later(PULSE, self._beat, over)
+
+    def _overdue(self) -> float:
+        """Seconds for which the loop has been blocked, where that is too long; else 0."""
+        blocked = time.monotonic() - self._beaten - PULSE
+        return blocked if blocked > min(self._limits.values(), default=float("inf")) else 0.0
+
+    def _look(self, over: threading.Event) -> None:
+        """In a thread of its own. The main thread may be in C code that no signal interrupts, or swallow what is
+        raised: then the process ends, where it is cotune's."""
+        main = threading.main_thread().ident or 0
+        asked = 0.0
+        while not over.wait(PULSE):
+            blocked = self._overdue()
+            frame = sys._current_frames().get(main)
+            whose = _culprit(frame) if blocked else ""
+            if not whose:
+                asked = 0.0
+            elif not asked:
+                asked = time.monotonic()
+                signal.pthread_kill(main, _SIGNAL)
+            elif time.monotonic() - asked > GRACE:
+                said = (
+                    f"{whose} has blocked its event loop for {blocked:.0f} s and cannot be interrupted: {place(frame)}."
+                )
+                end_process(said)
+                log.error("%s", said)
+                return
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        blocked = self._overdue()
+        if blocked and user_code.get() and not self._interrupted:
+            self._interrupted = True
+            raise Blocked(blocked, place(frame))
+
+
+def _culprit(frame: FrameType | None) -> str:
+    """The application's code that a loop's thread is in, in words; empty for cotune's own."""
+    while frame is not None and frame.f_code is not asyncio.Handle._run.__code__:
+        frame = frame.f_back
+    context = getattr(frame.f_locals.get("self"), "_context", None) if frame is not None else None
+    return "" if context is None else context.get(user_code, "")
+
+
+_watches: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watch] = weakref.WeakKeyDictionary()

@@ -1,0 +1,93 @@
+"""The end of a process that is cotune's own: never kept waiting by threads of the application, never without a word."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import NoReturn
+
+from cotune.context import identify
+from cotune.runtime.user_code import place, user_code
+from cotune.terminal import harmless
+
+GRACE = 3.0
+"""Seconds that threads of the application have to end by themselves."""
+
+go_on: ContextVar[str] = ContextVar("cotune_go_on", default="")
+"""How to go on when the process ends now: a sentence with a command."""
+
+
+_owned = False
+"""Whether the process is the command line's, so that cotune may end it."""
+
+
+def own_process() -> None:
+    """From now on cotune may end this process: it is the command line's."""
+    global _owned
+    _owned = True
+
+
+def leave(status: int) -> NoReturn:
+    """End the process with `status`; threads that the application has left behind are named, and left."""
+    threading.Thread(target=_end_without_threads, args=(status,), name="cotune-end", daemon=True).start()
+    sys.exit(status)
+
+
+def end_process(said: str, status: int = 1) -> None:
+    """End the process at once, with a last line on stderr; does nothing where it is not cotune's own."""
+    if _owned:
+        _say(f"{said} {go_on.get()}".strip())
+        os._exit(status)
+
+
+def end_process_after(seconds: float, said: str, status: int) -> None:
+    """End the process so, if it is still there after so many seconds."""
+    end = functools.partial(contextvars.copy_context().run, end_process, said, status)
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+
+
+@contextlib.contextmanager
+def exits_told() -> Iterator[None]:
+    """Inside, `os._exit` of the application's code says who called it, and where, before the process is gone."""
+    original, process = os._exit, os.getpid()
+
+    def exit_with_a_word(status: int) -> NoReturn:
+        if os.getpid() == process and user_code.get():
+            role = identify().role
+            who = f"{user_code.get()}, role {role!r}," if role != "app" else user_code.get()
+            where = place(sys._getframe(1))
+            _say(f"{who} called os._exit({status}), which ends the process at once: {where}. {go_on.get()}".strip())
+        original(status)
+
+    os._exit = exit_with_a_word
+    try:
+        yield
+    finally:
+        os._exit = original
+
+
+def _end_without_threads(status: int) -> None:
+    deadline = time.monotonic() + GRACE
+    while left := [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]:
+        if time.monotonic() > deadline:
+            frames = sys._current_frames()
+            where = "; ".join(f"{t.name} at {place(frames.get(t.ident or 0))}" for t in left[:3])
+            _say(f"{len(left)} threads of the application still run, the process ends without them: {where}.")
+            os._exit(status)
+        time.sleep(0.05)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.write(f"cotune: {harmless(text)}\n")
+        sys.stderr.flush()

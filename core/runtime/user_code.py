@@ -1,0 +1,146 @@
+"""The application's code: what it raises, and threads of it that never end, cost what they belong to, not the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import linecache
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any, TypeVar
+
+from cotune.runtime.forks import end_child
+
+T = TypeVar("T")
+
+user_code: ContextVar[str] = ContextVar("cotune_user_code", default="")
+"""Whose code runs here, in words ("The workflow 'solve' on task 't1'"); empty for cotune's own."""
+
+
+class Stopped(Exception):
+    """The application's code raised what would end the whole process: SystemExit, GeneratorExit, a BaseException."""
+
+
+@contextmanager
+def running(what: str) -> Iterator[None]:
+    """Whatever runs inside is the application's code, called `what`."""
+    token = user_code.set(what)
+    try:
+        yield
+    finally:
+        user_code.reset(token)
+
+
+async def contained(work: Awaitable[T]) -> T:
+    """Await the application's code. Raises Stopped for a BaseException other than a cancellation and Ctrl-C.
+
+    A child process that it has forked ends here.
+    """
+    process = os.getpid()
+    try:
+        return await work
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except GeneratorExit as error:
+        if _closing():
+            raise
+        raise Stopped(_told(error)) from error
+    except BaseException as error:
+        raise Stopped(_told(error)) from error
+    finally:
+        if os.getpid() != process:
+            raised = sys.exc_info()[1]
+            end_child(raised.__cause__ if isinstance(raised, Stopped) else raised)
+
+
+async def in_thread(fn: Callable[..., T], *args: Any) -> T:
+    """Run the application's code in a thread of its own, in this context.
+
+    The thread is a daemon: code that never ends keeps neither the event loop nor the process from ending. Raises what
+    `fn` raises, and Stopped as `contained` does.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+    process = os.getpid()
+
+    def run() -> None:
+        try:
+            try:
+                value = context.run(fn, *args)
+            finally:
+                if os.getpid() != process:
+                    end_child(sys.exc_info()[1])
+        except (StopIteration, KeyboardInterrupt) as error:
+            settle(future.set_exception, Stopped(_told(error)), error)
+        except Exception as error:  # noqa: BLE001
+            settle(future.set_exception, error)
+        except BaseException as error:  # noqa: BLE001
+            settle(future.set_exception, Stopped(_told(error)), error)
+        else:
+            settle(future.set_result, value)
+
+    def settle(end: Callable[[Any], None], value: Any, cause: BaseException | None = None) -> None:
+        if cause is not None:
+            value.__cause__ = cause
+        try:
+            loop.call_soon_threadsafe(lambda: None if future.done() else end(value))
+        except RuntimeError:  # the loop has closed: nobody waits any more
+            return
+
+    thread = threading.Thread(target=run, name="cotune-application", daemon=True)
+    thread.start()
+    try:
+        return await future
+    except asyncio.CancelledError as error:
+        if thread.is_alive():
+            error.add_note(f"its thread goes on at {place(sys._current_frames().get(thread.ident or 0))}")
+        raise
+
+
+def place(frame: FrameType | None) -> str:
+    """Where a thread is: file, line, function and source of the innermost frame of the application, if any."""
+    inner = frame
+    while frame is not None and _is_library(frame):
+        frame = frame.f_back
+    frame = frame or inner
+    if frame is None:
+        return "an unknown place"
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    source = linecache.getline(file, line).strip()
+    return f"{file}:{line} in {frame.f_code.co_name}" + (f": {source}" if source else "")
+
+
+def _is_library(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith((sys.prefix, sys.base_prefix, "<")) or str(frame.f_globals.get("__name__")).startswith(
+        "cotune."
+    )
+
+
+def origin(error: BaseException) -> str:
+    """Where an error was raised, in parentheses; empty where that is unknown."""
+    while isinstance(error, Stopped) and error.__cause__ is not None:
+        error = error.__cause__
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"SystemExit: sys.exit({error.code!r}) was called"
+    return f"{type(error).__name__}: {error}"
+
+
+def _closing() -> bool:
+    """Whether a coroutine is being closed from outside, by the garbage collector or a loop that ends."""
+    try:
+        return asyncio.current_task() is None
+    except RuntimeError:
+        return True

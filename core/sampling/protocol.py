@@ -1,0 +1,180 @@
+"""What generates tokens: token ids in, token ids out. Templates and parsers stand in front of it (`ChatFormat`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from cotune.policies import LoraSpec
+from cotune.recording.records import PolicyRef
+
+Weights = Mapping[str, npt.NDArray[Any]]
+
+
+def fingerprint(weights: Weights) -> str:
+    """SHA-256 over names, shapes and fp32 bytes in name order: equal for learner, sampler and export."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        array = np.ascontiguousarray(weights[name], dtype=np.float32)
+        digest.update(f"{name}{array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample. `temperature` 0 is greedy. `seed` fixes the candidates of one request.
+
+    `stop` strings end a candidate and are not part of its text; `timeout` is in seconds. `grammar` (Lark, "" for none)
+    says which tokens may come next. Logits are changed in this order: grammar, `logit_bias` (pairs of token id and
+    what is added), `repetition_penalty` (tokens of prompt and reply), `frequency_penalty` and `presence_penalty`
+    (tokens of the reply), temperature, `min_p`, `top_k`, `top_p`.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str = ""
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    timeout: float | None = None
+
+
+UNSHAPED: Mapping[str, float] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""What training sets whatever an application asks: these bend the distribution where the learner does not follow.
+A grammar and `logit_bias` it does follow."""
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """One sampled completion. `token_ids` includes the end token when the model ended by itself.
+
+    `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution that was sampled from
+    (temperature and truncation applied), in nats. `finish_reason` is "stop" or "length".
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+
+
+class SamplerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about a sampler that callers check before work starts."""
+
+    name: str
+    max_model_len: int
+    served: Mapping[str, str] = {}
+    """Fingerprint of what is served, by `str(PolicyRef)`."""
+    counters: Mapping[str, int] = {}
+    """What the sampler has counted since it was opened, by reason; empty where it counts nothing."""
+
+
+class Sampler(Protocol):
+    """A generator of candidates. Every method may be awaited from any event loop or thread's loop.
+
+    Cancelling the awaiting task cancels the request inside the engine.
+    """
+
+    async def sample(
+        self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
+    ) -> list[Completion]:
+        """Draw `n` candidates from one prefill.
+
+        Raises RequestRefused when the request itself cannot be served, SampleTimeout, and SamplerError for the rest.
+        """
+        ...
+
+    async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
+        """Serve `policy` with these weights; return the `fingerprint` computed from what arrived.
+
+        LoRA weights (`lora` given) are keyed by PEFT state-dict names, full weights (`lora` None) by model
+        parameter names. Several versions are served at once until retired. Version 0 of a policy that was never
+        published is the base model.
+        """
+        ...
+
+    async def retire(self, policy: PolicyRef) -> None:
+        """Stop serving a version once its running requests have drained."""
+        ...
+
+    async def info(self) -> SamplerInfo: ...
+
+    async def aclose(self) -> None:
+        """Stop the engine; pending requests fail with SamplerError. Safe to call twice."""
+        ...
+
+
+class SleepingSampler(Sampler, Protocol):
+    """A sampler that shares an accelerator with a learner: it holds no memory there while it sleeps."""
+
+    async def sleep(self) -> None:
+        """Finish what runs, then free the accelerator; what is asked meanwhile waits for `wake`. Safe to call twice."""
+        ...
+
+    async def wake(self) -> None:
+        """Go on. Raises SamplerError when the weights are not those that went to sleep; then nothing is served."""
+        ...
+
+
+class ChatFormat(Protocol):
+    """Renders chat requests to token ids and parses sampled ids back; one for all samplers."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        earlier: Sequence[Sequence[int]] = (),
+        most: int | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered, and
+        PromptTooLong when it has more than `most` tokens.
+
+        `earlier` are token paths of the same role; the longest one that the prompt extends is kept id for id.
+        `options` are variables for the template (`enable_thinking`, ...).
+        """
+        ...
+
+    def reads(self, option: str) -> bool:
+        """Whether the template knows a variable of this name."""
+        ...
+
+    def grammar(
+        self, asked: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, prompt: Sequence[int]
+    ) -> str:
+        """The grammar of the replies to `prompt` that a request in OpenAI form allows, by `response_format`, tools,
+        `tool_choice` and `parallel_tool_calls`. Raises RequestRefused for a form that cannot be enforced.
+        """
+        ...
+
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        *,
+        prompt: Sequence[int] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[str, dict[str, Any], str]:
+        """Return (text, assistant message in OpenAI form, finish reason: "stop", "tool_calls" or "malformed").
+
+        `prompt` is what the reply goes on from, as it may open the reasoning; `tools` are those offered.
+        A tool call that cannot be read stays in the text: "malformed" says that there is one.
+        """
+        ...

@@ -1,0 +1,122 @@
+"""What a request in OpenAI form asks of the sampler, read strictly: parameters, and the form of its reply."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cotune.errors import RequestRefused
+from cotune.recording.records import Call
+from cotune.sampling.protocol import UNSHAPED, SamplingParams
+
+_NUMBERS = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1e-3, 100.0),
+}
+_BIAS = 100.0
+
+
+def request_params(
+    body: Mapping[str, Any], defaults: SamplingParams, override: Mapping[str, Any] | None = None
+) -> SamplingParams:
+    """Sampling parameters of a request in OpenAI form: what the application asks, over `defaults`, under `override`.
+
+    Raises RequestRefused for a value that no sampler takes, with its range.
+    """
+    asked: dict[str, Any] = {
+        name: _number(name, body[name], *bounds) for name, bounds in _NUMBERS.items() if body.get(name) is not None
+    }
+    for name in ("top_k", "seed"):
+        if body.get(name) is not None:
+            asked[name] = _integer(name, body[name])
+    if "top_k" in asked:
+        asked["top_k"] = max(asked["top_k"], 0)
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    if limit is not None:
+        asked["max_tokens"] = _integer("max_tokens", limit)
+    stop = body.get("stop")
+    if stop:
+        marks = (stop,) if isinstance(stop, str) else tuple(stop)
+        asked["stop"] = tuple(mark for mark in marks if mark)
+    if body.get("logit_bias"):
+        asked["logit_bias"] = _bias(body["logit_bias"])
+    return msgspec.structs.replace(defaults, **{**asked, **(override or {})})
+
+
+def tools_shown(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> Any:
+    """The tools that the prompt shows: none where the request forbids their use."""
+    return None if body.get("tool_choice") == "none" else tools or None
+
+
+def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What the request hands to the chat template: `chat_template_kwargs`, and `reasoning_effort` beside them."""
+    options = dict(body.get("chat_template_kwargs") or {})
+    reasoning = body.get("reasoning")  # the Responses API's form
+    effort = body.get("reasoning_effort") or (reasoning.get("effort") if isinstance(reasoning, Mapping) else None)
+    if effort is not None:
+        options.setdefault("reasoning_effort", effort)
+    return options
+
+
+def fixes_form(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> bool:
+    """Whether the request restricts what a reply may look like, so that it is sampled under a grammar."""
+    if form_type(body) != "text":
+        return True
+    choice = body.get("tool_choice") or "auto"
+    if not tools:
+        return choice not in ("auto", "none")
+    strict = any(function_of(tool).get("strict") for tool in tools)
+    return choice != "auto" or strict or body.get("parallel_tool_calls") is False
+
+
+def function_of(tool: Any) -> Mapping[str, Any]:
+    """The function of a tool in OpenAI form; empty for what is none."""
+    found = tool.get("function") if isinstance(tool, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def form_type(body: Mapping[str, Any]) -> str:
+    """The type of `response_format`; "text" where there is none."""
+    asked = body.get("response_format")
+    return str(asked.get("type") or "text") if isinstance(asked, Mapping) else "text"
+
+
+def replaced(calls: Iterable[Call]) -> list[str]:
+    """What calls asked of the distribution and were not given, each with its count: training sets it otherwise."""
+    counts = Counter(
+        name
+        for call in calls
+        for name, plain in UNSHAPED.items()
+        if call.params.get(name) is not None and call.sampling.get(name, plain) != call.params[name]
+    )
+    return [f"{count} calls asked for {name} and were sampled without it." for name, count in counts.items()]
+
+
+def _number(name: str, value: Any, low: float, high: float) -> float:
+    real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not real or not low <= value <= high:
+        raise RequestRefused(f"{name} = {value!r} was asked for.", f"It is a number from {low:g} to {high:g}.")
+    return float(value)
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
+        raise RequestRefused(f"{name} = {value!r} was asked for.", "It is an integer.")
+    return int(value)
+
+
+def _bias(asked: Any) -> tuple[tuple[int, float], ...]:
+    remedy = f"It maps token ids to numbers from {-_BIAS:g} to {_BIAS:g}."
+    try:
+        pairs = sorted((int(token), _number("logit_bias", value, -_BIAS, _BIAS)) for token, value in asked.items())
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RequestRefused(f"logit_bias = {str(asked)[:80]} was asked for.", remedy) from error
+    return tuple(pairs)

@@ -1,0 +1,191 @@
+"""Answers an application's calls with policies: render, sample K candidates, score all, choose one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cotune.algorithms.attribution import Length, attribute_siblings
+from cotune.algorithms.recipes import Attribution
+from cotune.errors import RequestRefused, SamplerError, WorkflowError
+from cotune.recording.recorder import Answer, LiveCall
+from cotune.recording.records import Candidate, PolicyRef, Usage
+from cotune.sampling.plans import Plan, choose, seed_of
+from cotune.sampling.protocol import UNSHAPED, ChatFormat, Completion, Sampler, SamplingParams
+from cotune.sampling.request_params import fixes_form, request_params, template_options, tools_shown
+from cotune.sampling.scoring import Scorer, score
+
+
+class PolicyResponder:
+    """Answers each call with the policy of its role.
+
+    Roles in `provider_roles` are left to the application's provider. Any other role without a policy is answered by
+    `others`, or left to the provider too where that is None, and counted in `unlisted`.
+    `policies` maps roles to the version that answers. Under a tree plan a role with a scorer gets `plan.k`
+    candidates, and `attribution` says which is best; any other role gets one. `override` replaces what the application
+    asks for (temperature, ...). With a `seed` every call draws from a stream of its own, derived from its place and
+    from a seed that the application asks for; without one the application's holds. The place begins with the
+    episode's phase, or with `stream` where phases are to draw the same numbers.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        chat: ChatFormat,
+        policies: Mapping[str, PolicyRef],
+        *,
+        plan: Plan | None = None,
+        scorers: Mapping[str, Scorer] | None = None,
+        attribution: Attribution | None = None,
+        defaults: SamplingParams | None = None,
+        override: Mapping[str, Any] | None = None,
+        provider_roles: Collection[str] = (),
+        others: PolicyRef | None = None,
+        seed: int | None = None,
+        stream: str = "",
+    ) -> None:
+        self.sampler = sampler
+        self.chat = chat
+        self.policies = policies
+        self.plan = plan
+        self.scorers = scorers or {}
+        self.attribution = attribution or Attribution()
+        self.defaults = defaults or SamplingParams()
+        self.override = override
+        self.provider_roles = provider_roles
+        self.others = others
+        self.seed = seed
+        self.stream = stream
+        self.passed_through: Counter[str] = Counter()
+        """Calls by role that the application's provider answers."""
+        self.unlisted: Counter[str] = Counter()
+        """Calls by role that has neither a policy nor a place among `provider_roles`, whoever answers."""
+        self.scorer_errors: Counter[str] = Counter()
+
+    async def respond(self, call: LiveCall) -> Answer | None:
+        """Answer with K scored candidates, or None for a role that no policy here plays.
+
+        A scorer that fails costs the candidate its rewards, never its siblings theirs or the application its answer.
+        """
+        policy = self._policy(call.role)
+        if policy is None:
+            self.passed_through[call.role] += 1
+            return None
+        self._require_answerable(call)
+        prompt, params = self._request(call)
+        completions = await self.sampler.sample(prompt, self._count(call), params, policy)
+        candidates = tuple(self._candidate(call, prompt, params, i, c) for i, c in enumerate(completions))
+        rewards, error = await self._rewards(call, candidates)
+        lengths = [Length(len(c.token_ids), params.max_tokens, c.finish_reason == "length") for c in candidates]
+        compared = attribute_siblings(rewards, self.attribution, lengths).tolist()
+        select = self.plan.select if self.plan else "first"
+        return Answer(
+            candidates=candidates,
+            chosen=choose(compared, select, params.seed or 0),
+            prompt_ids=tuple(prompt),
+            policy=policy,
+            usage=Usage(len(prompt), sum(len(c.token_ids) for c in candidates)),
+            rewards=rewards,
+            sampling=msgspec.structs.asdict(params),
+            error=error,
+        )
+
+    def earlier(self, call: LiveCall) -> Sequence[Sequence[int]]:
+        """Token paths that the prompt of a call may go on from: of its role's earlier calls in the episode."""
+        return call.earlier()
+
+    def _policy(self, role: str) -> PolicyRef | None:
+        policy = self.policies.get(role)
+        if policy is not None or role in self.provider_roles:
+            return policy
+        self.unlisted[role] += 1
+        return self.others
+
+    def _require_answerable(self, call: LiveCall) -> None:
+        if call.obstacle:
+            error = SamplerError(
+                f"Role {call.role!r} asks for {call.obstacle}, which no policy can answer.",
+                "Take it out of the request, or give the role a policy of kind provider.",
+            )
+            call.episode.warn("unanswerable", str(error))
+            raise error
+
+    def _request(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
+        """The prompt, and how its reply is sampled. Raises RequestRefused for what cannot be honoured, counted."""
+        asked, tools = call.params, tools_shown(call.params, call.tools)
+        try:
+            params = self._params(call)
+            options = template_options(asked)
+            for name in options:
+                if not self.chat.reads(name):
+                    call.episode.warn("unread_option", f"The model's chat template does not know {name}.")
+            more: dict[str, Any] = {"options": options} if options else {}
+            prompt = self.chat.render(call.messages, tools, earlier=self.earlier(call), **more)
+            if fixes_form(asked, call.tools):
+                params = msgspec.structs.replace(params, grammar=self.chat.grammar(asked, call.tools, prompt))
+        except RequestRefused as error:
+            call.episode.warn("refused", f"Role {call.role!r} asks for what cannot be honoured.", error)
+            raise
+        return prompt, params
+
+    def _params(self, call: LiveCall) -> SamplingParams:
+        params = request_params(call.params, self.defaults, self.override)
+        self._warn_replaced(call)
+        if self.seed is None:
+            return params
+        episode = call.episode
+        stream = self.stream or episode.phase
+        place = (stream, episode.training_step, call.task.id, episode.rollout, call.role, call.turn)
+        asked = () if params.seed is None else (params.seed,)
+        return msgspec.structs.replace(params, seed=seed_of(self.seed, *place, *asked))
+
+    def _warn_replaced(self, call: LiveCall) -> None:
+        """Say what the application asks and training sets otherwise; of the temperature, `cotune check` speaks."""
+        for name, value in (self.override or {}).items():
+            asked = call.params.get(name)
+            if name in UNSHAPED and asked is not None and asked != value:
+                call.episode.warn(
+                    f"replaced_{name}", f"Role {call.role!r} asks for {name} = {asked}; it is sampled with {value:g}."
+                )
+
+    def _count(self, call: LiveCall) -> int:
+        asked = int(call.params.get("n") or 1)
+        branches = self.plan is not None and self.plan.kind == "tree" and call.role in self.scorers
+        return max(asked, self.plan.k) if branches and self.plan else asked
+
+    def _candidate(
+        self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, index: int, completion: Completion
+    ) -> Candidate:
+        tools = tools_shown(call.params, call.tools)
+        text, message, finish = self.chat.parse(completion.token_ids, params.stop, prompt=prompt, tools=tools)
+        if malformed := finish == "malformed":
+            finish = "tool_calls" if message.get("tool_calls") else "stop"
+        return Candidate(
+            index=index,
+            text=text,
+            message=message,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            finish_reason="length" if completion.finish_reason == "length" else finish,
+            malformed=malformed,
+        )
+
+    async def _rewards(
+        self, call: LiveCall, candidates: tuple[Candidate, ...]
+    ) -> tuple[tuple[Mapping[str, float], ...], str | None]:
+        scorer = self.scorers.get(call.role)
+        if scorer is None:
+            return (), None
+        scored = await score(scorer, candidates, call, call.role)
+        errors = Counter(str(found) for found in scored if isinstance(found, WorkflowError))
+        if not errors:
+            return tuple(found for found in scored if not isinstance(found, WorkflowError)), None
+        self.scorer_errors.update(errors)
+        first, failed = next(iter(errors)), errors.total()
+        if failed == len(scored):
+            return (), first
+        rewards = tuple({} if isinstance(found, WorkflowError) else found for found in scored)
+        return rewards, f"{failed} of {len(scored)} candidates have no reward: {first}"

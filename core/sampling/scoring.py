@@ -1,0 +1,110 @@
+"""Scoring: calls the user's scorers and turns what they return into named reward components."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from cotune.context import current_episode
+from cotune.errors import WorkflowError
+from cotune.recording.recorder import LiveCall
+from cotune.recording.records import Candidate
+from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible
+from cotune.runtime.user_code import Stopped, in_thread, origin, running
+
+Scorer = Callable[..., Any]
+MOST_NAMES = 256
+"""Reward components that a scorer or workflow may return: each is stored per candidate, and shown."""
+
+
+def components(value: Any, source: str, name: str = "local") -> dict[str, float]:
+    """Named components of what a scorer or workflow returned; a plain number becomes `{name: number}`.
+
+    Raises WorkflowError for None, NaN, infinities and anything that is not a number.
+    """
+    items = value.items() if isinstance(value, Mapping) else [(name, value)]
+    named: dict[str, float] = {}
+    for key, number in items:
+        try:
+            named[str(key)] = float(number)
+        except (TypeError, ValueError):
+            raise WorkflowError(
+                f"{source} returned {key} = {number!r}, which is not a number.",
+                "Return a number, a bool, or a dict of named numbers.",
+            ) from None
+        if not math.isfinite(named[str(key)]):
+            raise WorkflowError(f"{source} returned {key} = {number!r}.", "Return finite numbers only.")
+    if not named:
+        raise WorkflowError(f"{source} returned an empty dict.", "Return at least one named number.")
+    if len(named) > MOST_NAMES:
+        some = ", ".join(list(named)[:3])
+        raise WorkflowError(
+            f"{source} returned {len(named)} numbers ({some}, ...): at most {MOST_NAMES} are allowed.",
+            "Return their mean or their sum under one name.",
+        )
+    return named
+
+
+async def score(
+    scorer: Scorer, candidates: Sequence[Candidate], call: LiveCall, role: str
+) -> tuple[dict[str, float] | WorkflowError, ...]:
+    """Components of every candidate, or why the scorer could not say: it raised, or returned no reward.
+
+    A sync scorer runs in a thread so that it never blocks the loop. The scorer's own LLM calls are not part of the
+    episode.
+    """
+    source = f"The scorer of role {role!r}"
+    call.stage = "its scorer was running"
+    with _outside(f"{source} on task {call.task.id!r}"):
+        if inspect.iscoroutinefunction(scorer):
+            work = [asyncio.create_task(interruptible(scorer(c, call, call.task.input))) for c in candidates]
+            values: list[Any] = await asyncio.gather(*work, return_exceptions=True)
+        else:
+            values = [await _tried(in_thread(scorer, c, call, call.task.input)) for c in candidates]
+    return tuple(_components(value, source) for value in values)
+
+
+async def _tried(work: Awaitable[Any]) -> Any:
+    """What `work` returns, or the exception that it raises."""
+    try:
+        return await work
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
+def _components(value: Any, source: str) -> dict[str, float] | WorkflowError:
+    """Components of what a scorer returned, or what is wrong with what it returned or raised."""
+    if isinstance(value, WorkflowError):
+        return value
+    if isinstance(value, Stopped) and isinstance(value.__cause__, Blocked):
+        return _caused(WorkflowError(f"{source} {value.__cause__}.", REMEDY), value)
+    if isinstance(value, Stopped):
+        return _caused(WorkflowError(f"{source} raised {value}{origin(value)}.", "Fix the scorer."), value)
+    if isinstance(value, Exception):
+        return _caused(WorkflowError(f"{source} raised {type(value).__name__}: {value}.", "Fix the scorer."), value)
+    if isinstance(value, BaseException):
+        raise value
+    try:
+        return components(value, source)
+    except WorkflowError as error:
+        return error
+
+
+def _caused(error: WorkflowError, cause: BaseException) -> WorkflowError:
+    error.__cause__ = cause
+    return error
+
+
+@contextmanager
+def _outside(what: str) -> Iterator[None]:
+    """Inside, the application's code `what` runs outside its episode."""
+    token = current_episode.set(None)
+    try:
+        with running(what):
+            yield
+    finally:
+        current_episode.reset(token)

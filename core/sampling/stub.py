@@ -1,0 +1,256 @@
+"""A policy without a model: short made-up candidates, to see how an application calls before anything is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from cotune.algorithms.recipes import Attribution
+from cotune.errors import WorkflowError
+from cotune.recording.recorder import Answer, LiveCall
+from cotune.recording.records import PolicyRef
+from cotune.sampling.json_example import example, fits
+from cotune.sampling.plans import Plan
+from cotune.sampling.protocol import Completion, Sampler, SamplingParams
+from cotune.sampling.responder import PolicyResponder
+from cotune.sampling.scoring import Scorer
+from cotune.sampling.stub_words import asked_json, choices_of, names_in
+
+_PATIENCE = 4
+"""Times the call limit after which even an application that swallows the refusal is stopped."""
+
+
+class StubResponder:
+    """Answers every call by itself; nothing is contacted. Plan, scorers and selection work as in training.
+
+    A call with tools gets, once per episode, role and tool, a tool call with small arguments, so that loops over
+    tools end; a tool that hands over is called once for each name it knows. One that asks for JSON gets a value of its
+    schema; any other one of `answers` in turn, or a short text, or a name or word that its prompt offers. Choices
+    rotate from call to call, beginning at `variant`, so that branches are taken and loops end; `branched` tells whether
+    there was one. `limit` bounds the calls of an episode: past it the episode fails. `sampling` is what the policy
+    samples with, whatever the application asks.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan | None = None,
+        scorers: Mapping[str, Scorer] | None = None,
+        attribution: Attribution | None = None,
+        provider_roles: Collection[str] = (),
+        answers: Sequence[str] = (),
+        call_tools: bool = True,
+        limit: int = 64,
+        sampling: Mapping[str, Any] | None = None,
+        variant: int = 0,
+    ) -> None:
+        self.plan = plan
+        self.scorers = scorers or {}
+        self.attribution = attribution
+        self.provider_roles = provider_roles
+        self.answers = answers
+        self.call_tools = call_tools
+        self.limit = limit
+        self.calls: Counter[str] = Counter()
+        """Calls by episode, refused ones too."""
+        self.sampling = sampling
+        self.variant = variant
+        self.branched = False
+        """Whether an answer was one of several that could have led elsewhere."""
+        self._used: Counter[tuple[str, str, str]] = Counter()
+        self._made: Counter[tuple[str, str, str]] = Counter()
+
+    async def respond(self, call: LiveCall) -> Answer:
+        """Made-up candidates with the rewards of the role's scorer."""
+        self._bound(call)
+        made = _Made(self, call)
+        provided = call.role in self.provider_roles
+        if provided:
+            call.obstacle = ""
+        inner = PolicyResponder(
+            cast(Sampler, made),
+            made,
+            {call.role: PolicyRef("stub")},
+            plan=None if provided else self.plan,
+            scorers={} if provided else self.scorers,
+            attribution=self.attribution,
+            override=self.sampling,
+        )
+        answer = await inner.respond(call)
+        assert answer is not None
+        if made.tool is not None:
+            self._used[call.episode.id, call.role, made.tool] += 1
+        return msgspec.structs.replace(answer, policy=None, prompt_ids=()) if provided else answer
+
+    def tool_for(self, call: LiveCall) -> Mapping[str, Any] | None:
+        """The function that the answer calls: the first that this role has not called enough yet; None for a text.
+
+        Where the application demands a call and none is left, the last one: frameworks put the tool that ends a loop
+        there.
+        """
+        functions = {f["name"]: f for f in map(_function, call.tools or ()) if f.get("name")}
+        choice = call.params.get("tool_choice")
+        forced = _forced(choice)
+        if forced in functions:
+            return functions[forced]
+        if not self.call_tools or not functions or choice == "none":
+            return None
+        fresh = [
+            f for f in functions.values() if self._used[call.episode.id, call.role, f["name"]] < self._often(call, f)
+        ]
+        if fresh:
+            return fresh[0]
+        return list(functions.values())[-1] if forced is not None else None
+
+    def turn(self, call: LiveCall, what: str) -> int:
+        """How often this role was asked for `what` before, from where this stub begins."""
+        key = call.episode.id, call.role, what
+        self._made[key] += 1
+        return self.variant + self._made[key] - 1
+
+    def names(self, call: LiveCall) -> list[str]:
+        """How the application's parts are called."""
+        parts = call.episode.parts
+        return [] if parts is None else [part.name for part in parts.known]
+
+    def words(self, call: LiveCall) -> list[str]:
+        """What the application is known to wait for in an answer."""
+        return [] if call.episode.parts is None else call.episode.parts.words
+
+    def _often(self, call: LiveCall, function: Mapping[str, Any]) -> int:
+        return max(1, len(names_in(function, self.names(call))[1]))
+
+    def _bound(self, call: LiveCall) -> None:
+        self.calls[call.episode.id] += 1
+        count = self.calls[call.episode.id]
+        if count > _PATIENCE * self.limit:
+            raise asyncio.CancelledError(f"the application went on after {self.limit} calls")
+        if count > self.limit:
+            raise WorkflowError(
+                f"The application made {self.limit} calls on one task and did not stop; the last one by {call.role!r}.",
+                "Made-up answers may never say what ends its loop: pass a text that does (--answer), or raise --calls.",
+            )
+
+
+class _Made:
+    """Sampler and chat format of one call: a candidate's token ids are the bytes of its message."""
+
+    def __init__(self, stub: StubResponder, call: LiveCall) -> None:
+        self._stub = stub
+        self._call = call
+        self._function = stub.tool_for(call)
+        self.tool = None if self._function is None else str(self._function["name"])
+        self._schema = _schema_of(call.params.get("response_format")) if self._function is None else None
+        self._turn = stub.turn(call, self._asked())
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        **_: Any,
+    ) -> list[int]:
+        return list(_bytes([messages, tools]))
+
+    def reads(self, option: str) -> bool:
+        return True
+
+    def grammar(
+        self, asked: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, prompt: Sequence[int]
+    ) -> str:
+        return ""
+
+    async def sample(
+        self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
+    ) -> list[Completion]:
+        drawn = [tuple(_bytes(self._message(i))) for i in range(n)]
+        return [Completion(ids, (-1.0,) * len(ids), "stop") for ids in drawn]
+
+    def parse(self, token_ids: Sequence[int], stop: Sequence[str] = (), **_: Any) -> tuple[str, dict[str, Any], str]:
+        message = msgspec.json.decode(bytes(token_ids))
+        return message["content"] or "", message, "tool_calls" if message.get("tool_calls") else "stop"
+
+    def _asked(self) -> str:
+        """What is asked for, so far as answers to it take turns."""
+        if self.tool is not None:
+            return f"tool {self.tool}"
+        return f"json {sorted(self._schema.get('properties') or ())}" if self._schema is not None else "text"
+
+    def _message(self, index: int) -> dict[str, Any]:
+        if self._function is not None:
+            arguments = _text(self._arguments(self._function, index))
+            function = {"name": self.tool, "arguments": arguments}
+            called = {"id": f"call_{self._call.id}_{index}", "type": "function", "function": function}
+            return {"role": "assistant", "content": None, "tool_calls": [called]}
+        return {"role": "assistant", "content": self._content(index)}
+
+    def _arguments(self, function: Mapping[str, Any], index: int) -> dict[str, Any]:
+        schema = function.get("parameters") or {"type": "object"}
+        made = self._value(schema, index) or {}
+        parameter, names = names_in(function, self._stub.names(self._call))
+        return {**made, parameter: names[(self._turn + index) % len(names)]} if parameter else made
+
+    def _content(self, index: int) -> str:
+        variant, stub, call = self._turn + index, self._stub, self._call
+        if self._schema is not None:
+            return _text(self._value(self._schema, index))
+        if stub.answers:
+            return stub.answers[(call.turn + index) % len(stub.answers)]
+        asked = asked_json(call.messages, variant, ())
+        if asked is not None:
+            stub.branched = True
+            return asked
+        if isinstance(call.params.get("response_format"), Mapping):
+            return "{}"
+        choices = ["", *choices_of(call.messages, stub.names(call), stub.words(call))]
+        stub.branched = stub.branched or len(choices) > 1
+        return choices[variant % len(choices)] or f"stub answer {index + 1}"
+
+    def _value(self, schema: Mapping[str, Any], index: int) -> Any:
+        """One of the given answers that fits a schema, else a made-up one."""
+        variant, answers = self._turn + index, self._stub.answers
+        given = [value for answer in answers if isinstance(value := _json(answer), dict) and fits(schema, value)]
+        if given:
+            return given[variant % len(given)]
+        same_texts = [example(schema, variant + i, ["a"]) for i in range(2)]
+        self._stub.branched = self._stub.branched or same_texts[0] != same_texts[1]
+        return example(schema, variant, answers)
+
+
+def _schema_of(asked: Any) -> Mapping[str, Any] | None:
+    """The schema of a response format; None where it has none."""
+    if not isinstance(asked, Mapping) or asked.get("type") != "json_schema":
+        return None
+    return (asked.get("json_schema") or {}).get("schema") or {"type": "object"}
+
+
+def _json(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return None
+
+
+def _function(tool: Any) -> Mapping[str, Any]:
+    """The function of a tool in OpenAI form; empty for a tool that is none (a hosted one)."""
+    found = tool.get("function") if isinstance(tool, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _forced(choice: Any) -> str | None:
+    """The function that must be called, "" where any must be, None where none must."""
+    if isinstance(choice, Mapping):
+        named = choice.get("function") or choice
+        return str(named["name"]) if isinstance(named, Mapping) and named.get("name") else None
+    return "" if choice in ("required", "any") else None
+
+
+def _bytes(value: Any) -> bytes:
+    return msgspec.json.encode(value, enc_hook=str)
+
+
+def _text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

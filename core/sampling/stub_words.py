@@ -1,0 +1,97 @@
+"""What a made-up answer may say, read off the prompt and the tools: names and words that exist, JSON that was asked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from cotune.sampling.json_example import example
+
+_WORD = re.compile(r"\b[A-Z][A-Z_]{3,}\b")
+_QUOTED = re.compile(r"""(?<!\w)['"`]([A-Za-z][\w-]{1,23})['"`](?!\w)""")
+_COMMON = frozenset(
+    {"ALWAYS", "NEVER", "MUST", "ONLY", "SHOULD", "DO_NOT", "IMPORTANT", "CRITICAL", "REQUIRED", "WARNING", "NOTE"}
+    | {"NOTES", "YOUR", "THIS", "THAT", "WITH", "WILL", "FROM", "HAVE", "WHEN", "EACH", "MORE", "THAN", "THEN", "TODO"}
+    | {"JSON", "YAML", "HTML", "HTTP", "HTTPS", "MARKDOWN", "TEXT", "NULL", "NONE", "TRUE", "FALSE", "FORMAT", "INPUT"}
+    | {"OUTPUT", "TASK", "TASKS", "CONTEXT", "RULE", "RULES", "EXAMPLE", "EXAMPLES", "SYSTEM", "USER", "ROLE", "GOAL"}
+    | {"QUESTION", "ANSWER"}
+)
+"""Words in capitals that stress or name something, and are no answers."""
+_MOST = 8
+"""Most words that are taken from one prompt."""
+_NAMES = re.compile(r"agent|worker|recipient|assignee|delegate|member|team|target|expert|specialist|role\b|^to$", re.I)
+"""Parameters of tools that hand over to somebody, who is listed in the tool's description."""
+_LISTED = re.compile(r"^\s*[-*•]\s*[`'\"]?([\w][\w -]{0,40}?)[`'\"]?\s*(?:\(|:|–|—|$)", re.M)
+_FOLLOWING = re.compile(r"(?:following|available|one of)[^:\n]{0,60}:[ \t]*([^\n.]+)", re.I)
+
+
+def choices_of(messages: Sequence[Mapping[str, Any]], names: Sequence[str], words: Sequence[str]) -> list[str]:
+    """What an answer to this prompt may have to be: several of the application's `names` that it lists, then words
+    that it writes in capitals or quotes, then those that the application is known to wait for."""
+    text = prompt_text(messages)
+    listed = [name for name in dict.fromkeys(names) if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
+    asked = [word for word in _WORD.findall(text) if word not in _COMMON]
+    asked += [word for word in _QUOTED.findall(text) if word.upper() not in _COMMON]
+    found = dict.fromkeys([*(listed if len(listed) > 1 else ()), *list(dict.fromkeys(asked))[:_MOST], *words])
+    return list(found)
+
+
+def prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What the application itself wrote into a prompt: its system messages, and the last message."""
+    own = [message for message in messages if message.get("role") in ("system", "developer")]
+    last = [message for message in messages[-1:] if message not in own]
+    return "\n".join(_content(message) for message in (*own, *last))
+
+
+def asked_json(messages: Sequence[Mapping[str, Any]], variant: int, texts: Sequence[str]) -> str | None:
+    """JSON as a prompt asks for it in words: by a schema that it shows, else an example of its own; None without."""
+    text = prompt_text(messages)
+    if "json" not in text.lower() and '"properties"' not in text:
+        return None
+    shown = list(_objects(text))
+    schema = next((one for one in reversed(shown) if isinstance(one.get("properties"), dict)), None)
+    if schema is not None:
+        return json.dumps(example(schema, variant, texts))
+    return json.dumps(shown[-1]) if shown else None
+
+
+def names_in(function: Mapping[str, Any], names: Sequence[str]) -> tuple[str, list[str]]:
+    """The parameter of a tool that says who shall go on, and the names that the tool knows; empty for other tools."""
+    schema = function.get("parameters") or {}
+    for name, part in (schema.get("properties") or {}).items():
+        if not isinstance(part, Mapping) or part.get("enum") or part.get("type", "string") != "string":
+            continue
+        said = f"{function.get('description') or ''}\n{part.get('description') or ''}"
+        known = [one for one in dict.fromkeys(names) if one in said]
+        if _NAMES.search(name) and (found := known or _listed(said)):
+            return name, found
+    return "", []
+
+
+def _listed(text: str) -> list[str]:
+    found = _FOLLOWING.search(text)
+    inline = [part.strip(" `'\"") for part in re.split(r",|;|\bor\b|\band\b", found[1])] if found else []
+    return list(dict.fromkeys([*_LISTED.findall(text), *(part for part in inline if part)]))
+
+
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    """The JSON objects in a text, outermost only."""
+    decoder, at = json.JSONDecoder(), text.find("{")
+    while at >= 0:
+        try:
+            found, end = decoder.raw_decode(text, at)
+        except ValueError:
+            end = at + 1
+        else:
+            if isinstance(found, dict) and found:
+                yield found
+        at = text.find("{", end)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))

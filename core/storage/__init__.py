@@ -1,0 +1,1 @@
+"""Where records are kept and how they are read back."""

@@ -1,0 +1,89 @@
+"""What to say of a records file that SQLite cannot read: which file, what of it can be read, and how to save that."""
+
+from __future__ import annotations
+
+import shlex
+import sqlite3
+from pathlib import Path
+
+from cotune.errors import RunError
+from cotune.storage.schema import WIDTHS
+
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_FORGIVING = """
+PRAGMA temp_store = MEMORY;
+CREATE TEMP VIEW calls AS
+    SELECT id, episode, step, role, turn, status, prompt, prompt_tokens, completion_tokens,
+           iif(json_valid(body), body, '{}') AS body, iif(json_valid(candidates), candidates, '[]') AS candidates,
+           token_ids, logprobs FROM main.calls;
+CREATE TEMP VIEW episodes AS
+    SELECT id, task, phase, training_step, status, iif(json_valid(body), body, '{}') AS body, metrics
+    FROM main.episodes;"""
+"""Views that stand before the tables of the same names."""
+_OUT_OF_REACH = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PERM}
+
+
+def is_the_files(error: sqlite3.Error | UnicodeDecodeError) -> bool:
+    """Whether the file is the cause of an error, and not what was asked of it."""
+    return isinstance(error, UnicodeDecodeError) or _code(error) in _DAMAGED | _OUT_OF_REACH
+
+
+def is_a_values(error: sqlite3.Error | UnicodeDecodeError) -> bool:
+    """Whether some value that is no text or no JSON is the cause: that is its row's matter, not its file's."""
+    return "Could not decode to UTF-8" in str(error) or "malformed JSON" in str(error)
+
+
+def forgiving(db: sqlite3.Connection) -> sqlite3.Connection:
+    """`db`, where broken texts are read as far as they go, and what is no JSON has nothing in it."""
+    db.text_factory = lambda text: text.decode("utf-8", "replace")
+    db.executescript(_FORGIVING)
+    return db
+
+
+def _code(error: sqlite3.Error | UnicodeDecodeError) -> int:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def unusable(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> RunError:
+    """The error for `path`, of which SQLite says `error`."""
+    if not _is_damage(path, error):
+        return RunError(f"The records file {path} cannot be used: {error}.", "Check the path, its rights and the disk.")
+    recovered = path.with_name(f"recovered-{path.name}")
+    return RunError(
+        f"The records file {path} is damaged ({error}); {_readable(path)}.",
+        f"Save what can be saved with SQLite's own tool: "
+        f"sqlite3 {shlex.quote(str(path))} .recover | sqlite3 {shlex.quote(str(recovered))}, and name the new file.",
+    )
+
+
+def _is_damage(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> bool:
+    """Whether this was a database: a file that begins neither like one nor empty is another kind of file."""
+    if _code(error) == sqlite3.SQLITE_NOTADB:
+        with path.open("rb") as file:
+            return file.read(16) in (b"SQLite format 3\0", bytes(16))
+    return isinstance(error, UnicodeDecodeError) or _code(error) in _DAMAGED
+
+
+def _readable(path: Path) -> str:
+    """How many rows of each table come before the damage."""
+    try:
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        try:
+            found = {table: _rows(db, table) for table in WIDTHS}
+        finally:
+            db.close()
+    except sqlite3.Error:
+        found = {}
+    if not any(found.values()):
+        return "nothing in it can be read as it is"
+    return "before the damage it has " + ", ".join(f"{count} {table}" for table, count in found.items())
+
+
+def _rows(db: sqlite3.Connection, table: str) -> int:
+    count = 0
+    try:
+        for _ in db.execute(f"SELECT * FROM {table}"):
+            count += 1
+    except (sqlite3.Error, UnicodeDecodeError):
+        pass
+    return count

@@ -1,0 +1,46 @@
+"""Exclusive use of a file or folder by one process, given back by the system however the process ends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cotune.errors import RunError
+from cotune.runtime.forks import survives_fork
+
+
+class FileLock:
+    """Holds an exclusive lock on a side file that names the holder's process id."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        """Take the lock at once. `what` names what is guarded. Raises RunError naming the process that holds it,
+        or the file that cannot be made."""
+        import fcntl
+
+        try:
+            self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            cause = f"{what} cannot be written: {error.strerror}: {path}."
+            raise RunError(cause, "Check the rights of the folder, or choose another one.") from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            self.release()
+            raise RunError(
+                f"{what} is being written by process {holder}.",
+                "Wait until it ends or stop it; reading is possible meanwhile.",
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, str(os.getpid()).encode(), 0)
+        survives_fork(self)
+
+    def release(self) -> None:
+        """Give the lock back; safe to call twice. In a forked child it only lets go of the child's share."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def after_fork(self) -> None:
+        """A child does not hold its parent's lock, least of all when the parent is gone."""
+        self.release()

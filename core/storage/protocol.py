@@ -1,0 +1,76 @@
+"""The store protocol: where records go and how they are read back. One contract test suite holds all stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from cotune.recording.records import Call, Episode, Record
+
+
+class Store(Protocol):
+    """Keeps records. Writing never blocks or breaks the application; reading never blocks writing."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Queue records, in order, to be committed together. The first of an id stands, but that an episode may be
+        written again as cancelled, which withdraws it. Never raises for a full disk: see `lost`."""
+        ...
+
+    def flush(self) -> None:
+        """Return when everything queued before is durable (or counted in `lost`)."""
+        ...
+
+    @property
+    def lost(self) -> int:
+        """Records that could not be stored, since the store was opened."""
+        ...
+
+    @property
+    def unreadable(self) -> int:
+        """Broken rows that were left out of what was read, since the store was opened."""
+        ...
+
+    @property
+    def refused(self) -> int:
+        """Rewards refused as their groups had been trained on, since the store was opened."""
+        ...
+
+    def episodes(
+        self, *, phase: str | None = None, training_step: int | None = None, task: str | None = None
+    ) -> Iterator[Episode]:
+        """Finished episodes in id order (= start order)."""
+        ...
+
+    def episode(self, episode_id: str) -> Episode:
+        """Raises RecordError when unknown."""
+        ...
+
+    def calls(self, episode_id: str) -> list[Call]:
+        """Calls of an episode in step order; also of an episode that never finished."""
+        ...
+
+    def message(self, message_id: str) -> Any:
+        """Body of a message, a tools list, or a grammar."""
+        ...
+
+    def token_ids(self, segment_id: str) -> tuple[int, ...]:
+        """All token ids on the path from the root to this segment."""
+        ...
+
+    def rewards(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, float]]:
+        """Target -> component name -> value (last write wins)."""
+        ...
+
+    def unfinished(self) -> Iterator[str]:
+        """Ids of episodes that have calls but no end: interrupted by a crash."""
+        ...
+
+    def consume(self, groups: Iterable[str] | Mapping[str, Iterable[str]], training_step: int) -> None:
+        """Mark groups as trained; later rewards for their candidates (a mapping names them) are refused and counted."""
+        ...
+
+    def consumed(self) -> Mapping[str, int]:
+        """Group id -> training step that consumed it."""
+        ...
+
+    def close(self) -> None: ...

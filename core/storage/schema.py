@@ -1,0 +1,213 @@
+"""Records as rows of SQLite and back: the schema of the file and the encoding of its columns."""
+
+from __future__ import annotations
+
+import functools
+import json
+import struct
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from cotune.errors import RecordError
+from cotune.ids import pack_ids, unpack_ids
+from cotune.recording.records import Call, Candidate, Episode, Message, Record, Reward
+
+Row = tuple[Any, ...]
+
+VERSION = 1
+"""`user_version` of a records file; raised when the schema changes."""
+
+APPLICATION = 0x636F7475
+"""`application_id` of a records file ("cotu")."""
+
+SCHEMA = f"""
+CREATE TABLE messages (id TEXT PRIMARY KEY, body TEXT NOT NULL);
+CREATE TABLE segments (id TEXT PRIMARY KEY, parent TEXT, token_ids BLOB NOT NULL);
+CREATE TABLE calls (
+    id TEXT PRIMARY KEY, episode TEXT NOT NULL, step INTEGER NOT NULL, role TEXT NOT NULL, turn INTEGER NOT NULL,
+    status TEXT NOT NULL, prompt TEXT, prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
+    body TEXT NOT NULL, candidates TEXT NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL);
+CREATE INDEX calls_by_episode ON calls (episode, step);
+CREATE TABLE episodes (
+    id TEXT PRIMARY KEY, task TEXT NOT NULL, phase TEXT NOT NULL, training_step INTEGER, status TEXT NOT NULL,
+    body TEXT NOT NULL, metrics TEXT NOT NULL);
+CREATE INDEX episodes_by_step ON episodes (phase, training_step);
+CREATE INDEX episodes_by_task ON episodes (task);
+CREATE TABLE rewards (target TEXT, name TEXT, value REAL, at REAL, PRIMARY KEY (target, name)) WITHOUT ROWID;
+CREATE TABLE consumed (grp TEXT PRIMARY KEY, training_step INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE closed (target TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE VIEW candidates AS
+    SELECT calls.id || '.' || json_extract(value, '$.index') AS id, calls.id AS call, calls.episode, calls.role,
+           calls.turn, json_extract(value, '$.index') AS "index", json_extract(value, '$.text') AS text,
+           json_extract(value, '$.tokens') AS tokens, json_extract(value, '$.finish_reason') AS finish_reason,
+           json_extract(value, '$.index') IS json_extract(calls.body, '$.chosen') AS chosen
+    FROM calls, json_each(iif(json_valid(calls.candidates), calls.candidates, '[]'));
+PRAGMA application_id = {APPLICATION};
+PRAGMA user_version = {VERSION};
+"""
+
+COLUMNS = {
+    "messages": "id, body",
+    "segments": "id, parent, token_ids",
+    "calls": "id, episode, step, role, turn, status, prompt, prompt_tokens, completion_tokens, body, candidates, "
+    "token_ids, logprobs",
+    "episodes": "id, task, phase, training_step, status, body, metrics",
+    "rewards": "target, name, value, at",
+    "consumed": "grp, training_step",
+    "closed": "target",
+    "counters": "name, value",
+}
+"""Columns of each table, which a file has unless it is damaged."""
+
+WIDTHS = {"messages": 2, "segments": 3, "calls": 13, "episodes": 7, "rewards": 4}
+"""Columns of each table that records are written to."""
+
+
+class Sketch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """A candidate without its arrays: `tokens` and `logprobs` are their lengths."""
+
+    index: int
+    text: str
+    message: dict[str, Any]
+    finish_reason: str
+    tokens: int
+    logprobs: int
+    malformed: bool = False
+
+
+_json = msgspec.json.Encoder(enc_hook=repr)
+_sketches = msgspec.json.Decoder(list[Sketch])
+_calls = msgspec.json.Decoder(Call)
+_episodes = msgspec.json.Decoder(Episode)
+
+
+def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple[str, Row]], int]:
+    """Rows with their tables, and about how many bytes they take; messages and segments in `known` are left out.
+
+    Raises TypeError, ValueError or struct.error for what cannot be encoded.
+    """
+    rows: list[tuple[str, Row]] = []
+    size = 0
+    for record in records:
+        row: Row
+        if isinstance(record, Call):
+            table, row = "calls", _call_row(record)
+            size += 1200 + len(row[9]) + len(row[10]) + len(row[11])
+        elif isinstance(record, Reward):
+            table, row = "rewards", (record.target, record.name, float(record.value), record.at)
+            size += 300
+        elif isinstance(record, Episode):
+            table, row = "episodes", _episode_row(record)
+            size += 1000 + len(row[5])
+        elif record.id in known:
+            continue
+        elif isinstance(record, Message):
+            table, row = "messages", (record.id, _json.encode(record.body).decode())
+            size += 200 + len(row[1])
+        else:
+            table, row = "segments", (record.id, record.parent, bytearray(record.packed))
+            size += 300 + len(row[2])
+        rows.append((table, row))
+    return rows, size
+
+
+def _call_row(call: Call) -> Row:
+    # Of bytearray, as sqlite3 looks for adapters of bytes, which costs more than the rest of binding.
+    sketches, token_ids, logprobs = [], bytearray(), bytearray()
+    for c in call.candidates:
+        tokens, known = len(c.token_ids), len(c.logprobs)
+        sketches.append(Sketch(c.index, c.text, c.message, c.finish_reason, tokens, known, c.malformed))
+        if tokens:
+            token_ids += pack_ids(c.token_ids)
+        if known:
+            logprobs += _floats(known).pack(*c.logprobs)
+    completion = len(token_ids) // 4 if token_ids else call.usage.completion_tokens
+    return (
+        call.id,
+        call.episode,
+        call.step,
+        call.role,
+        call.turn,
+        call.status,
+        call.prompt,
+        call.prompt_tokens or call.usage.prompt_tokens,
+        completion,
+        _json.encode(replace(call, candidates=())).decode(),
+        _json.encode(sketches).decode(),
+        token_ids,
+        logprobs,
+    )
+
+
+@functools.lru_cache(8192)
+def _floats(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}f")
+
+
+def _episode_row(episode: Episode) -> Row:
+    body = _json.encode(replace(episode, metrics={})).decode()
+    metrics = json.dumps(dict(episode.metrics)) if episode.metrics else "{}"
+    return (episode.id, episode.task.id, episode.phase, episode.training_step, episode.status, body, metrics)
+
+
+def call_from(body: str, candidates: str, token_ids: bytes, logprobs: bytes) -> Call:
+    """Put a call back together from its columns. Raises ValueError, TypeError or struct.error for broken ones."""
+    ids = unpack_ids(token_ids)
+    values = struct.unpack(f"<{len(logprobs) // 4}f", logprobs)
+    found, at_id, at_value = [], 0, 0
+    for sketch in _sketches.decode(candidates):
+        candidate = Candidate(
+            index=sketch.index,
+            text=sketch.text,
+            message=sketch.message,
+            token_ids=ids[at_id : at_id + sketch.tokens],
+            logprobs=values[at_value : at_value + sketch.logprobs],
+            finish_reason=sketch.finish_reason,
+            malformed=sketch.malformed,
+        )
+        at_id, at_value = at_id + sketch.tokens, at_value + sketch.logprobs
+        found.append(candidate)
+    if (at_id, at_value) != (len(ids), len(values)):
+        raise ValueError("the arrays have other lengths than the candidates")
+    call = _calls.decode(body)
+    return replace(call, candidates=tuple(found)) if found else call
+
+
+def episode_from(body: str, metrics: str) -> Episode:
+    """Put an episode back together from its columns. Metrics may be NaN or infinite, which `body` cannot hold.
+
+    Raises ValueError or TypeError for broken ones.
+    """
+    episode = _episodes.decode(body)
+    if metrics == "{}":
+        return episode
+    found = msgspec.convert(json.loads(metrics), dict[str, float])
+    "".join(found).encode()  # which raises for names that are no text
+    return replace(episode, metrics=found)
+
+
+def join_path(segment_id: str, rows: Iterable[tuple[str, str | None, bytes]]) -> tuple[int, ...]:
+    """Token ids of a path from the (id, parent, token ids) of its segments, in any order.
+
+    Raises RecordError when the path does not lead to a root.
+    """
+    segments = {id: (parent, blob) for id, parent, blob in rows}
+    path: list[bytes] = []
+    at: str | None = segment_id
+    while at is not None and at in segments:
+        at, blob = segments.pop(at)
+        path.append(blob)
+    if not path or at is not None:
+        raise RecordError(
+            f"The token path of segment {segment_id!r} is not complete in this store.",
+            "Leave out the calls that refer to it; the store's `lost` counter says how many records it misses.",
+        )
+    try:
+        return unpack_ids(b"".join(reversed(path)))
+    except (TypeError, struct.error):
+        cause = f"The token path of segment {segment_id!r} is broken in this store."
+        raise RecordError(cause, "Leave out the calls that refer to it.") from None

@@ -1,0 +1,282 @@
+"""Workflows: the user's application behind one callable, with scorers for its roles."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, cast, overload
+
+from cotune.context import current_episode
+from cotune.errors import ConfigError, WorkflowError
+from cotune.recording.redaction import Redactor, check_redactor, load_redactor
+from cotune.recording.role_functions import CALLER, MODEL, RolesFunction, roles_function
+from cotune.sampling.scoring import Scorer
+
+GraphRunner = Callable[[Any], Awaitable[Any]]
+
+runners: list[Callable[[object], GraphRunner | None]] = []
+"""Integrations that run an application object: each returns a coroutine function of its input, or None."""
+
+_ACCEPTED = "a function of a task, or a compiled LangGraph graph, AutoGen team or Crew with inputs= and reward="
+_ABSENT: Any = object()
+_EXAMPLE = "@cotune.workflow\nasync def solve(task): return float(...)"
+
+
+@dataclass(eq=False)
+class Workflow:
+    """A callable of a task's input that returns its reward, and the scorers of its roles."""
+
+    name: str
+    fn: Callable[[Any], Any]
+    scorers: dict[str, Scorer] = field(default_factory=dict)
+    redactors: list[Redactor] = field(default_factory=list)
+    keep_token_ids: bool = False
+    """Whether token ids of redacted messages are stored."""
+    roles: RolesFunction | None = None
+    """Names the roles of calls that `cotune.role` does not name."""
+
+    def redactor(self, fn: Redactor) -> Redactor:
+        """Decorate a function that sees each message before it is stored, and returns the message to store.
+
+        Several apply in order. Raises WorkflowError for what is no plain function of one argument.
+        """
+        self.redactors.append(check_redactor(fn))
+        return fn
+
+    def redacted(self, redact: str | None, *, keep_token_ids: bool = False) -> Workflow:
+        """This workflow with one redactor more, `module:function` (if any). Raises ConfigError where there is none."""
+        more = [load_redactor(redact)] if redact else []
+        return replace(self, redactors=[*self.redactors, *more], keep_token_ids=keep_token_ids or self.keep_token_ids)
+
+    def named_by(self, roles: str | None) -> Workflow:
+        """This workflow with roles by `module:function`, `file.py:function` or `caller` instead of its own (if any).
+
+        Raises ConfigError for what is not there, WorkflowError for what is no roles function.
+        """
+        return replace(self, roles=load_roles(roles)) if roles else self
+
+    def scorer(self, role: str) -> Callable[[Scorer], Scorer]:
+        """Decorate the scorer of `role`: `(candidate, call, task)` -> a number (the component `local`) or a dict of
+        named numbers; sync or async. Raises WorkflowError for a second scorer of a role or another signature."""
+
+        def add(fn: Scorer) -> Scorer:
+            if role in self.scorers:
+                raise WorkflowError(f"Role {role!r} of workflow {self.name!r} has two scorers.", "Remove one of them.")
+            if not _takes(fn, 3):
+                name = getattr(fn, "__name__", repr(fn))
+                remedy = f"Define it as: def {name}(candidate, call, task) -> float."
+                raise WorkflowError(f"The scorer {name} of role {role!r} does not take three arguments.", remedy)
+            self.scorers[role] = fn
+            return fn
+
+        return add
+
+
+class WorkflowFunction(Protocol):
+    """What `cotune.workflow` returns: the function itself, with three attributes more."""
+
+    cotune: Workflow
+
+    def __call__(self, task: Any) -> Any: ...
+
+    def scorer(self, role: str) -> Callable[[Scorer], Scorer]: ...
+
+    def redactor(self, fn: Redactor) -> Redactor: ...
+
+
+@overload
+def workflow(*, roles: RolesFunction | str | None = ...) -> Callable[[Any], WorkflowFunction]: ...
+@overload
+def workflow(
+    app: Any,
+    *,
+    inputs: Callable[[Any], Any] | None = ...,
+    reward: Callable[[Any, Any], Any] | None = ...,
+    roles: RolesFunction | str | None = ...,
+) -> WorkflowFunction: ...
+def workflow(
+    app: Any = _ABSENT,
+    *,
+    inputs: Callable[[Any], Any] | None = None,
+    reward: Callable[[Any, Any], Any] | None = None,
+    roles: RolesFunction | str | None = None,
+) -> Any:
+    """Make a workflow of a function of a task, or of a compiled LangGraph graph. Without one: a decorator.
+
+    A function (sync or async) is returned as it is, with `.scorer` and `.cotune` attached: it behaves as before. For a
+    graph, `inputs(task)` gives the graph's input (the task itself without it) and `reward(state, task)` the outcome
+    from its final state. An outcome is a number (the reward `team`), a bool (the same, and the metric `success`), or a
+    dict of named numbers. `roles` names the role of each call, see `cotune.roles`: a function of a CallRequest, or
+    `"caller"` for the name of the application's function that makes it. Raises WorkflowError for anything else.
+    """
+    naming = roles_function(roles)
+    if app is _ABSENT:
+        return partial(workflow, inputs=inputs, reward=reward, roles=roles)
+    runner = next((run for make in runners if (run := make(app)) is not None), None)
+    if runner is not None:
+        return _attach(_of_graph(runner, inputs, reward), str(getattr(app, "name", None) or "graph"), naming)
+    if not callable(app) or isinstance(app, type):
+        raise WorkflowError(f"{app!r} is not a workflow: accepted is {_ACCEPTED}.", f"For example: {_EXAMPLE}")
+    if inputs is not None or reward is not None:
+        raise WorkflowError("A function takes no inputs= or reward=.", "Return the reward from the function.")
+    if not _takes(app, 1):
+        remedy = "Take the task's input as the only required argument."
+        raise WorkflowError(f"The workflow {_name(app)} cannot be called with one argument.", remedy)
+    return _attach(app, _name(app), naming)
+
+
+def workflow_of(obj: object) -> Workflow:
+    """The Workflow of a decorated function. Raises WorkflowError for anything else."""
+    if isinstance(obj, Workflow):
+        return obj
+    found = getattr(obj, "cotune", None)
+    if isinstance(found, Workflow):
+        return found
+    raise WorkflowError(f"{obj!r} is not a workflow.", "Decorate the function with @cotune.workflow.")
+
+
+def load_workflow(spec: str) -> Workflow:
+    """Import `package.module:name` or `path/to/file.py:name`, from sys.path or the current folder.
+
+    Raises ConfigError for a module, file or name that does not exist or fails to import, WorkflowError for one that is
+    not a workflow.
+    """
+    source, _, name = spec.rpartition(":")
+    if not source or not name:
+        raise ConfigError("app", spec, "module:name or path/to/file.py:name", "For example: cotune train app:solve.")
+    module = _load_file(spec, source) if source.endswith(".py") else _load_module(spec, source)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = [n for n, v in vars(module).items() if isinstance(getattr(v, "cotune", None), Workflow)]
+            allowed = f"a name in {source}; workflows there: {', '.join(known) or 'none'}"
+            near = difflib.get_close_matches(part, known or vars(module), n=1)
+            meant = f"Did you mean {source}:{near[0]}? " if near else ""
+            raise ConfigError("app", spec, allowed, f"{meant}Decorate a function in {source} with @cotune.workflow.")
+        found = getattr(found, part)
+    return workflow_of(found)
+
+
+def load_roles(spec: str) -> RolesFunction:
+    """Import a roles function: `package.module:name`, `path/to/file.py:name`, `caller` or `model`.
+
+    Raises ConfigError for what is not there, WorkflowError for what is no roles function.
+    """
+    if spec in (CALLER, MODEL):
+        return cast(RolesFunction, roles_function(spec))
+    source, _, name = spec.rpartition(":")
+    allowed = 'module:function, file.py:function, "caller" or "model"'
+    if not source or not name:
+        raise ConfigError("roles", spec, allowed, "For example: --roles app:who, or --roles caller.")
+    module = _load_file(spec, source, "roles") if source.endswith(".py") else _load_module(spec, source, "roles")
+    found = getattr(module, name, None)
+    if found is None:
+        raise ConfigError("roles", spec, allowed, f"{source} has no function {name!r}.")
+    return cast(RolesFunction, roles_function(found))
+
+
+def _attach(fn: Any, name: str, roles: RolesFunction | None) -> WorkflowFunction:
+    made = Workflow(name, fn, roles=roles)
+    try:
+        fn.cotune, fn.scorer, fn.redactor = made, made.scorer, made.redactor
+    except AttributeError:
+        raise WorkflowError(
+            f"{fn!r} cannot carry a workflow.", f"Wrap it in a function of its own. For example: {_EXAMPLE}"
+        ) from None
+    return cast(WorkflowFunction, fn)
+
+
+def _of_graph(
+    runner: GraphRunner, inputs: Callable[[Any], Any] | None, reward: Callable[[Any, Any], Any] | None
+) -> Callable[[Any], Awaitable[Any]]:
+    if reward is None:
+        raise WorkflowError(
+            "A graph needs reward=, and so does a team or crew.",
+            "Pass reward=fn(state, task), which returns a number or a dict of named numbers.",
+        )
+
+    async def run(task: Any) -> Any:
+        state = await runner(inputs(task) if inputs else task)
+        token = current_episode.set(None)
+        try:
+            outcome = reward(state, task)
+            return await outcome if inspect.isawaitable(outcome) else outcome
+        finally:
+            current_episode.reset(token)
+
+    return run
+
+
+def _takes(fn: Callable[..., Any], count: int) -> bool:
+    """Whether `fn` can be called with `count` positional arguments; True where Python cannot tell."""
+    try:
+        inspect.signature(fn).bind(*range(count))
+    except ValueError:
+        return True
+    except TypeError:
+        return False
+    return True
+
+
+def _name(fn: Any) -> str:
+    return str(getattr(fn, "__name__", None) or type(fn).__name__)
+
+
+def _load_module(spec: str, name: str, field: str = "app") -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            allowed = f"a module on sys.path or in {here}"
+            raise ConfigError(field, spec, allowed, "Name a file instead (path/to/app.py:solve).") from None
+        raise _broken(spec, error, field) from error
+    except Exception as error:
+        raise _broken(spec, error, field) from error
+
+
+def _load_file(spec: str, source: str, field: str = "app") -> ModuleType:
+    path = Path(source).resolve()
+    if not path.is_file():
+        raise ConfigError(field, spec, "a file that exists", f"No file is at {path}.")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    name = path.stem if loaded is None else f"{path.parent.name}_{path.stem}"
+    found = importlib.util.spec_from_file_location(name, path)
+    assert found is not None and found.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(found)
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _broken(spec, error, field) from error
+    return module
+
+
+def _broken(spec: str, error: Exception, field: str) -> ConfigError:
+    what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    return ConfigError(field, spec, f"a module that imports; this one raised {what}{_line_of(error)}", "Fix it first.")
+
+
+def _line_of(error: Exception) -> str:
+    """File and line of the user's code that an import ended at: the innermost that is in no installed package."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}:{error.lineno})"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    frames = [frame for frame in frames if Path(frame.filename) not in (Path(__file__), Path(importlib.__file__))]
+    outside = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix))]
+    return f" ({(outside or frames)[-1].filename}:{(outside or frames)[-1].lineno})" if frames else ""

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API, as the gateway speaks it."""

@@ -1,0 +1,205 @@
+"""Requests of Anthropic's Messages API as chat requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from cotune.recording.recorder import LiveEpisode
+from cotune.runtime.bounded_cache import Bounded, bytes_of
+
+ENTRIES, BYTES = 100_000, 8 << 20
+"""Most arguments of tool calls, and bytes of all, that are kept of one episode as they were written."""
+_SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "metadata", "service_tier", "thinking")
+_PLAIN_TOOL = (None, "custom")
+_NONE: Mapping[str, str] = {}
+_FORGOTTEN = (
+    f"The arguments of one episode's tool calls take more than {BYTES >> 20} MiB: the least recently used are "
+    "forgotten. A later prompt may have them in another spelling than the model's."
+)
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_UNANSWERED = {
+    "mcp_servers": "MCP servers that the provider calls",
+    "container": "a container of the provider's",
+    "context_management": "context management by the provider",
+}
+
+
+def chat_of(asked: Mapping[str, Any], episode: LiveEpisode) -> dict[str, Any]:
+    """A Messages request as a chat request: the system text first. Parameters without a counterpart keep their names.
+
+    Raises ValueError for a content that is neither text nor a list of blocks.
+    """
+    known = {*_SAME, "system", "messages", "stop_sequences", "tools", "tool_choice", "output_config", "output_format"}
+    body = {name: asked[name] for name in _SAME if name in asked}
+    body |= {name: value for name, value in asked.items() if name not in known}
+    system = [{"role": "system", "content": text_of(asked["system"])}] if asked.get("system") else []
+    body["messages"] = [*system, *messages_of(asked.get("messages") or (), arguments_in(episode))]
+    body["api"] = "messages"
+    if asked.get("stop_sequences"):
+        body["stop"] = asked["stop_sequences"]
+    if asked.get("tools"):
+        body["tools"] = [_tool(tool) for tool in asked["tools"]]
+    if choice := asked.get("tool_choice"):
+        named = {"type": "function", "function": {"name": choice.get("name")}}
+        body["tool_choice"] = _CHOICES.get(choice.get("type"), named)
+        if choice.get("disable_parallel_tool_use"):
+            body["parallel_tool_calls"] = False
+    output = asked.get("output_config") or {}
+    if form := output.get("format") or asked.get("output_format"):
+        schema = {"name": "output", "schema": form.get("schema"), "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if output.get("effort"):
+        body["reasoning_effort"] = output["effort"]
+    if (asked.get("thinking") or {}).get("type") == "disabled":
+        body["chat_template_kwargs"] = {"enable_thinking": False}
+    return body
+
+
+def obstacle(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
+    """What in a request, given also as chat, only a provider can serve; "" when a policy can answer it."""
+    found = [what for field, what in _UNANSWERED.items() if asked.get(field)]
+    hosted = [str(tool.get("type")) for tool in chat.get("tools") or () if tool.get("type") != "function"]
+    if hosted:
+        found.append(f"tools that the provider runs ({', '.join(dict.fromkeys(hosted))})")
+    unread = [
+        str(part.get("type"))
+        for message in chat["messages"]
+        for part in (message["content"] if isinstance(message["content"], list) else ())
+        if part.get("type") not in ("text", "image_url")
+    ]
+    if unread:
+        found.append(f"blocks of type {', '.join(dict.fromkeys(unread))}")
+    return " and ".join(found)
+
+
+class Written(Protocol):
+    """Arguments of tool calls as the model wrote them, by the id of the call."""
+
+    def get(self, name: str, /) -> str | None: ...
+
+
+def arguments_in(episode: LiveEpisode) -> Bounded[str]:
+    """The arguments of the episode's tool calls as the model wrote them, by the id of the call."""
+    found: Bounded[str] | None = episode.notes.get("anthropic")
+    return found if found is not None else episode.notes.setdefault("anthropic", Bounded(ENTRIES, BYTES))
+
+
+def keep_arguments(episode: LiveEpisode, name: str, arguments: str) -> None:
+    """Remember arguments as they were written; what is forgotten for them is counted."""
+    for _ in range(arguments_in(episode).put(name, arguments, bytes_of((name, arguments)))):
+        episode.warn("forgotten_arguments", _FORGOTTEN)
+
+
+def messages_of(said: Iterable[Mapping[str, Any]], written: Written) -> list[dict[str, Any]]:
+    """Messages of blocks as chat messages: results of tools become messages of their own, before the text beside them.
+
+    A block that no chat message can say is kept as it is, as a part of its message's content.
+    """
+    found: list[dict[str, Any]] = []
+    for message in said:
+        blocks = _blocks(message.get("content"))
+        if message.get("role") == "assistant":
+            found.append(assistant_of(blocks, written))
+            continue
+        results = [block for block in blocks if block.get("type") == "tool_result"]
+        found += [
+            {
+                "role": "tool",
+                "tool_call_id": block.get("tool_use_id"),
+                "content": _content(_blocks(block.get("content"))),
+            }
+            for block in results
+        ]
+        others = [block for block in blocks if block.get("type") != "tool_result"]
+        if others or not results:
+            found.append({"role": message.get("role", "user"), "content": _content(others)})
+    return found
+
+
+def assistant_of(blocks: Iterable[Mapping[str, Any]], written: Written = _NONE) -> dict[str, Any]:
+    """The blocks of one assistant turn as a chat message; those that it cannot say are under `items`.
+
+    `written` are arguments of tool calls as they were written, for those that come back as objects.
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    others: list[dict[str, Any]] = []
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "text":
+            message["content"] = (message["content"] or "") + (block.get("text") or "")
+        elif kind == "thinking":
+            message["reasoning_content"] = message.get("reasoning_content", "") + (block.get("thinking") or "")
+        elif kind == "tool_use":
+            text = _arguments(block.get("input"), written.get(str(block.get("id"))))
+            call = {
+                "id": block.get("id"),
+                "type": "function",
+                "function": {"name": block.get("name"), "arguments": text},
+            }
+            message.setdefault("tool_calls", []).append(call)
+        elif kind != "redacted_thinking":
+            others.append(dict(block))
+    if others:
+        message["items"] = others
+    return message
+
+
+def _arguments(given: Any, written: str | None) -> str:
+    if isinstance(given, str):
+        return given
+    if written is not None and msgspec.json.decode(written) == given:
+        return written
+    return msgspec.json.encode(given or {}).decode()
+
+
+def text_of(content: Any) -> str:
+    """The text of a content: a string, or its text blocks."""
+    return content if isinstance(content, str) else "".join(str(block.get("text") or "") for block in content)
+
+
+def _blocks(content: Any) -> list[Mapping[str, Any]]:
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
+        raise ValueError("a content is neither text nor a list of blocks")
+    return content
+
+
+def _content(blocks: list[Mapping[str, Any]]) -> Any:
+    """A content in chat form: text where it is one block of text or none, else a list of parts."""
+    parts = [_part(block) for block in blocks]
+    if not parts:
+        return ""
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+
+
+def _part(block: Mapping[str, Any]) -> dict[str, Any]:
+    if block.get("type") == "text":
+        return {"type": "text", "text": block.get("text") or ""}
+    source = block.get("source") or {}
+    if block.get("type") == "image" and source.get("type") == "base64":
+        return {
+            "type": "image_url",
+            "image_url": {"url": f"data:{source.get('media_type')};base64,{source.get('data')}"},
+        }
+    if block.get("type") == "image" and source.get("type") == "url":
+        return {"type": "image_url", "image_url": {"url": source.get("url")}}
+    return {**block, "type": str(block.get("type"))}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in _PLAIN_TOOL:
+        return dict(tool)
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": tool.get("input_schema"),
+    }
+    if tool.get("strict") is not None:
+        function["strict"] = tool["strict"]
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}

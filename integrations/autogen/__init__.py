@@ -1,0 +1,1 @@
+"""AutoGen: which agent makes a call, by object, in agentchat and core."""

@@ -1,0 +1,69 @@
+"""AutoGen's chat agents: in an episode they work in frames of their own, and their model clients name them.
+
+Everything is hooked on classes, so it does not matter when the objects are made. Calls that go around an agent's model
+client (another client in its own code, a tool that calls a model) belong to the frame around them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from autogen_agentchat.agents import BaseChatAgent
+from autogen_agentchat.base import Response
+
+from cotune.context import current_episode
+from cotune.integrations.autogen.clients import ClientAttribute, said
+from cotune.integrations.autogen.frames import Frame, enter, hand_on, listen, stepped, within
+from cotune.integrations.patching import each_subclass, replace_method
+from cotune.recording.recorder import LiveEpisode
+
+
+def install() -> None:
+    """Hook agents, those there are and those to come."""
+    BaseChatAgent._model_client = ClientAttribute()  # type: ignore[attr-defined]
+    each_subclass(BaseChatAgent, _wrap_agent)
+    listen()
+
+
+def _wrap_agent(cls: type) -> None:
+    replace_method(cls, "on_messages", _on_messages)
+    replace_method(cls, "on_messages_stream", _on_messages_stream)
+
+
+def _on_messages(original: Any) -> Any:
+    async def on_messages(self: Any, messages: Any, *args: Any, **options: Any) -> Any:
+        episode = current_episode.get()
+        if episode is None:
+            return await original(self, messages, *args, **options)
+        frame = enter(self, self.name, received=tuple(messages))
+        with within(frame):
+            response = await original(self, messages, *args, **options)
+        _left(episode, frame, response)
+        return response
+
+    return on_messages
+
+
+def _on_messages_stream(original: Any) -> Any:
+    def on_messages_stream(self: Any, messages: Any, *args: Any, **options: Any) -> Any:
+        episode = current_episode.get()
+        source = original(self, messages, *args, **options)
+        if episode is None or not hasattr(source, "aclose"):
+            return source
+        frame = enter(self, self.name, received=tuple(messages))
+        return stepped(frame, source, functools.partial(_left, episode, frame))
+
+    return on_messages_stream
+
+
+def _left(episode: LiveEpisode, frame: Frame, item: Any) -> None:
+    """An agent's response names the last call it was made from."""
+    if not isinstance(item, Response) or not frame.last:
+        return
+    try:
+        message = item.chat_message
+        said(episode).add(message.source, getattr(message.to_model_message(), "content", None), frame.last)
+    except Exception as error:  # noqa: BLE001
+        episode.warn("autogen", "The AutoGen integration could not tell what an agent said.", error)
+    hand_on(frame)

@@ -1,0 +1,178 @@
+"""AutoGen: who makes a call, by the object that holds the model client.
+
+Inside an episode, what an agent or a team's manager reads as its `_model_client` is a proxy that names its owner while
+a request is made. Outside, and in whatever else is done with it, it is the client itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from autogen_core import BaseAgent
+from autogen_core.models import ChatCompletionClient, CreateResult
+
+from cotune.context import Mark, current_episode, current_mark, opened_call
+from cotune.ids import new_id
+from cotune.integrations.autogen.frames import NAME, AgentState, Names, current_frame
+from cotune.integrations.autogen.lineage import Said
+from cotune.recording.recorder import LiveEpisode
+
+
+def said(episode: LiveEpisode) -> Said:
+    """What the calls of an episode said."""
+    found = episode.notes.get(NAME)
+    if found is None:
+        found = episode.notes.setdefault(NAME, Said())
+    return found
+
+
+class AgentClient:
+    """Stands for a model client inside an episode, on behalf of its owner; in everything else it is that client."""
+
+    __slots__ = ("_cotune_client", "_cotune_owner")
+
+    def __init__(self, client: Any, owner: Any) -> None:
+        object.__setattr__(self, "_cotune_client", client)
+        object.__setattr__(self, "_cotune_owner", owner)
+
+    async def create(self, messages: Any, *args: Any, **options: Any) -> Any:
+        """Ask the client for an answer, in the owner's name."""
+        episode = current_episode.get()
+        if episode is None:
+            return await self._cotune_client.create(messages, *args, **options)
+        mark = _mark(episode, self._cotune_owner, messages)
+        mark_token, call_token = current_mark.set(mark), opened_call.set(None)
+        try:
+            result = await self._cotune_client.create(messages, *args, **options)
+        finally:
+            mark.done = True
+            opened_call.reset(call_token)
+            current_mark.reset(mark_token)
+        _note(episode, self._cotune_owner, mark, result)
+        return result
+
+    async def create_stream(self, messages: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
+        """Ask the client for a streamed answer, in the owner's name at each step."""
+        source = self._cotune_client.create_stream(messages, *args, **options)
+        episode = current_episode.get()
+        mark = Mark("app", NAME) if episode is None else _mark(episode, self._cotune_owner, messages)
+        try:
+            while (part := await _step(source, mark)) is not None:
+                if episode is not None and isinstance(part, CreateResult):
+                    _note(episode, self._cotune_owner, mark, part)
+                yield part
+        finally:
+            mark.done = True
+            if hasattr(source, "aclose"):
+                await source.aclose()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._cotune_client)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cotune_client, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._cotune_client, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._cotune_client, name)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._cotune_client == unwrapped(other))
+
+    def __hash__(self) -> int:
+        return hash(self._cotune_client)
+
+    def __repr__(self) -> str:
+        return repr(self._cotune_client)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._cotune_client.__reduce_ex__(protocol)
+
+
+async def _step(source: Any, mark: Mark) -> Any:
+    mark_token, call_token = current_mark.set(mark), opened_call.set(None)
+    try:
+        return await anext(source, None)
+    finally:
+        opened_call.reset(call_token)
+        current_mark.reset(mark_token)
+
+
+def unwrapped(value: Any) -> Any:
+    """The client itself, of a proxy."""
+    return object.__getattribute__(value, "_cotune_client") if type(value) is AgentClient else value
+
+
+class ClientAttribute:
+    """The attribute `_model_client`, as a proxy inside an episode; stored in the object as ever."""
+
+    def __get__(self, owner: Any, cls: type) -> Any:
+        if owner is None:
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute '_model_client'")
+        held = vars(owner)
+        found = held["_model_client"] if "_model_client" in held else self._of_class(owner)
+        if current_episode.get() is None or not isinstance(found, ChatCompletionClient):
+            return found
+        return AgentClient(found, owner)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        vars(owner)["_model_client"] = unwrapped(value)
+
+    def __delete__(self, owner: Any) -> None:
+        if vars(owner).pop("_model_client", self) is self:
+            raise AttributeError("_model_client")
+
+    def _of_class(self, owner: Any) -> Any:
+        for cls in type(owner).__mro__:
+            found = cls.__dict__.get("_model_client", self)
+            if not isinstance(found, ClientAttribute):
+                return found
+        raise AttributeError(f"{type(owner).__name__!r} object has no attribute '_model_client'")
+
+
+def _mark(episode: LiveEpisode, owner: Any, messages: Any) -> Mark:
+    frame = current_frame.get()
+    try:
+        mine = frame.of(owner) if frame else None
+        role = mine.role if mine else _name(owner, frame.names if frame else None)
+        thread = getattr(owner, "_message_thread", None)
+        received = tuple(thread or ()) if thread is not None else (mine.received if mine else ())
+        state = AgentState(owner, frame.team if frame else None, received, tuple(messages))
+        read = said(episode).read([*_as_llm(thread or ()), *messages])
+        return Mark(role, NAME, state=state, read=read, output=new_id())
+    except Exception as error:  # noqa: BLE001
+        episode.warn("autogen", "The AutoGen integration could not tell what a call reads.", error)
+        return Mark(str(getattr(owner, "name", "app")), NAME)
+
+
+def _name(owner: Any, names: Names | None) -> str:
+    """The role of an object that makes a call outside any frame of its own."""
+    if isinstance(owner, BaseAgent):
+        return str(owner.id.type)
+    return names.of(owner, owner.name) if names else str(owner.name)
+
+
+def _as_llm(thread: Any) -> Iterator[Any]:
+    return (message.to_model_message() for message in thread if hasattr(message, "to_model_message"))
+
+
+def _note(episode: LiveEpisode, owner: Any, mark: Mark, result: Any) -> None:
+    """After a call: what it said, for the calls that will read it."""
+    if not mark.calls:
+        episode.warn(
+            "unseen_call",
+            f"A model client answered role {mark.role!r} without a call that can be recorded: from a cache or by a "
+            "client of its own. Switch the cache off while recording.",
+        )
+    if mark.output is None or not mark.calls:
+        return
+    source = getattr(owner, "name", None) or getattr(owner, "_name", "")
+    said(episode).add(str(source), getattr(result, "content", None), mark.output)
+    frame = current_frame.get()
+    mine = frame.of(owner) if frame else None
+    if mine is not None:
+        mine.last = mark.output

@@ -1,0 +1,129 @@
+"""AutoGen's core: agents that a runtime hands messages to, each in a frame of its own, named by the type of the agent.
+
+A runtime may have been started anywhere, before any episode: a message carries the episode that it was sent in. The
+messages of agentchat's teams belong to the episode of their team, whose id is the key of its members.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+from autogen_core import BaseAgent, SingleThreadedAgentRuntime
+from autogen_core.tools import BaseStreamTool, BaseTool
+
+from cotune.context import current_episode
+from cotune.integrations.autogen.clients import ClientAttribute, said
+from cotune.integrations.autogen.frames import Frame, enter, listen, stepped, within
+from cotune.integrations.patching import replace_method
+from cotune.integrations.versions import missing_hook
+from cotune.recording.recorder import LiveEpisode
+
+_HOOKS = (
+    (BaseAgent, "on_message"),
+    (SingleThreadedAgentRuntime, "send_message"),
+    (SingleThreadedAgentRuntime, "publish_message"),
+    (BaseTool, "run_json"),
+    (BaseStreamTool, "run_json_stream"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Running:
+    """A team at work in an episode; `frame_of` gives the frame of one of its members."""
+
+    episode: LiveEpisode
+    frame_of: Callable[[Any], Frame]
+
+
+running: dict[str, Running] = {}
+"""By team id."""
+_carried: WeakValueDictionary[str, LiveEpisode] = WeakValueDictionary()
+"""By message id: the episode that it was sent in."""
+
+
+def install() -> None:
+    """Hook agents, the runtime and tools. Raises UnsupportedVersion where a hook is missing."""
+    for cls, name in _HOOKS:
+        if name not in cls.__dict__:
+            raise missing_hook("autogen-core", f"{cls.__name__}.{name}")
+    BaseAgent._model_client = ClientAttribute()  # type: ignore[attr-defined]
+    replace_method(BaseAgent, "on_message", _on_message)
+    replace_method(SingleThreadedAgentRuntime, "send_message", _sent)
+    replace_method(SingleThreadedAgentRuntime, "publish_message", _sent)
+    replace_method(BaseTool, "run_json", _tool)
+    replace_method(BaseStreamTool, "run_json_stream", _tool_stream)
+    listen()
+
+
+def _sent(original: Any) -> Any:
+    async def send(self: Any, *args: Any, message_id: str | None = None, **options: Any) -> Any:
+        episode = current_episode.get()
+        if episode is not None:
+            message_id = message_id or str(uuid.uuid4())
+            _carried[message_id] = episode
+        return await original(self, *args, message_id=message_id, **options)
+
+    return send
+
+
+def _on_message(original: Any) -> Any:
+    async def on_message(self: Any, message: Any, ctx: Any) -> Any:
+        team = running.get(self.id.key)
+        if team is not None:
+            with _inside(team.episode), within(team.frame_of(self)):
+                return await original(self, message, ctx)
+        episode = _carried.get(ctx.message_id) or current_episode.get()
+        if episode is None:
+            return await original(self, message, ctx)
+        with _inside(episode), within(enter(self, self.id.type)):
+            return await original(self, message, ctx)
+
+    return on_message
+
+
+@contextmanager
+def _inside(episode: LiveEpisode) -> Iterator[None]:
+    token = current_episode.set(episode)
+    try:
+        yield
+    finally:
+        current_episode.reset(token)
+
+
+def _tool(original: Any) -> Any:
+    async def run_json(self: Any, args: Any, *rest: Any, **options: Any) -> Any:
+        episode = current_episode.get()
+        if episode is None:
+            return await original(self, args, *rest, **options)
+        frame = enter(self, self.name, part=True)
+        with within(frame):
+            result = await original(self, args, *rest, **options)
+        _answered(episode, frame, rest, options)
+        return result
+
+    return run_json
+
+
+def _tool_stream(original: Any) -> Any:
+    def run_json_stream(self: Any, args: Any, *rest: Any, **options: Any) -> Any:
+        episode = current_episode.get()
+        source = original(self, args, *rest, **options)
+        if episode is None:
+            return source
+        frame = enter(self, self.name, part=True)
+        return stepped(frame, source, lambda _: _answered(episode, frame, rest, options))
+
+    return run_json_stream
+
+
+def _answered(episode: LiveEpisode, frame: Frame, rest: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """A tool's result names the last call of the agents that ran in it."""
+    call_id = options.get("call_id") or (rest[1] if len(rest) > 1 else None)
+    if call_id and frame.last:
+        said(episode).answered(call_id, frame.last)
+        frame.last = None

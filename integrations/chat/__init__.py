@@ -1,0 +1,1 @@
+"""From chat requests to token ids, and from sampled ids to messages: templates, tool calls, grammars."""

@@ -1,0 +1,334 @@
+"""Chat requests to token ids and sampled ids back to assistant messages, by the tokenizer of a model folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.errors import ConfigError, PromptTooLong, SamplerError
+from cotune.ids import pack_ids, unpack_ids
+from cotune.integrations.chat.grammar import Grammars
+from cotune.integrations.chat.hermes import REASONING
+from cotune.integrations.chat.replies import Replies
+from cotune.integrations.chat.reply_grammar import Syntax, reply_grammar
+from cotune.integrations.chat.time_limit import TookTooLong, within
+from cotune.integrations.chat.token_reuse import EarlierIds
+from cotune.integrations.chat.tool_formats import AUTO, HERMES, ToolFormat, recognised, spelled_by, tool_format
+from cotune.integrations.models.folder import loading, reading
+from cotune.runtime.bounded_cache import Bounded
+
+log = logging.getLogger("cotune")
+
+
+class ChatTemplate:
+    """The chat template, tokenizer and reply parser of one model: a `ChatFormat` for every sampler.
+
+    Replies are parsed by the tokenizer's own `response_template` where it has one. Else `<think>` becomes
+    `reasoning_content`, and tool calls are read in the format `tools`: one of `tool_formats`, or "auto" for the one in
+    which the chat template writes a call. Safe to use from several threads.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        end_token_ids: Sequence[int],
+        *,
+        tools: str = AUTO,
+        cache: int = 2048,
+        cache_bytes: int = 32 << 20,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.end_token_ids = tuple(end_token_ids)
+        self.counts: Counter[str] = Counter()
+        """Prompts by how their ids came about: "rendered", "extended" (earlier ids reused), "respelled" (those of
+        them in which the template spells a reply in another way), "diverged" (earlier ids were given, and the prompt
+        does not go on from them), "cached". Replies that the tokenizer's response template refuses: "unparsed", their
+        text is kept as it is."""
+        self._rendered: Bounded[tuple[str, bytes]] = Bounded(cache, cache_bytes)
+        self._lock = threading.Lock()
+        self._encoder = msgspec.json.Encoder()
+        self.spelled: str | None = None
+        """How the chat template writes the call of a tool, where it shows one."""
+        self.tool_format = self._recognised() if tools == AUTO else tool_format(tools, tokenizer)
+        """How tool calls are written; None where the template writes them in no form that is known."""
+        self._replies = Replies(tokenizer, self.end_token_ids, self.tool_format, lambda: self._count("unparsed"))
+        self._grammars = Grammars(tokenizer, len(tokenizer))
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+
+    @classmethod
+    def load(cls, model: str | Path, tools: str = AUTO) -> ChatTemplate:
+        """Load from a model folder or hub id. Raises ConfigError when there is none, no chat template or one that does
+        not end, and for a format of tool calls that is unknown."""
+        from transformers import AutoTokenizer
+
+        path = Path(model)
+        if path.exists() and not (path / "config.json").exists():
+            raise ConfigError("model", str(model), "a folder with config.json, tokenizer and weights", _REMEDY)
+        with reading(model):
+            tokenizer = AutoTokenizer.from_pretrained(str(model), **loading())
+            ends = end_token_ids(str(model), tokenizer)
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "model",
+                str(model),
+                "a model whose tokenizer has a chat template",
+                "Use an instruct model, or put a chat_template.jinja into the folder.",
+            )
+        made = cls(tokenizer, ends, tools=tools)
+        try:
+            made._template([{"role": "user", "content": "hi"}], None, {})
+        except SamplerError as error:  # any other cause may be of this message alone
+            if isinstance(error.__cause__, TookTooLong):
+                allowed = f"a model whose chat template renders a message within {PATIENCE:g} s"
+                raise ConfigError("model", str(model), allowed, "Repair its chat_template.jinja.") from None
+        if made.tool_format is None and not made._replies.template:
+            log.warning("%s Calls with tools are refused. %s", made._unknown(), _NAME_IT)
+        return made
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        earlier: Sequence[Sequence[int]] = (),
+        most: int | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered.
+
+        A prompt of more than `most` tokens is refused (PromptTooLong) and not kept; one whose text is far too long for
+        them, before it is tokenized.
+
+        `earlier` are token paths (prompt, or prompt and reply) of the same role. The longest one that the new prompt
+        goes on from is kept id for id, and only the rest is tokenized. Where a message says what an earlier reply
+        said, the prompt goes on from the reply as the model wrote it, however the template would spell it. `options`
+        are variables for the template.
+        """
+        if tools and self.tool_format is None and not self._replies.template:
+            raise SamplerError(self._unknown(), _NAME_IT)
+        options = options or {}
+        text, ids = self._render(messages, tools, options, most)
+        if not earlier:
+            return ids
+
+        def parse(prompt: Sequence[int], reply: Sequence[int]) -> Mapping[str, Any]:
+            return self.parse(reply, prompt=prompt, tools=tools)[1]
+
+        known = EarlierIds(earlier, self._replies.decode, parse, self.end_token_ids)
+        kept, rest = known.longest(text)
+        if len(kept) < len(known.paths[0]):
+            spelled = self._spelled(messages, tools, options, known, text)
+            if spelled is not None and len(other := known.longest(spelled)[0]) > len(kept):
+                self.counts["respelled"] += 1
+                kept, rest = other, known.longest(spelled)[1]
+        if not kept:
+            self.counts["diverged"] += 1
+            return ids
+        self.counts["extended"] += 1
+        return [*kept, *self._encode(rest)]
+
+    def _spelled(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+        known: EarlierIds,
+        canonical: str,
+    ) -> str | None:
+        # A template that refuses a call without its mark, and messages of another form than OpenAI's.
+        with contextlib.suppress(SamplerError, TypeError, AttributeError):
+            return known.spelled(messages, lambda chat: self._template(chat, tools, options), canonical)
+        return None
+
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        *,
+        prompt: Sequence[int] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[str, dict[str, Any], str]:
+        """Return (text, assistant message in OpenAI form, finish reason: "stop", "tool_calls" or "malformed").
+
+        `prompt` is what the reply goes on from: some templates open the reasoning there. `tools` are those offered.
+        End tokens and everything from the first stop string on are not part of the text. A tool call that cannot be
+        read stays in the text, and the reason is "malformed", also where others beside it could be read. A reply that
+        ends within its reasoning has no content.
+        """
+        return self._replies.parse(token_ids, stop, prompt, tools or ())
+
+    def _unknown(self) -> str:
+        return f"The model's chat template writes tool calls as {self.spelled!r}, a form that is not known."
+
+    def _recognised(self) -> ToolFormat | None:
+        """The format in which the chat template writes tool calls; Hermes where it shows none."""
+
+        def template(messages: list[dict[str, Any]], generation: bool) -> str:
+            return self._template(messages, None, {}, generation=generation)
+
+        try:
+            self.spelled = spelled_by(template, [self.tokenizer.decode([end]) for end in self.end_token_ids])
+        except SamplerError:  # a template that refuses calls
+            return HERMES
+        return HERMES if self.spelled is None else recognised(self.spelled)
+
+    def reads(self, option: str) -> bool:
+        """Whether the template knows a variable of this name."""
+        return option in str(self.tokenizer.chat_template)
+
+    def grammar(
+        self, asked: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, prompt: Sequence[int]
+    ) -> str:
+        """The grammar of the replies that a request in OpenAI form allows (`reply_grammar`). Raises RequestRefused."""
+        found = reply_grammar(asked, tools, self._syntax(prompt))
+        self._grammars.start(found)
+        return found
+
+    def _syntax(self, prompt: Sequence[int]) -> Syntax:
+        """How replies to a prompt are written. It may have opened their reasoning, or closed it."""
+        tail, format = self._replies.tail(prompt), self.tool_format or HERMES
+        reasons = REASONING[0] in str(self.tokenizer.chat_template) and not tail.endswith(REASONING[1])
+        return Syntax(
+            call_mark=format.marks[0] if format.marks else _NO_MARK,
+            call=lambda name, arguments: format.call(name, arguments, self._token),
+            token=self._token,
+            supports=self._grammars.supports,
+            think=REASONING if reasons else None,
+            thinking=tail.endswith(REASONING[0]),
+            ends=[token for token in self.end_token_ids if token != self.tokenizer.eos_token_id],
+        )
+
+    def _token(self, mark: str) -> int | None:
+        ids = self._encode(mark)
+        return ids[0] if len(ids) == 1 and self._grammars.special(ids[0]) else None
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+        most: int | None,
+    ) -> tuple[str, list[int]]:
+        try:
+            key = hashlib.blake2b(self._encoder.encode((messages, tools, options)), digest_size=16).digest()
+        except (TypeError, ValueError) as error:
+            raise SamplerError(f"The messages are not JSON: {error}.", "Pass plain OpenAI messages.") from error
+        if (known := self._rendered.get(key)) is not None:
+            self._count("cached")
+            text, ids = known[0], list(unpack_ids(known[1]))
+        else:
+            text = self._template(messages, tools, options)
+            if most is not None and len(text) > most * self._longest_token:
+                raise _too_long(f"{len(text)} characters", most)
+            ids = self._encode(text)
+            self._count("rendered")
+        if most is not None and len(ids) > most:
+            raise _too_long(f"{len(ids)} tokens", most)
+        if known is None:
+            self._rendered.put(key, (text, pack_ids(ids)), 4 * (len(text) + len(ids)) + _OVERHEAD)
+        return text, ids
+
+    def _count(self, how: str) -> None:
+        with self._lock:
+            self.counts[how] += 1
+
+    def _template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+        *,
+        generation: bool = True,
+    ) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            chat, shown = [_for_template(m) for m in messages], list(tools) if tools else None
+            with within(PATIENCE):
+                return self.tokenizer.apply_chat_template(
+                    chat, tools=shown, add_generation_prompt=generation, tokenize=False, **options
+                )
+        except TookTooLong as error:
+            raise SamplerError(
+                f"The chat template did not end within {PATIENCE:g} s.", "Repair the model's chat_template.jinja."
+            ) from error
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise SamplerError(
+                f"The chat template cannot render these messages: {_first_line(error)}.",
+                "Check roles and their order against the model's chat template.",
+            ) from error
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False) if text else []
+
+
+PATIENCE = 10.0
+"""Seconds that a chat template has for one prompt."""
+_NAME_IT = "Name the format as tool_format: vllm:NAME is any tool parser of vLLM."
+_NO_MARK = "\0"
+"""Where a format marks no call: what no reply contains."""
+_OVERHEAD = 400
+"""Bytes of a kept prompt beside its text and ids, about."""
+_REMEDY = "Check the path or id given as --model."
+
+
+def end_token_ids(model: str, tokenizer: Any) -> list[int]:
+    """Ids that end a reply: of the generation config, the model config and the tokenizer, without repeats."""
+    from transformers import AutoConfig, GenerationConfig
+
+    sources = [AutoConfig.from_pretrained(model, **loading()).get_text_config().eos_token_id, tokenizer.eos_token_id]
+    with contextlib.suppress(OSError):  # a folder without generation_config.json
+        sources.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
+    ids = [i for s in sources if s is not None for i in (s if isinstance(s, list) else [s])]
+    return list(dict.fromkeys(ids))
+
+
+def _too_long(size: str, most: int) -> PromptTooLong:
+    return PromptTooLong(
+        f"The prompt has {size}; the model takes {most + 1} tokens with the reply.", "Send a shorter conversation."
+    )
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """An OpenAI message as chat templates expect it: text content, arguments as objects, no role `developer`."""
+    out = dict(message)
+    if out.get("role") == "developer":
+        out["role"] = "system"
+    content = out.get("content")
+    if content is None:
+        out["content"] = ""
+    elif isinstance(content, list):
+        out["content"] = "".join(_text_part(part) for part in content)
+    if out.get("tool_calls"):
+        out["tool_calls"] = [_call_for_template(c) for c in out["tool_calls"]]
+    return out
+
+
+def _text_part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
+        return str(part.get("text", ""))
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise SamplerError(f"A message has a content part of type {kind!r}.", "Only text can be sampled from.")
+
+
+def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    if isinstance(function.get("arguments"), str):
+        with contextlib.suppress(ValueError):  # what the model wrote is not JSON: the template shows it as it is
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+    return {**call, "function": function}
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,156 @@
+"""Keeps the ids of earlier prompts and replies: a prompt that goes on from them begins with exactly those ids.
+
+A template spells a reply in its own way (a tool call's JSON, trimmed spaces). So where a message says what an earlier
+reply of the role said, the reply's own text stands in its place before the texts are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cotune.integrations.chat.hermes import REASONING
+
+_PLACE = "\ue000reply {}\ue001"
+Path = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an earlier reply said, and the text that the model wrote for it, without reasoning and end token."""
+
+    said: str
+    text: str
+
+
+class EarlierIds:
+    """Earlier token paths of one role, with their texts; built for one prompt."""
+
+    def __init__(
+        self,
+        paths: Iterable[Path],
+        decode: Callable[[list[int]], str],
+        parse: Callable[[Sequence[int], Sequence[int]], Mapping[str, Any]],
+        ends: Sequence[int],
+    ) -> None:
+        self.paths = sorted((list(path) for path in paths), key=len, reverse=True)
+        self._decode = decode
+        self._parse = parse
+        self._ends = ends
+        self._texts = [decode(path) for path in self.paths]
+        self._end_texts = tuple(decode([end]) for end in ends)
+
+    def longest(self, text: str) -> tuple[list[int], str]:
+        """The longest path that the text begins with, and the rest of the text; no ids where there is none.
+
+        A path that ends as no template does (another end token) is kept up to its end.
+        """
+        for path, known in zip(self.paths, self._texts, strict=True):
+            if known and text.startswith(known):
+                return path, text[len(known) :]
+            if path and path[-1] in self._ends:
+                whole = known.removesuffix(self._decode(path[-1:]))
+                if whole and text.startswith(tuple(whole + end for end in self._end_texts)):
+                    return path[:-1], text[len(whole) :]
+        return [], text
+
+    def spelled(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: Callable[[Sequence[Mapping[str, Any]]], str],
+        canonical: str,
+    ) -> str | None:
+        """The prompt's text with earlier replies spelled as the model wrote them; None where that changes nothing."""
+        known: dict[str, list[Reply]] = {}
+        for reply in self._replies():
+            known.setdefault(reply.said, []).append(reply)
+        at = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and _said(message) in known]
+        if not at:
+            return None
+        choices = [[reply.text for reply in known[_said(messages[i])]] for i in at]
+        chosen = self._fitting(template(_placed(messages, at)), choices)
+        if not chosen:
+            return None
+        at = at[: len(chosen)]
+        text = template(_placed(messages, at))
+        end = text.rpartition(_PLACE.format(at[-1]))[2]
+        if not canonical.endswith(end):
+            return None
+        for i, reply in zip(at, chosen, strict=True):
+            text = text.replace(_PLACE.format(i), reply)
+        return text
+
+    def _replies(self) -> list[Reply]:
+        """Every path that goes on from another one, read as prompt and reply."""
+        found = []
+        for i, path in enumerate(self.paths):
+            shorter = zip(self.paths[i + 1 :], self._texts[i + 1 :], strict=True)
+            prompt = next(((p, t) for p, t in shorter if p and path[: len(p)] == p), None)
+            if prompt is None or not self._texts[i].startswith(prompt[1]):
+                continue
+            ids, text = path[len(prompt[0]) :], self._texts[i][len(prompt[1]) :]
+            if not ids:
+                continue
+            if ids[-1] in self._ends:
+                text = text.removesuffix(self._decode(ids[-1:]))
+            message = self._parse(prompt[0], ids)
+            if message.get("reasoning_content"):
+                text = text.partition(REASONING[1])[2].lstrip("\n")
+            found.append(Reply(_said(message), text))
+        return found
+
+    def _fitting(self, text: str, choices: Sequence[Sequence[str]]) -> list[str]:
+        """For each place in turn the spelling with which an earlier path goes on; ends where none does."""
+        pieces = _split(text, len(choices))
+        if pieces is None:
+            return []
+        so_far, chosen = "", []
+        for piece, spellings in zip(pieces, choices, strict=False):
+            so_far += piece
+            fits = next((s for s in spellings if any(known.startswith(so_far + s) for known in self._texts)), None)
+            if fits is None:
+                break
+            so_far += fits
+            chosen.append(fits)
+        return chosen
+
+
+def _placed(messages: Sequence[Mapping[str, Any]], at: Sequence[int]) -> list[dict[str, Any]]:
+    """The messages with a mark in place of what the replies at `at` said after their reasoning."""
+    made = [dict(message) for message in messages]
+    for i in at:
+        made[i] = {k: v for k, v in made[i].items() if k != "tool_calls"} | {"content": _PLACE.format(i)}
+    return made
+
+
+def _split(text: str, count: int) -> list[str] | None:
+    """The text around the marks; None where the template shows one not exactly once."""
+    head, _, _ = _PLACE.partition("{}")
+    first, *rest = text.split(head)
+    pieces = [first, *(part.partition("\ue001")[2] for part in rest)]
+    return pieces if len(pieces) == count + 1 else None
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """What an assistant message says, whatever optional fields a client adds or drops and however it spells JSON."""
+    calls = [tool.get("function") or {} for tool in message.get("tool_calls") or ()]
+    said = [text_of(message.get("content")), (message.get("reasoning_content") or "").strip()]
+    return json.dumps([*said, [[call.get("name"), _arguments(call.get("arguments"))] for call in calls]])
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, also where it comes in parts."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") if isinstance(part, Mapping) else str(part) for part in content)
+    return str(content or "")
+
+
+def _arguments(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return arguments

@@ -1,0 +1,232 @@
+"""How models write tool calls: one object per format, which knows its marks, reads replies, and frames a call.
+
+Formats beyond Hermes are read by transformers' response templates, or by any tool parser of vLLM (`vllm:NAME`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cotune.errors import ConfigError, RequestRefused
+from cotune.integrations.chat.hermes import TOOL_CALL, call_grammar, is_call, read_hermes
+
+AUTO = "auto"
+VLLM = "vllm:"
+Tools = Sequence[Mapping[str, Any]]
+Read = Callable[[str, Tools], tuple[str, list[dict[str, Any]]]]
+"""A reply without its reasoning and the tools offered, as the rest of its text and its calls (`name`, `arguments`)."""
+
+
+Token = Callable[[str], int | None]
+"""The id of a mark that stands outside of text; None for one that is text."""
+Grammar = Callable[[str, str, Token], str]
+
+
+def _no_grammar(function: str, arguments: str, token: Token) -> str:
+    raise RequestRefused(
+        "Tool calls cannot be enforced in the format in which this model writes them.",
+        "Leave the choice to the model: tool_choice auto, functions that are not strict, no response_format beside.",
+    )
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes tool calls.
+
+    `marks` are what opens and closes calls in a reply; a reply whose rest still holds the first one has a call that
+    cannot be read. `read` raises ValueError where the whole reply cannot be. `call` is the grammar of what follows the
+    first mark, of a function's name, the grammar of its arguments, and the ids of marks; it raises RequestRefused where
+    a format has none.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    read: Read
+    call: Grammar = _no_grammar
+
+    def unread(self, content: str) -> bool:
+        """Whether what is left of a reply holds the mark of a call."""
+        return bool(self.marks) and self.marks[0] in content
+
+
+def _template(**call: Any) -> dict[str, Any]:
+    """A response template (transformers) with this field for tool calls, all else being content."""
+    return {
+        "start_anchor": "\0",
+        "defaults": {"content": ""},
+        "fields": {"tool_calls": {"repeats": True, **call}, "content": {"content": "text", "content_args": _AS_IS}},
+    }
+
+
+_AS_IS = {"strip": False}
+_TEMPLATES: Mapping[str, Mapping[str, Any]] = {
+    "llama3_json": _template(
+        open_pattern=r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{.*\"(?:parameters|arguments)\"\s*:)",
+        close_pattern=r"\s*\Z",
+        content="json",
+    ),
+    "mistral": _template(
+        open_pattern=r"\[TOOL_CALLS\]\s*(?=\[)",
+        close_pattern=r"\s*\Z",
+        content="json",
+    ),
+    "mistral_v11": _template(
+        open_pattern=r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)",
+        close_pattern=r"\s*(?=\[TOOL_CALLS\])|\s*\Z",
+        content="json",
+        transform={"name": "{name}", "arguments": "{content}"},
+    ),
+    "qwen3_coder": _template(
+        open_pattern=r"\s*<tool_call>\s*<function=(?P<name>[^>\s]+)>",
+        close_pattern=r"</function>\s*</tool_call>\s*",
+        content="xml-inline",
+        content_args={"tag_pattern": r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>"},
+        transform={"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+    ),
+}
+
+
+def _by_template(name: str, closed: tuple[str, str] | None = None) -> Read:
+    """`closed`: what opens a call and what has to close it."""
+    template = _TEMPLATES[name]
+
+    def read(text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:
+        if closed and text.rfind(closed[0]) > text.rfind(closed[1]):
+            raise ValueError("a tool call that is not closed")
+        found = _parse_response()(text, template, prefix="", tools=list(tools))
+        calls = [_plain(c) for c in _flat(found.get("tool_calls") or [])]
+        if not all(is_call(call) for call in calls):
+            raise ValueError("a tool call without name and arguments")
+        return found.get("content") or "", calls
+
+    return read
+
+
+@functools.cache
+def _parse_response() -> Callable[..., dict[str, Any]]:
+    """Kept, as a process without torch imports transformers once and lets go of it."""
+    from transformers.utils.chat_parsing import parse_response
+
+    return parse_response
+
+
+def _flat(calls: Sequence[Any]) -> list[Any]:
+    return [call for found in calls for call in (found if isinstance(found, list) else [found])]
+
+
+def _plain(call: Any) -> dict[str, Any]:
+    """A call as `name` and `arguments`, from the forms in which models write it."""
+    if not isinstance(call, Mapping):
+        raise ValueError("a tool call that is no object")
+    call = call.get("function", call) if isinstance(call.get("function", call), Mapping) else call
+    made = {"name": call.get("name"), "arguments": call.get("arguments", call.get("parameters"))}
+    return {**made, "arguments": {}} if made["arguments"] is None else made
+
+
+def _mistral(function: str, arguments: str, token: Token) -> str:
+    opened = json.dumps(f'[{{"name": {json.dumps(function)}, "arguments": ')
+    return f'/ ?/ {opened} {arguments} "}}]"'
+
+
+def _mistral_v11(function: str, arguments: str, token: Token) -> str:
+    mark = token("[ARGS]")
+    return f"{json.dumps(function)} {json.dumps('[ARGS]') if mark is None else f'<[{mark}]>'} {arguments}"
+
+
+HERMES = ToolFormat("hermes", TOOL_CALL, lambda text, tools: read_hermes(text), call_grammar)
+FORMATS: Mapping[str, ToolFormat] = {
+    made.name: made
+    for made in (
+        HERMES,
+        ToolFormat("qwen3_coder", (*TOOL_CALL, "<function="), _by_template("qwen3_coder", TOOL_CALL)),
+        ToolFormat("mistral", ("[TOOL_CALLS]",), _by_template("mistral"), _mistral),
+        ToolFormat("mistral_v11", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), _by_template("mistral_v11"), _mistral_v11),
+        ToolFormat("llama3_json", ("<|python_tag|>",), _by_template("llama3_json")),
+    )
+}
+"""Formats that `auto` recognises in a chat template, in the order in which they are tried."""
+
+
+def tool_format(name: str, tokenizer: Any) -> ToolFormat:
+    """The format of a name: of `FORMATS`, or `vllm:` and the name of a tool parser of vLLM. Raises ConfigError."""
+    check_tool_format(name)
+    return FORMATS[name] if name in FORMATS else _of_vllm(name, tokenizer)
+
+
+def check_tool_format(name: str) -> None:
+    """Raises ConfigError for what is no setting `tool_format`; whether vLLM has a parser shows when it is loaded."""
+    if name in (AUTO, *FORMATS) or name.startswith(VLLM):
+        return
+    raise ConfigError("tool_format", name, f"auto, {', '.join(FORMATS)} or vllm:NAME of a tool parser of vLLM")
+
+
+def _of_vllm(name: str, tokenizer: Any) -> ToolFormat:
+    try:
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError as error:
+        remedy = "Install the extra: pip install 'cotune[vllm]'."
+        raise ConfigError("tool_format", name, f"a format that needs no vLLM ({error})", remedy) from None
+    try:
+        parser = ToolParserManager.get_tool_parser(name.removeprefix(VLLM))
+    except KeyError:
+        known = ", ".join(ToolParserManager.list_registered())
+        raise ConfigError("tool_format", name, f"vllm: and one of {known}") from None
+    try:
+        parser(tokenizer)
+    except Exception as error:  # noqa: BLE001, parsers look for their marks in the vocabulary and raise what they like
+        raise ConfigError("tool_format", name, f"a format of this model ({error})") from None
+
+    def read(text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        request = ChatCompletionRequest(model="", messages=[], tools=list(tools) or None)
+        found = parser(tokenizer, request.tools).extract_tool_calls(text, request)
+        if not found.tools_called:
+            return text, []
+        calls = [{"id": c.id, "name": c.function.name, "arguments": c.function.arguments} for c in found.tool_calls]
+        if not all(is_call(call) for call in calls):
+            raise ValueError("a tool call without name and arguments")
+        return found.content or "", calls
+
+    return ToolFormat(name, (), read)
+
+
+_QUESTION, _FUNCTION, _VALUE = "probe question", "probe_function", "probe value"
+_PROBE_TOOLS = [{"type": "function", "function": {"name": _FUNCTION, "description": "d", "parameters": {
+    "type": "object", "properties": {"probe_key": {"type": "string", "description": "d"}}}}}]  # fmt: skip
+_CALLED = {"type": "function", "id": "probe0001", "function": {"name": _FUNCTION, "arguments": {"probe_key": _VALUE}}}
+
+
+def spelled_by(template: Callable[[list[dict[str, Any]], bool], str], ends: Sequence[str]) -> str | None:
+    """How a chat template writes the call of a tool; None where it shows none.
+
+    `template` renders messages, with a generation prompt or without; `ends` are the texts of end tokens.
+    """
+    asked = [{"role": "user", "content": _QUESTION}]
+    said = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
+    head, text = template(asked, True), template([*asked, said], False)
+    reply = text[len(head) :] if text.startswith(head) else text.rpartition(_QUESTION)[2]
+    if _FUNCTION not in reply or _VALUE not in reply:
+        return None
+    end = min((at for end in ends if end and (at := reply.find(end, reply.index(_VALUE))) >= 0), default=len(reply))
+    return reply[:end]
+
+
+def recognised(spelled: str) -> ToolFormat | None:
+    """The format that reads what a chat template writes for the call of a tool."""
+    for known in FORMATS.values():
+        try:
+            _, calls = known.read(spelled, _PROBE_TOOLS)
+        except (ValueError, KeyError, TypeError):
+            continue
+        if [(call["name"], _object(call["arguments"])) for call in calls] == [(_FUNCTION, {"probe_key": _VALUE})]:
+            return known
+    return None
+
+
+def _object(arguments: Any) -> Any:
+    return json.loads(arguments) if isinstance(arguments, str) else arguments

@@ -1,0 +1,1 @@
+"""CrewAI: which agent, task or flow method makes a call."""

@@ -1,0 +1,148 @@
+"""CrewAI: marks what runs (agents, tasks, flow methods, guardrails, memory), and runs crews and flows as workflows."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from crewai import Agent, Crew, Flow, Task
+from crewai.agents.agent_builder.base_agent import BaseAgent
+from crewai.flow.runtime import Flow as RuntimeFlow
+from crewai.lite_agent import LiteAgent
+
+from cotune.context import current_episode
+from cotune.errors import WorkflowError
+from cotune.integrations.crewai import models as crewai_models
+from cotune.integrations.crewai import scopes as crewai_scopes
+from cotune.integrations.crewai.parts import tell_parts
+from cotune.integrations.crewai.scopes import Scope, agent_scope, entered, flow_scope, part_scope, remember_template
+from cotune.integrations.versions import missing_hook
+
+_KICKOFFS = ("kickoff", "kickoff_async", "akickoff")
+_GUARDED = ("crewai.task", "crewai.agent.core", "crewai.lite_agent")
+"""Modules that run the guardrails of tasks and agents, each by its own name for the function."""
+
+
+def install() -> None:
+    """Hook agents, tasks, flows and models. Raises UnsupportedVersion where this CrewAI has not what is hooked."""
+    crewai_scopes.install()
+    crewai_models.install()
+    for name in ("execute_task", "aexecute_task"):
+        _scoped(Agent, name, lambda agent, given: agent_scope(agent, given.get("task")))
+    for name in _KICKOFFS:
+        _scoped(Agent, name, lambda agent, given: agent_scope(agent))
+        _scoped(LiteAgent, name, lambda agent, given: agent_scope(agent))
+    for name in ("_execute_core", "_aexecute_core"):
+        _scoped(Task, name, _task_scope)
+    _scoped(RuntimeFlow, "_execute_method", _method_scope)
+    BaseAgent.copy = _copy(BaseAgent.copy)
+    for module in (sys.modules[name] for name in _GUARDED):
+        _guardrail(module)
+
+
+def runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
+    """Run a crew, a flow or a class of flows on inputs, each time on a copy of its own; None for anything else."""
+    if isinstance(app, Crew):
+        return functools.partial(_run_crew, app)
+    if isinstance(app, type) and issubclass(app, RuntimeFlow):
+        return functools.partial(_run_flow, app)
+    if isinstance(app, RuntimeFlow):
+        return functools.partial(_run_flow, _factory(app))
+    return None
+
+
+async def _run_crew(crew: Crew, inputs: Any) -> Any:
+    copied = crew.copy()
+    copied.stream = False
+    return await copied.kickoff_async(inputs=inputs)
+
+
+async def _run_flow(make: Callable[[], Any], inputs: Any) -> Any:
+    flow = make()
+    flow.stream = False
+    await flow.kickoff_async(inputs=inputs)
+    return flow.state
+
+
+def _factory(flow: Any) -> Callable[[], Any]:
+    """How to make another flow like this one."""
+    if type(flow) in (Flow, RuntimeFlow):
+        raise WorkflowError(
+            "A flow made from a declaration cannot be run more than once.",
+            "Write a workflow function that makes the flow: def solve(task): Flow.from_declaration(...).kickoff(...).",
+        )
+    fields = {name: getattr(flow, name) for name in type(flow).model_fields if name in flow.model_fields_set}
+    return functools.partial(type(flow), **fields)
+
+
+def _scoped(cls: Any, name: str, scope_of: Callable[[Any, dict[str, Any]], Scope | None]) -> None:
+    """Make a method run in the scope that `scope_of(self, arguments)` gives."""
+    original = cls.__dict__.get(name)
+    if original is None:
+        raise missing_hook("crewai", f"{cls.__name__}.{name}")
+    names = [one for one in inspect.signature(original).parameters if one != "self"]
+
+    def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    @functools.wraps(original)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = _opened(scope_of, self, given(args, kwargs))
+        if scope is None:
+            return original(self, *args, **kwargs)
+        with entered(scope):
+            return original(self, *args, **kwargs)
+
+    @functools.wraps(original)
+    async def run_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = _opened(scope_of, self, given(args, kwargs))
+        if scope is None:
+            return await original(self, *args, **kwargs)
+        with entered(scope):
+            return await original(self, *args, **kwargs)
+
+    type.__setattr__(cls, name, run_async if inspect.iscoroutinefunction(original) else run)
+
+
+def _opened(scope_of: Callable[[Any, dict[str, Any]], Scope | None], owner: Any, given: dict[str, Any]) -> Scope | None:
+    episode = current_episode.get()
+    scope = None if episode is None else scope_of(owner, given)
+    if episode is not None and episode.parts is not None and scope is not None:
+        tell_parts(episode.parts, scope)
+    return scope
+
+
+def _task_scope(task: Any, given: dict[str, Any]) -> Scope | None:
+    agent = given.get("agent") or task.agent
+    return None if agent is None else agent_scope(agent, task)
+
+
+def _method_scope(flow: Any, given: dict[str, Any]) -> Scope | None:
+    """The agent executor and the memory are flows too, but not the application's."""
+    return None if type(flow).is_crewai_internal else flow_scope(flow, str(given["method_name"]))
+
+
+def _copy(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(original)
+    def copy(self: Any) -> Any:
+        copied = original(self)
+        remember_template(self, copied)
+        return copied
+
+    return copy
+
+
+def _guardrail(module: Any) -> None:
+    original = module.process_guardrail
+
+    @functools.wraps(original)
+    def process_guardrail(*args: Any, **kwargs: Any) -> Any:
+        if current_episode.get() is None:
+            return original(*args, **kwargs)
+        with entered(part_scope("guardrail", inside=False)):
+            return original(*args, **kwargs)
+
+    module.process_guardrail = process_guardrail

@@ -1,0 +1,1 @@
+"""The gateway between an application in any language and its provider."""

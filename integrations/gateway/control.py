@@ -1,0 +1,158 @@
+"""The HTTP interface to episodes: open, end, reward, and what was counted."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cotune.errors import CotuneError, RecordError
+from cotune.integrations.gateway.episodes import Episodes
+from cotune.integrations.gateway.proxy import Proxy
+from cotune.integrations.http.requests import Access, RequestError, read_body
+from cotune.integrations.http.responses import application, json_response
+from cotune.recording.records import EpisodeStatus
+from cotune.storage.sqlite_store import SqliteStore
+
+T = TypeVar("T")
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+_TARGET = re.compile(r"([0-9A-HJKMNP-TV-Z]{26})(?:\.(\d{1,4}))?")
+_HOST = re.compile(r"[A-Za-z0-9.\-_\[\]:]{1,255}")
+
+
+class OpenEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /cotune/episodes."""
+
+    task: Any
+    workflow: Name = "gateway"
+    rollout: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+    phase: Name = "trace"
+    training_step: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+
+
+class EndEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /cotune/episodes/{id}/end."""
+
+    rewards: dict[Name, float] = {}
+    metrics: dict[Name, float] = {}
+    status: EpisodeStatus = "ok"
+    error: Annotated[str, msgspec.Meta(max_length=10_000)] | None = None
+
+
+class GiveRewards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /cotune/rewards: `target` is an episode id, or a call id and the index of a candidate."""
+
+    target: str
+    rewards: Annotated[dict[Name, float], msgspec.Meta(min_length=1)]
+
+
+def control_app(
+    episodes: Episodes, proxy: Proxy, access: Access, store: SqliteStore | None, max_body: int
+) -> Starlette:
+    """The Starlette application for all that is not an OpenAI interface."""
+
+    async def body(request: Request, kind: type[T]) -> T:
+        access.check(request.scope)
+        try:
+            async with asyncio.timeout(proxy.limits.seconds):
+                raw = await read_body(request.scope, request.receive, max_body)
+        except TimeoutError:
+            text = f"The body did not come within the gateway's {proxy.limits.seconds:g} seconds."
+            raise RequestError(408, text, code="timeout", headers={"connection": "close"}) from None
+        return _decoded(raw, kind)
+
+    async def open_(request: Request) -> Response:
+        given = await body(request, OpenEpisode)
+        episode = episodes.start(
+            given.task,
+            workflow=given.workflow,
+            rollout=given.rollout,
+            phase=given.phase,
+            training_step=given.training_step,
+        )
+        base = f"{_origin(request)}/e/{episode.id}"
+        opened = {"id": episode.id, "task": episode.task.id, "base_url": f"{base}/v1", "roles_url": f"{base}/r"}
+        return json_response(opened, 201)
+
+    async def end(request: Request) -> Response:
+        given = await body(request, EndEpisode)
+        record = episodes.end(request.path_params["id"], given.status, given.rewards, given.metrics, given.error)
+        return json_response({"id": record.id, "status": record.status, "calls": record.calls})
+
+    async def reward(request: Request) -> Response:
+        given = await body(request, GiveRewards)
+        await _check_target(given.target, episodes, store)
+        episodes.reward(given.target, given.rewards)
+        return json_response({"target": given.target, "rewards": given.rewards})
+
+    async def health(request: Request) -> Response:
+        access.check_local(request.scope)
+        stored = {"lost": store.lost, "refused": store.refused} if store is not None else {}
+        counts = {"requests": proxy.counts, "in_flight": proxy.in_flight}
+        return json_response({"status": "ok", **counts, **episodes.health(), **stored})
+
+    return application(
+        [
+            Route("/cotune/episodes", open_, methods=["POST"]),
+            Route("/cotune/episodes/{id}/end", end, methods=["POST"]),
+            Route("/cotune/rewards", reward, methods=["POST"]),
+            Route("/health", health),
+        ],
+    )
+
+
+def _decoded(raw: bytes, kind: type[T]) -> T:
+    decode: Callable[[bytes], T] = msgspec.json.Decoder(kind).decode
+    try:
+        return decode(raw)
+    except msgspec.ValidationError as error:
+        _, _, path = str(error).partition(" - at `$.")
+        raise RequestError(400, f"{error}.", param=path.rstrip("`") or None, code="invalid_value") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(400, f"The body is not JSON: {error}.", code="invalid_json") from None
+
+
+async def _check_target(target: str, episodes: Episodes, store: SqliteStore | None) -> None:
+    """Raises RequestError for a target that is not an id (400) or not recorded (404)."""
+    found = _TARGET.fullmatch(target)
+    if found is None:
+        text = "A target is an episode id, or CALL.INDEX for a candidate."
+        raise RequestError(400, text, param="target", code="invalid_value")
+    if store is None or (found[2] is None and target in episodes.open):
+        return
+    try:
+        known = await asyncio.to_thread(_known, store, found[1], None if found[2] is None else int(found[2]))
+    except CotuneError as error:
+        raise RequestError(503, f"The records cannot be read: {error}", code="store_failed") from None
+    if not known:
+        raise RequestError(404, f"Nothing is recorded under {target}.", param="target", code="unknown_target")
+
+
+def _known(store: SqliteStore, target: str, candidate: int | None) -> bool:
+    store.flush()
+    if candidate is None:
+        try:
+            store.episode(target)
+        except RecordError:
+            return False
+        return True
+    rows = store.rows("SELECT episode FROM calls WHERE id = ?", (target,))
+    calls = [call for (episode,) in rows for call in store.calls(episode) if call.id == target]
+    return any(candidate < len(call.candidates) for call in calls)
+
+
+def _origin(request: Request) -> str:
+    """The address under which the client knows this gateway."""
+    given = request.headers.get("host", "")
+    if _HOST.fullmatch(given):
+        return f"http://{given}"
+    host, port = request.scope.get("server") or ("127.0.0.1", 80)
+    return f"http://{quote(str(host))}:{port}"

@@ -1,0 +1,274 @@
+"""Requests through the gateway as an ASGI application: forwarded as they are, with calls recorded along the way."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from cotune.errors import ConfigError
+from cotune.integrations.gateway.address import Address, identity
+from cotune.integrations.gateway.episodes import Episodes
+from cotune.integrations.gateway.exchange import Exchange
+from cotune.integrations.gateway.requests import inflated, read_call
+from cotune.integrations.gateway.strict import check_sampling
+from cotune.integrations.gateway.upstream import Upstream, UpstreamError
+from cotune.integrations.http.requests import (
+    Access,
+    ClientGone,
+    RequestError,
+    header,
+    json_bytes,
+    read_any,
+    read_body,
+    unless_gone,
+)
+from cotune.integrations.http.server import Receive, Scope, Send
+from cotune.integrations.openai.forms import Form
+from cotune.recording.answering import answer, failed
+
+KEYS = (b"authorization", b"x-api-key")
+"""Headers that carry a client's API key."""
+_RETRIED = (408, 409, 429)
+_STATUSES = frozenset(HTTPStatus)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one gateway: bytes of a body, requests in flight, and seconds from a request's start to its end."""
+
+    body: int = 16 << 20
+    in_flight: int = 512
+    seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for flag, value in (("max_body", self.body), ("max_inflight", self.in_flight), ("timeout", self.seconds)):
+            if not 0 < value < math.inf:
+                raise ConfigError(flag, value, "a number above 0", "Leave the flag out for the default.")
+
+
+@dataclass
+class _Passage:
+    """One request on its way: what has been sent of its answer, and the call that it belongs to."""
+
+    scope: Scope
+    address: Address
+    receive: Receive
+    _send: Send
+    upstream: Upstream | None = None
+    headers: Any = None
+    """What is sent to the provider."""
+    started: bool = False
+    done: bool = False
+    exchange: Exchange | None = field(default=None)
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def body(self, chunk: bytes, more: bool = True) -> None:
+        self.done = not more
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+
+class Proxy:
+    """Answers requests to the interfaces of OpenAI and Anthropic. `counts` tells requests by outcome."""
+
+    def __init__(
+        self,
+        upstream: Upstream | None,
+        episodes: Episodes,
+        access: Access,
+        limits: Limits,
+        anthropic: Upstream | None = None,
+        role_header: str = "",
+    ) -> None:
+        """`anthropic` is the provider of Anthropic's interface, where it is not `upstream`; `role_header` a header of
+        the application's own that says the role."""
+        self.upstream = upstream
+        self.anthropic = anthropic or upstream
+        self.episodes = episodes
+        self.access = access
+        self.limits = limits
+        self.role_header = role_header
+        self.in_flight = 0
+        self.counts: Counter[str] = Counter()
+
+    async def __call__(self, address: Address, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. What breaks off after its first byte is left incomplete, so that the client sees it."""
+        self.access.check(scope)
+        if self.in_flight >= self.limits.in_flight:
+            raise RequestError(
+                429,
+                f"{self.limits.in_flight} requests are in flight already.",
+                code="too_many_requests",
+                headers={"retry-after": "1"},
+            )
+        passage = _Passage(scope, address, receive, send)
+        self.in_flight += 1
+        try:
+            await self._guarded(passage)
+            self.counts["passed"] += 1
+        except RequestError as error:
+            if passage.started:
+                self.counts["broken_off"] += 1
+                return
+            raise error
+        finally:
+            self.in_flight -= 1
+
+    async def _guarded(self, passage: _Passage) -> None:
+        """Turn what interrupts a request into the end of its call and an answer that names the cause."""
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                await self._pass(passage)
+        except ClientGone:
+            self.counts["disconnected"] += 1
+            self._interrupted(passage, "cancelled", "the client went away")
+        except TimeoutError:
+            text = f"The request took longer than the gateway's {self.limits.seconds:g} seconds."
+            self._interrupted(passage, "timeout", text)
+            raise RequestError(504, text, code="timeout") from None
+        except UpstreamError as error:
+            text = f"The provider's answer broke off: {error}" if passage.started else f"The provider failed: {error}"
+            self._interrupted(passage, "error", text)
+            raise RequestError(502, text, code="upstream_failed") from None
+        except RequestError as error:
+            self._interrupted(passage, "error", error.message)
+            raise
+        except asyncio.CancelledError:
+            if passage.exchange is not None and passage.exchange.call.ended and not passage.done:
+                asyncio.current_task().uncancel()  # type: ignore[union-attr]
+                text = "The episode ended before the call did."
+                raise RequestError(409, text, code="episode_ended", headers={"x-should-retry": "false"}) from None
+            if passage.exchange is not None:
+                passage.exchange.settle("cancelled", "the gateway stopped")
+            raise
+
+    def _interrupted(self, passage: _Passage, status: Any, text: str) -> None:
+        exchange = passage.exchange
+        if exchange is None or exchange.failure is not None:
+            return
+        if exchange.answering and (exchange.call.streamed or (status == "cancelled" and exchange.finish())):
+            exchange.settle(status, f"{text}, after {exchange.size} bytes of the answer")
+        elif exchange.answering:
+            # A client that reads no stream asks again when a whole answer does not come.
+            text = f"{text}, after {exchange.size} bytes of the answer"
+            self.episodes.failed(exchange, status, text, retried=True)
+        else:
+            self.episodes.failed(exchange, status, text, retried=True)
+
+    async def _pass(self, passage: _Passage) -> None:
+        scope, address = passage.scope, passage.address
+        if self.upstream is not None:
+            own_key = any(self.access.given(scope, name) for name in KEYS)
+            passage.upstream = self._provider(scope, address)
+            passage.headers = passage.upstream.request_headers(scope["headers"], own_key)
+        if address.form is not None and scope["method"] == "POST":
+            raw = await read_body(scope, passage.receive, self.limits.body)
+            content = inflated(raw, header(scope, b"content-encoding").decode("latin-1"), self.limits.body)
+            self._open(passage, address.form, read_call(address.form, content), raw)
+        elif scope["method"] == "POST":
+            raw = await read_body(scope, passage.receive, self.limits.body)
+        else:
+            raw = await read_any(scope, passage.receive, self.limits.body)
+        await unless_gone(passage.receive, functools.partial(self._answer, passage, raw))
+
+    def _provider(self, scope: Scope, address: Address) -> Upstream | None:
+        """The provider of a request: Anthropic's clients say which version of its interface they speak."""
+        theirs = address.tail.startswith("messages") or header(scope, b"anthropic-version")
+        return self.anthropic if theirs else self.upstream
+
+    def _open(self, passage: _Passage, form: Form, asked: dict[str, Any], raw: bytes) -> None:
+        scope = passage.scope
+        who = identity(scope, passage.address, self.role_header)
+        session = self.episodes.split.of(scope) if who.episode is None else None
+        counted = header(scope, b"x-stainless-retry-count")
+        retry = int(counted) if counted.isdigit() and len(counted) < 4 else None
+        found = self.episodes.open.get(who.episode or "")
+        if found is not None and found.responder is not None:
+            check_sampling(asked)
+        passage.exchange = self.episodes.exchange(who, form, asked, raw, retry, self.upstream is not None, session)
+        if passage.exchange is not None:
+            loop, task = asyncio.get_running_loop(), asyncio.current_task()
+            assert task is not None
+            passage.exchange.call.cancel = functools.partial(loop.call_soon_threadsafe, task.cancel)
+
+    async def _answer(self, passage: _Passage, raw: bytes) -> None:
+        exchange = passage.exchange
+        if exchange is not None and exchange.call.episode.responder is not None and await self._played(passage):
+            return
+        if passage.upstream is None:
+            raise RequestError(
+                404, "There is no provider behind this gateway, only the policies of a workflow.", code="no_upstream"
+            )
+        await self._forward(passage, passage.upstream, raw)
+
+    async def _played(self, passage: _Passage) -> bool:
+        """Answer by the episode's policies; False where its provider answers the role."""
+        exchange = passage.exchange
+        assert exchange is not None
+        call = exchange.call
+        stop = call.cancel
+        try:
+            found = await answer(call)
+            if found is None:
+                call.cancel = stop
+                return False
+            body = exchange.form.body(call, found, exchange.asked)
+        except Exception as error:  # noqa: BLE001
+            text = f"{type(error).__name__}: {error}"
+            status = failed(call, error)
+            exchange.over()
+            raise RequestError(status, text, code="cotune", headers={"x-should-retry": "false"}) from None
+        exchange.form.keep(call, exchange.asked, body)
+        call.finish(found)
+        exchange.over()
+        if call.streamed:
+            content, kind = exchange.form.events(body, exchange.asked), b"text/event-stream; charset=utf-8"
+        else:
+            content, kind = json_bytes(body), b"application/json"
+        length = str(len(content)).encode()
+        fields = [(b"content-type", kind), (b"content-length", length), (b"x-should-retry", b"false")]
+        await passage.start(200, [*fields, *_names(exchange)])
+        await passage.body(content, more=False)
+        return True
+
+    async def _forward(self, passage: _Passage, upstream: Upstream, raw: bytes) -> None:
+        """Pass the request on and its answer back, byte by byte as it arrives."""
+        scope, address, exchange = passage.scope, passage.address, passage.exchange
+        method, query = scope["method"], scope["query_string"]
+        async with upstream.send(method, address.tail, query, passage.headers, raw) as reply:
+            fields = reply.headers
+            if exchange is not None:
+                fields = [*fields, *_names(exchange)]
+                if 200 <= reply.status < 300:
+                    exchange.begins(reply.header(b"content-type"), reply.header(b"content-encoding"))
+                else:
+                    asked = reply.header(b"x-should-retry")
+                    retried = asked == "true" or (
+                        asked != "false" and (reply.status in _RETRIED or reply.status >= 500)
+                    )
+                    self.episodes.failed(exchange, "error", _phrase(reply.status), retried)
+            await passage.start(reply.status, fields)
+            async for chunk in reply.chunks():
+                if exchange is not None and exchange.answering:
+                    exchange.add(chunk)
+                await passage.body(chunk)
+        await passage.body(b"", more=False)
+        if exchange is not None and exchange.answering:
+            exchange.settle("malformed", f"the answer is not whole, after {exchange.size} bytes")
+
+
+def _names(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    call = exchange.call
+    return [(b"x-cotune-call", call.id.encode()), (b"x-cotune-episode", call.episode.id.encode())]
+
+
+def _phrase(status: int) -> str:
+    known = HTTPStatus(status).phrase if status in _STATUSES else ""
+    return f"HTTP {status} {known}".strip()

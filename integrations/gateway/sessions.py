@@ -1,0 +1,106 @@
+"""Episodes that the gateway opens itself, for applications that know nothing of it: by connection, header or pause."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Literal
+
+from cotune.errors import ConfigError
+from cotune.integrations.http.protocol import Connection
+from cotune.integrations.http.requests import header
+from cotune.integrations.http.server import Scope
+from cotune.recording.recorder import LiveEpisode
+
+_PAUSE = 300.0
+
+
+@dataclass(frozen=True)
+class Split:
+    """How calls that name no episode are divided into episodes; not at all where everything is left out."""
+
+    by: Literal["connection"] | None = None
+    """connection: an episode for each connection of a client, until it is closed."""
+    header: str = ""
+    """Name of a header that the application sends anyway: an episode for each of its values."""
+    idle: float | None = None
+    """Seconds without a call after which an episode ends; without `by` and `header`, one episode at a time."""
+
+    def __post_init__(self) -> None:
+        if self.idle is not None and not 0 < self.idle < float("inf"):
+            raise ConfigError("episode_idle", self.idle, "a number of seconds above 0")
+        if self.by and self.header:
+            raise ConfigError("episode_by", self.by, "one of --episode-by and --episode-header")
+
+    def of(self, scope: Scope) -> tuple[Hashable, str] | None:
+        """What a request's episode is known by, and its task's id; None where its calls are not divided."""
+        if self.by == "connection":
+            connection = scope.get("cotune.connection")
+            return None if connection is None else (connection, "connection")
+        if self.header:
+            value = header(scope, self.header.lower().encode()).decode("latin-1")[:200]
+            return (value, value) if value else None
+        return None if self.idle is None else ("", "gateway")
+
+
+class Sessions:
+    """The open episodes of a `Split`. All on the gateway's event loop."""
+
+    def __init__(
+        self, split: Split, start: Callable[[str], LiveEpisode], end: Callable[[str], None], busy: Callable[[str], bool]
+    ) -> None:
+        """`start(task)` opens an episode, `end(episode)` ends it, `busy(episode)` tells whether a call is open."""
+        self.split = split
+        self._start = start
+        self._end = end
+        self._busy = busy
+        self._open: dict[Hashable, LiveEpisode] = {}
+        self._keys: dict[str, Hashable] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def episode(self, key: Hashable, task: str) -> LiveEpisode:
+        """The episode that is open for a key; a new one where there is none."""
+        found = self._open.get(key)
+        if found is None:
+            found = self._open[key] = self._start(task)
+            self._keys[found.id] = key
+            if isinstance(key, Connection):
+                key.on_close(lambda: self._pause_over(found.id))
+        if (timer := self._timers.pop(found.id, None)) is not None:
+            timer.cancel()
+        return found
+
+    def ended(self, episode: str) -> None:
+        """A call of an episode has ended: the pause begins."""
+        key = self._keys.get(episode)
+        if key is None or self._busy(episode):
+            return
+        if isinstance(key, Connection) and key.closed:
+            self._pause_over(episode)
+        elif not isinstance(key, Connection) or self.split.idle is not None:
+            if (timer := self._timers.pop(episode, None)) is not None:
+                timer.cancel()
+            loop, seconds = asyncio.get_running_loop(), self.split.idle or _PAUSE
+            self._timers[episode] = loop.call_later(seconds, self._pause_over, episode)
+
+    def close(self) -> None:
+        """End all of them."""
+        for episode in list(self._keys):
+            self._forget(episode)
+            self._end(episode)
+
+    def forget(self, episode: str) -> None:
+        """An episode was ended by a request."""
+        if episode in self._keys:
+            self._forget(episode)
+
+    def _pause_over(self, episode: str) -> None:
+        if episode in self._keys and not self._busy(episode):
+            self._forget(episode)
+            self._end(episode)
+
+    def _forget(self, episode: str) -> None:
+        del self._open[self._keys.pop(episode)]
+        if (timer := self._timers.pop(episode, None)) is not None:
+            timer.cancel()

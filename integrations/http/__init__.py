@@ -1,0 +1,1 @@
+"""HTTP servers: uvicorn, bounds on requests, JSON errors."""

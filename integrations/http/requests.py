@@ -1,0 +1,182 @@
+"""Requests of an ASGI server and their refusals: bodies with a bound, tokens, clients that go away, JSON errors."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+import ipaddress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from cotune.integrations.http.server import Receive, Scope, Send
+
+T = TypeVar("T")
+json_bytes = msgspec.json.Encoder().encode
+
+
+class RequestError(Exception):
+    """A request that is refused: HTTP status, message, and the OpenAI error's `param` and `code`."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI form."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class ClientGone(Exception):
+    """The client closed its connection before it had the whole answer."""
+
+
+class Access:
+    """Checks the token, where one is required. `headers` are those that may carry it, in lower case."""
+
+    def __init__(self, token: str | None, headers: Sequence[bytes] = (b"authorization",)) -> None:
+        self._token = token.encode() if token else None
+        self._headers = headers
+
+    def check(self, scope: Scope) -> None:
+        """Raises RequestError (401) when the token is missing or wrong; without one, see `check_local`."""
+        if self._token is None:
+            self.check_local(scope)
+            return
+        if any(self.given(scope, name) for name in self._headers):
+            return
+        names = " or ".join(
+            "Authorization: Bearer TOKEN" if n == b"authorization" else _shown(n) for n in self._headers
+        )
+        raise RequestError(401, f"This server needs its token: send it as {names}.", code="invalid_api_key")
+
+    def check_local(self, scope: Scope) -> None:
+        """Raises RequestError (403) for what a web page of elsewhere may send, where no token keeps it out.
+
+        A page can make a browser ask a server on loopback, under a host name of its own (DNS rebinding), or with a
+        plain POST, which carries the page's origin.
+        """
+        if self._token is not None:
+            return
+        for name, allowed in ((b"host", "loopback"), (b"origin", "a page from loopback")):
+            value = header(scope, name).decode("latin-1")
+            if value and not _of_loopback(value):
+                text = f"{name.decode().title()}: {value[:100]!r} is not {allowed}. For others start it with a token."
+                raise RequestError(403, text, code="forbidden_" + name.decode())
+
+    def given(self, scope: Scope, name: bytes) -> bool:
+        """Whether this header carries the token."""
+        if self._token is None:
+            return False
+        expected = b"Bearer " + self._token if name == b"authorization" else self._token
+        return hmac.compare_digest(header(scope, name), expected)
+
+
+@functools.lru_cache(256)
+def _of_loopback(place: str) -> bool:
+    """Whether a host with its port, or an origin, names this machine."""
+    try:
+        host = urlsplit(place if "://" in place else f"//{place}").hostname or ""
+    except ValueError:
+        return False
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def _shown(name: bytes) -> str:
+    scheme = "Bearer " if name == b"authorization" else ""
+    return f"{name.decode().title()}: {scheme}TOKEN"
+
+
+def header(scope: Scope, name: bytes) -> bytes:
+    """The first header of a name in lower case; empty where there is none."""
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body. Raises RequestError when it is no JSON (415), longer than `limit` (413), or ends early (400)."""
+    kind = header(scope, b"content-type").split(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise RequestError(
+            415, "The body must be sent as Content-Type: application/json.", code="unsupported_media_type"
+        )
+    return await read_any(scope, receive, limit)
+
+
+async def read_any(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body, whatever it is; raises as `read_body` does."""
+    announced = header(scope, b"content-length")
+    if announced.isdigit() and len(announced) < 20 and int(announced) > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise RequestError(400, "The body ended early.", code="body_ended")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        more = message.get("more_body", False)
+        if size > limit:
+            raise _too_large(limit)
+    return b"".join(parts)
+
+
+async def unless_gone(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
+    """Await `work()` in this task; when the client goes away first it is cancelled, and ClientGone raised."""
+    answering = asyncio.current_task()
+    assert answering is not None
+    watch = asyncio.create_task(_cancel_when_gone(receive, answering))
+    try:
+        return await work()
+    except asyncio.CancelledError:
+        if not watch.done() or watch.cancelled():
+            raise
+        answering.uncancel()
+        raise ClientGone from None
+    finally:
+        watch.cancel()
+
+
+async def send_json(send: Send, status: int, body: Any, headers: Mapping[str, str] | None = None) -> None:
+    """Send a whole JSON response."""
+    content = json_bytes(body)
+    fields = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    fields += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": fields})
+    await send({"type": "http.response.body", "body": content})
+
+
+async def send_error(send: Send, error: RequestError) -> None:
+    """Send a refusal."""
+    await send_json(send, error.status, error.body(), error.headers)
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(
+        413, f"The body is larger than {limit} bytes.", code="body_too_large", headers={"connection": "close"}
+    )
+
+
+async def _cancel_when_gone(receive: Receive, answering: asyncio.Task[Any]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    answering.cancel()

@@ -1,0 +1,188 @@
+"""Runs an ASGI application on uvicorn, in a thread of its own: sockets, start, stop, and who may connect."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import uvicorn
+
+from cotune.errors import ConfigError
+from cotune.integrations.http.protocol import protocol_class
+
+T = TypeVar("T")
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Opening = Callable[[], AbstractAsyncContextManager[tuple[App, T]]]
+
+logger = logging.getLogger("cotune.http")
+GRACE = 3
+"""Seconds that requests in flight have left once the server is told to stop."""
+
+
+@dataclass(frozen=True)
+class Running(Generic[T]):
+    """A server that accepts requests at `url` (without a path); `opened` is what was opened with its application."""
+
+    url: str
+    port: int
+    opened: T
+    _ended: threading.Event
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Block until the server stops, or for so long; whether it has stopped."""
+        return self._ended.wait(seconds)
+
+
+@contextlib.contextmanager
+def running(
+    opening: Opening[T],
+    *,
+    host: str,
+    port: int,
+    token: str | None,
+    name: str,
+    date_header: bool = True,
+    seconds: float = 60.0,
+) -> Iterator[Running[T]]:
+    """Serve what `opening` opens in the server's loop and closes with it; port 0 takes a free one.
+
+    A request has `seconds` to arrive. Entered once requests are accepted. Raises ConfigError for an address that cannot
+    be had or would be reachable from outside without a `token`, CotuneError where httptools is not installed, and
+    whatever `opening` raises.
+    """
+    check_access(host, token)
+    protocol = protocol_class(seconds)
+    listener = _bind(host, port)
+    ready: Future[tuple[uvicorn.Server, T]] = Future()
+    # Not the thread's own `join`: once that was interrupted, it takes a running thread for an ended one.
+    ended = threading.Event()
+    work = (opening, listener, ready, ended, date_header, protocol)
+    threading.Thread(target=_run, args=work, name=name, daemon=True).start()
+    try:
+        bound = listener.getsockname()[1]
+        shown = f"[{host}]" if ":" in host else host
+        yield Running(f"http://{shown}:{bound}", bound, ready.result()[1], ended)
+    finally:
+        ready.add_done_callback(_stop)
+        ended.wait()
+        listener.close()
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Leave the body at Ctrl-C or SIGTERM, quietly."""
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def check_access(host: str, token: str | None) -> None:
+    """Raises ConfigError when the server could be reached from outside without a token."""
+    if token is not None and not token.strip():
+        raise ConfigError("token", token, "a non-empty text", "Leave --token out to serve on loopback without one.")
+    if token is None and not _loopback(host):
+        raise ConfigError("host", host, "a loopback address, unless there is a token", "Add --token TOKEN.")
+
+
+class _Server(uvicorn.Server):
+    """Says when it accepts requests."""
+
+    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._said = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._said()
+
+
+def _run(
+    opening: Opening[T],
+    listener: socket.socket,
+    ready: Future[Any],
+    ended: threading.Event,
+    date_header: bool,
+    protocol: type[asyncio.Protocol],
+) -> None:
+    config = uvicorn.Config(
+        _not_open,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=date_header,
+        backlog=2048,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=GRACE,
+    )
+    try:
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(_serve(opening, config, listener, ready))
+    except BaseException as error:
+        if ready.done():
+            logger.exception("The server stopped.")
+            raise
+        ready.set_exception(error)
+    finally:
+        ended.set()
+
+
+async def _serve(opening: Opening[T], config: uvicorn.Config, listener: socket.socket, ready: Future[Any]) -> None:
+    async with opening() as (app, opened):
+        config.app = app
+        server = _Server(config, lambda: ready.set_result((server, opened)))
+        await server.serve(sockets=[listener])
+
+
+async def _not_open(scope: Scope, receive: Receive, send: Send) -> None:
+    raise AssertionError("replaced before the server starts")
+
+
+def _stop(ready: Future[tuple[uvicorn.Server, Any]]) -> None:
+    if ready.exception() is None:
+        ready.result()[0].should_exit = True
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        raise ConfigError(
+            "port", f"{host}:{port}", f"an address that can be bound ({reason})", "Choose another."
+        ) from None
+    return listener
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _interrupt(signum: int, frame: Any) -> None:
+    raise KeyboardInterrupt

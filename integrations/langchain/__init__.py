@@ -1,0 +1,1 @@
+"""LangChain's runs, models, messages and middleware."""

@@ -1,0 +1,84 @@
+"""Middleware of LangChain's agents: models that it calls around an agent's own call, or around a tool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from cotune.context import current_episode
+from cotune.integrations.patching import each_subclass, replace_method
+from cotune.integrations.versions import missing_hook
+
+_WRAPPERS = ("wrap_model_call", "awrap_model_call", "wrap_tool_call", "awrap_tool_call")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Around:
+    """One call of a middleware around something; runs started within it belong to it by this object's identity."""
+
+    name: str
+
+
+around: ContextVar[Around | None] = ContextVar("cotune_middleware", default=None)
+"""The middleware that is running here; not while what it is wrapped around runs."""
+
+
+def install() -> None:
+    """Wrap all middleware classes, those there are and those to come. Agents composed before are not reached."""
+    from langchain.agents.middleware.types import AgentMiddleware
+
+    for name in _WRAPPERS:
+        if not hasattr(AgentMiddleware, name):
+            raise missing_hook("langchain", f"AgentMiddleware.{name}")
+    each_subclass(AgentMiddleware, lambda cls: None if cls is AgentMiddleware else _wrap(cls))
+
+
+def _wrap(cls: type) -> None:
+    for name in _WRAPPERS:
+        replace_method(cls, name, _awrapped if name.startswith("a") else _wrapped)
+
+
+def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(self: Any, request: Any, handler: Callable[..., Any]) -> Any:
+        if current_episode.get() is None:
+            return original(self, request, handler)
+        outer = around.get()
+
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            token = around.set(outer)
+            try:
+                return handler(*args, **kwargs)
+            finally:
+                around.reset(token)
+
+        token = around.set(Around(self.name))
+        try:
+            return original(self, request, inner)
+        finally:
+            around.reset(token)
+
+    return wrapper
+
+
+def _awrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def wrapper(self: Any, request: Any, handler: Callable[..., Any]) -> Any:
+        if current_episode.get() is None:
+            return await original(self, request, handler)
+        outer = around.get()
+
+        async def inner(*args: Any, **kwargs: Any) -> Any:
+            token = around.set(outer)
+            try:
+                return await handler(*args, **kwargs)
+            finally:
+                around.reset(token)
+
+        token = around.set(Around(self.name))
+        try:
+            return await original(self, request, inner)
+        finally:
+            around.reset(token)
+
+    return wrapper

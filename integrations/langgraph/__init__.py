@@ -1,0 +1,1 @@
+"""LangGraph: which node or agent makes a call."""

@@ -1,0 +1,199 @@
+"""LangGraph and LangChain: who makes a call, from the tree of runs that their callback managers tell of.
+
+A role is the path of the nodes around the call, from the innermost named agent or the outermost graph. Nodes that
+prebuilt agents bring along (`model`, `agent`, `tools`) give way to the name of their agent or of the node around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from uuid import uuid4
+
+from langchain_core.runnables.config import var_child_runnable_config
+
+from cotune.context import Mark, current_episode, current_mark, scopes
+from cotune.integrations.langchain.callbacks import on_end, on_start
+from cotune.integrations.langchain.middleware import around
+from cotune.integrations.langgraph.graphs import starting
+from cotune.integrations.langgraph.parts import nodes_of
+from cotune.integrations.langgraph.runs import Run, role_of
+from cotune.recording.app_parts import Part, Parts
+from cotune.recording.recorder import LiveEpisode
+
+NAME = "langgraph"
+_MESSAGE_ID = len("lc_run--") + 36
+"""Length of the part of a message id that names the run; a number follows it in some versions of the message."""
+
+
+class _Notes:
+    """Runs in progress of one episode and the marks of its model calls in flight, and message ids that name no run.
+
+    Runs go by the integer of their UUID: the hash of a UUID itself is a Python function, asked for at every look.
+    """
+
+    __slots__ = ("ids", "marks", "runs")
+
+    def __init__(self) -> None:
+        self.ids: dict[str, str] = {}
+        self.runs: dict[int, Run] = {}
+        self.marks: dict[int, Mark] = {}
+
+
+def install() -> None:
+    """Follow the runs inside episodes, and name the scope of calls that have no mark. Raises UnsupportedVersion."""
+    on_start("on_chain_start", _chain_starts)
+    on_start("on_tool_start", _tool_starts)
+    on_start("on_retriever_start", _retriever_starts)
+    on_start("on_chat_model_start", _model_starts)
+    for kind in ("chain", "tool", "retriever"):
+        on_end(f"on_{kind}_end", _run_ends)
+        on_end(f"on_{kind}_error", _run_ends)
+    on_end("on_llm_end", _model_ends)
+    on_end("on_llm_error", _model_fails)
+    scopes.append(_scope)
+
+
+def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
+    """Run a compiled graph on an input, each time as a thread of its own; None for what is no compiled graph."""
+    if not hasattr(app, "ainvoke") or not hasattr(app, "get_state"):
+        return None
+
+    def run(given: Any) -> Awaitable[Any]:
+        thread = {"thread_id": str(uuid4())}
+        # LangGraph adds the id to the metadata itself, but into a ChainMap that is slow at every merge.
+        awaited: Awaitable[Any] = app.ainvoke(given, {"configurable": thread, "metadata": dict(thread)})
+        return awaited
+
+    return run
+
+
+def _notes(episode: LiveEpisode) -> _Notes:
+    notes: _Notes = episode.notes.setdefault(NAME, _Notes())
+    return notes
+
+
+def _chain_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    notes = episode.notes.get(NAME) or _notes(episode)
+    graph = starting.get()
+    if graph is not None:
+        starting.set(None)
+    inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+    name = kwargs.get("name") if graph is None else graph.name
+    started = notes.runs[run.run_id.int] = Run.chain(_parent(notes, run), name, run.metadata, inputs, around.get())
+    if episode.parts is not None:
+        _tell(episode.parts, started, graph)
+
+
+def _tell(parts: Parts, run: Run, graph: Any) -> None:
+    if run.kind == "node":
+        parts.enter(role_of(run))
+    if graph is not None:
+        parts.tell(Part(role, "node", graph.name, name) for role, name in nodes_of(graph, run))
+
+
+def _tool_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    notes = episode.notes.get(NAME) or _notes(episode)
+    serialized = args[0] if args else kwargs.get("serialized")
+    name = kwargs.get("name") or (serialized or {}).get("name")
+    notes.runs[run.run_id.int] = Run.tool(_parent(notes, run), name, run.metadata, around.get())
+
+
+def _retriever_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    notes = episode.notes.get(NAME) or _notes(episode)
+    notes.runs[run.run_id.int] = Run.chain(_parent(notes, run), "", run.metadata, None, around.get())
+
+
+def _run_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    notes = episode.notes.get(NAME)
+    if notes is not None:
+        notes.runs.pop(run.run_id.int, None)
+
+
+def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    notes = episode.notes.get(NAME) or _notes(episode)
+    made = Run.model(_parent(notes, run), run.metadata, around.get())
+    read = []
+    for message in args[1][0]:
+        name = message.id
+        if name and name.startswith("lc_run--"):
+            read.append(name[:_MESSAGE_ID])
+        elif name and name in notes.ids:
+            read.append(notes.ids[name])
+    by = _entered_within(made) if len(scopes) > 1 else None
+    output = f"lc_run--{run.run_id}"
+    if by is None:
+        mark = Mark(role_of(made), NAME, state=made.state, read=tuple(read), output=output)
+    else:
+        mark = Mark(by.role, by.integration, state=by.state, read=(*by.read, *read), output=output)
+    notes.marks[run.run_id.int] = mark
+    current_mark.set(mark)
+
+
+def _model_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    mark = _done(episode, run)
+    if mark is None:
+        return
+    response = args[0] if args else kwargs["response"]
+    for generation in response.generations[0]:
+        name = getattr(getattr(generation, "message", None), "id", None)
+        if name and not name.startswith("lc_run--"):
+            episode.notes[NAME].ids[name] = str(mark.output)
+    if not mark.calls:
+        episode.warn(
+            "unseen_call",
+            f"A chat model answered role {mark.role!r} without a call that can be recorded: from LangChain's cache "
+            "or by a client of its own. Switch the cache off while recording.",
+        )
+
+
+def _model_fails(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    _done(episode, run)
+
+
+def _done(episode: LiveEpisode, run: Any) -> Mark | None:
+    # Where a model runs in a context of its own, resetting the ContextVar would be lost.
+    notes = episode.notes.get(NAME) or _notes(episode)
+    mark: Mark | None = notes.marks.pop(run.run_id.int, None)
+    if mark is not None:
+        mark.done = True
+    return mark
+
+
+def _parent(notes: _Notes, run: Any) -> Run | None:
+    """The run that a new one belongs to: the one told, or where the application replaced its callbacks, the one whose
+    code runs here."""
+    told = notes.runs.get(run.parent_run_id.int) if run.parent_run_id else None
+    return told or _here(notes, var_child_runnable_config.get())
+
+
+def _here(notes: _Notes, config: Any) -> Run | None:
+    """The run whose code runs here."""
+    run_id = getattr((config or {}).get("callbacks"), "parent_run_id", None)
+    return notes.runs.get(run_id.int) if run_id else None
+
+
+def _scope() -> Mark | None:
+    """The node around a call that no chat model announces: the plain SDK, or a model called in a tool."""
+    episode = current_episode.get()
+    config = var_child_runnable_config.get()
+    if episode is None or not config:
+        return None
+    run = Run.model(_here(_notes(episode), config), config.get("metadata") or {}, around.get())
+    role = role_of(run)
+    return Mark(role, NAME, state=run.state, unit=_node_of(run)) if role != "app" else None
+
+
+def _entered_within(run: Run) -> Mark | None:
+    """A scope of another framework (a crew's agent) that a model call was reached through, inside the call's node."""
+    here = _scope()
+    if (here.unit if here else None) != _node_of(run):
+        return None
+    return next((found for other in scopes if other is not _scope and (found := other()) is not None), None)
+
+
+def _node_of(run: Run | None) -> str | None:
+    """The innermost execution of a node around a run, by its namespace."""
+    while run is not None and run.kind != "node":
+        run = run.parent
+    return run.space if run else None

@@ -1,0 +1,173 @@
+"""Model folders in Hugging Face form: found, read as weights, written with new weights."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cotune.errors import ConfigError
+from cotune.sampling.protocol import Weights
+
+TRUST = "COTUNE_TRUST_REMOTE_CODE"
+"""Environment variable that `--trust-remote-code` sets: "1" lets code that a model folder brings along run."""
+_NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+
+
+def locate_model(model: str | Path) -> Path:
+    """Folder of a model: the path itself, or the local snapshot of a Hugging Face id (fetched where it is missing).
+
+    Raises ConfigError when neither exists, for weights that are no safetensors, and for a model that needs code of its
+    own where that is not allowed.
+    """
+    path = Path(model).expanduser()
+    if (path / "config.json").is_file():
+        return _checked(path.resolve())
+    if (path / "run.json").is_file():
+        raise _no_model(model, "it is a run folder", f"Export it first: cotune export {model} --to adapters/")
+    if (path / "roles.json").is_file():
+        raise _no_model(model, "it is an export", "Name the base model that it was trained on, or use cotune serve.")
+    if path.exists():
+        raise _no_model(model, "it has none", "Correct the path.")
+    if not _may_be_id(str(model)):
+        raise _no_model(model, "there is no such folder", f"{_near(path)}An id has the form owner/name.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return _checked(Path(snapshot_download(str(model), allow_patterns=_NEEDED)))
+    except (OSError, ValueError) as error:
+        remedy = "Correct the id, or fetch the model where there is a network (`hf download`) and name its folder."
+        allowed = f"a model folder, or a Hugging Face id that can be fetched ({_cause(error)})"
+        raise ConfigError("model", str(model), allowed, remedy) from None
+
+
+def loading() -> dict[str, Any]:
+    """Arguments of every `from_pretrained`: nobody is ever asked on the terminal."""
+    return {"trust_remote_code": os.environ.get(TRUST) == "1"}
+
+
+def loading_weights() -> dict[str, Any]:
+    """The same for a model with its weights, which are never read from a pickle."""
+    return {**loading(), "use_safetensors": True}
+
+
+@contextlib.contextmanager
+def reading(model: str | Path) -> Iterator[None]:
+    """Whatever breaks while the files of a model are read becomes a ConfigError that names it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        allowed = f"a model folder or hub id ({_cause(error)})"
+        raise ConfigError("model", str(model), allowed, "Check --model.") from error
+
+
+def _checked(folder: Path) -> Path:
+    bins = sorted(path.name for path in folder.glob("*.bin"))
+    if bins and not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            "model",
+            str(folder),
+            f"a model with its weights in *.safetensors ({bins[0]} is a pickle, which may run code when read)",
+            "Convert it where you trust it: model.save_pretrained(FOLDER) writes safetensors.",
+        )
+    own = None if loading()["trust_remote_code"] else _own_code(folder)
+    if own:
+        raise ConfigError(
+            "model",
+            str(folder),
+            f"a model that transformers knows; this one runs code of its own ({own})",
+            "Read that code, then allow it with --trust-remote-code.",
+        )
+    return folder
+
+
+def _own_code(folder: Path) -> str | None:
+    """The code (`auto_map`) without which a model or its tokenizer cannot be loaded; None where transformers has it."""
+    config, tokenizer = _settings(folder / "config.json"), _settings(folder / "tokenizer_config.json")
+    if not config.get("auto_map") and not tokenizer.get("auto_map"):
+        return None
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING_NAMES:
+        return f"auto_map of config.json: {config['auto_map']}"
+    known = tokenizer_class_from_name(str(tokenizer.get("tokenizer_class"))) is not None
+    if "AutoTokenizer" in (tokenizer.get("auto_map") or ()) and not known:
+        return f"auto_map of tokenizer_config.json: {tokenizer['auto_map']}"
+    return None
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes()) if file.is_file() else {}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        allowed = f"a model folder whose {file.name} is a JSON object"
+        raise ConfigError("model", str(file.parent), allowed, "Fetch it again.")
+    return found
+
+
+def _no_model(model: str | Path, why: str, remedy: str) -> ConfigError:
+    return ConfigError("model", str(model), f"a model folder with a config.json; {why}", remedy)
+
+
+def _may_be_id(model: str) -> bool:
+    """Whether a name that is no folder can be a Hugging Face id: of the form owner/name, where no folder `owner` is."""
+    owner, _, name = model.partition("/")
+    return bool(owner and name) and "/" not in name and owner[0] not in ".~" and not Path(owner).is_dir()
+
+
+def _near(path: Path) -> str:
+    """The folder that may have been meant."""
+    try:
+        here = [entry.name for entry in path.absolute().parent.iterdir() if entry.is_dir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, here, n=1)
+    return f"Did you mean {path.with_name(near[0])}? " if near else ""
+
+
+def _cause(error: Exception) -> str:
+    first = str(error).partition("\n")[0].strip().rstrip(".")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def read_parameters(folder: Path) -> Weights:
+    """All parameters of a model folder as fp32 arrays under their names in the model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with reading(folder):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **loading_weights())
+    return {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+
+
+def write_model(base: Path, weights: Weights, to: Path) -> None:
+    """Write `base` with these parameters, in fp32, with its tokenizer and chat template.
+
+    Raises ConfigError when the weights are not all the parameters of the base.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with reading(base):
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **loading_weights())
+    parameters = dict(model.named_parameters())
+    if odd := sorted(parameters.keys() ^ weights.keys()):
+        raise ConfigError(
+            "weights", odd[0], f"the {len(parameters)} parameters of {base}", "Name the right base model."
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights[name], dtype=np.float32)))
+    model.save_pretrained(to)
+    AutoTokenizer.from_pretrained(base, **loading()).save_pretrained(to)

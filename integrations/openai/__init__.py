@@ -1,0 +1,1 @@
+"""The OpenAI SDK, its text interfaces, and the Agents SDK on top of it."""

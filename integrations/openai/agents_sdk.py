@@ -1,0 +1,175 @@
+"""The OpenAI Agents SDK: each turn's model names its agent, and a model that a tool calls is the tool's.
+
+Requests are recorded and answered on the wire, by the OpenAI SDK's integration. The SDK's own tracing is not touched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from cotune.context import Mark, current_episode, current_mark, opened_call, scopes, units_around
+from cotune.integrations.versions import missing_hook
+from cotune.recording.app_parts import Part, Parts
+from cotune.recording.recorder import LiveEpisode
+
+NAME = "openai-agents"
+_INVOKE = ("_invoke_function_tool_with_metadata", "invoke_function_tool")
+"""What runs a function tool, by the SDK's age: the newer first."""
+
+
+@dataclass(frozen=True)
+class AgentState:
+    """What scorers see as `call.state`: the agent whose turn it is, the application's own object."""
+
+    agent: Any
+
+
+@dataclass(frozen=True, eq=False)
+class _ToolAtWork:
+    agent: Any
+    name: str
+    around: tuple[Any, ...]
+    """Units of other frameworks' scopes that the tool was called in."""
+
+
+_tool: ContextVar[_ToolAtWork | None] = ContextVar("cotune_agents_tool", default=None)
+
+
+def install() -> None:
+    """Hook the run loop's models and tools. Raises UnsupportedVersion where a hook is missing."""
+    from agents.run_internal import run_loop, tool_execution
+
+    if not callable(getattr(run_loop, "get_model", None)):
+        raise missing_hook(NAME, "run_loop.get_model")
+    invoke = next((name for name in _INVOKE if callable(getattr(tool_execution, name, None))), None)
+    if invoke is None:
+        raise missing_hook(NAME, f"tool_execution.{_INVOKE[-1]}")
+    run_loop.get_model = _get_model(run_loop.get_model)
+    setattr(tool_execution, invoke, _invoked(getattr(tool_execution, invoke)))
+    scopes.insert(0, scope)
+
+
+def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
+    """Run an agent on an input; None for what is no agent."""
+    from agents import Agent, Runner
+
+    return functools.partial(Runner.run, app) if isinstance(app, Agent) else None
+
+
+class AgentModel:
+    """Stands for a model inside an episode, on behalf of an agent; in everything else it is that model."""
+
+    __slots__ = ("_cotune_agent", "_cotune_model")
+
+    def __init__(self, model: Any, agent: Any) -> None:
+        self._cotune_model = model
+        self._cotune_agent = agent
+
+    async def get_response(self, *args: Any, **options: Any) -> Any:
+        """Ask the model, in the agent's name."""
+        mark = _mark(self._cotune_agent)
+        with _marked(mark):
+            found = await self._cotune_model.get_response(*args, **options)
+        _ended(mark)
+        return found
+
+    async def stream_response(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
+        """Ask the model for a stream, in the agent's name at each step."""
+        mark = _mark(self._cotune_agent)
+        source = self._cotune_model.stream_response(*args, **options)
+        try:
+            while True:
+                with _marked(mark):
+                    try:
+                        event = await anext(source)
+                    except StopAsyncIteration:
+                        break
+                yield event
+        finally:
+            if hasattr(source, "aclose"):
+                await source.aclose()
+        _ended(mark)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._cotune_model)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cotune_model, name)
+
+
+def scope() -> Mark | None:
+    """The tool at work, for a model that it calls itself; None where a scope of another framework was entered in it."""
+    tool = _tool.get()
+    if tool is None or any(unit not in tool.around for unit in units_around(scope)):
+        return None
+    return Mark(f"{_name(tool.agent)}/{tool.name}", NAME, state=AgentState(tool.agent), unit=id(tool))
+
+
+def _get_model(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_model(agent: Any, *args: Any, **options: Any) -> Any:
+        model, episode = original(agent, *args, **options), current_episode.get()
+        if episode is None:
+            return model
+        if episode.parts is not None:
+            _tell(episode.parts, agent)
+        return AgentModel(model, agent)
+
+    return get_model
+
+
+def _tell(parts: Parts, agent: Any) -> None:
+    """That an agent works, and which ones it may hand over to."""
+    name = _name(agent)
+    parts.enter(name)
+    others = [str(getattr(other, "agent_name", None) or _name(other)) for other in getattr(agent, "handoffs", ())]
+    parts.tell(Part(other, "agent", name, other) for other in others)
+
+
+def _invoked(original: Any) -> Any:
+    @functools.wraps(original)
+    async def invoke(*, function_tool: Any, context: Any, **options: Any) -> Any:
+        if current_episode.get() is None:
+            return await original(function_tool=function_tool, context=context, **options)
+        tool = _ToolAtWork(getattr(context, "agent", None), function_tool.name, tuple(units_around(scope)))
+        tokens = _tool.set(tool), current_mark.set(None), opened_call.set(None)
+        try:
+            return await original(function_tool=function_tool, context=context, **options)
+        finally:
+            opened_call.reset(tokens[2])
+            current_mark.reset(tokens[1])
+            _tool.reset(tokens[0])
+
+    return invoke
+
+
+def _mark(agent: Any) -> Mark:
+    return Mark(_name(agent), NAME, state=AgentState(agent))
+
+
+def _name(agent: Any) -> str:
+    return str(getattr(agent, "name", None) or "app")
+
+
+@contextmanager
+def _marked(mark: Mark) -> Iterator[None]:
+    tokens = current_mark.set(mark), opened_call.set(None)
+    try:
+        yield
+    finally:
+        opened_call.reset(tokens[1])
+        current_mark.reset(tokens[0])
+
+
+def _ended(mark: Mark) -> None:
+    mark.done = True
+    episode: LiveEpisode | None = current_episode.get()
+    if episode is not None and not mark.calls:
+        text = f"A model answered agent {mark.role!r} without a request of the OpenAI SDK: that is not recorded."
+        episode.warn("unseen_call", text)

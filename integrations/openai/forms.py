@@ -1,0 +1,119 @@
+"""The OpenAI SDK's three text interfaces: how each is read as chat and answered. Everything else is no call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from cotune.integrations.openai import completions as chat_completions
+from cotune.integrations.openai import response_body as openai_response_body
+from cotune.integrations.openai import response_events as openai_response_events
+from cotune.integrations.openai import responses as openai_responses
+from cotune.integrations.openai import sse, text_completions
+from cotune.recording.recorder import Answer, LiveCall, LiveEpisode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One interface: requests as chat, provider's bodies and streams as answers, and answers as its bodies.
+
+    `asked` is always the request's own body.
+    """
+
+    name: str
+    path: str
+    chat: Callable[[Mapping[str, Any], LiveEpisode], dict[str, Any]]
+    """The request as chat. Raises ValueError, TypeError or AttributeError when it cannot be read."""
+    obstacle: Callable[[Mapping[str, Any], Mapping[str, Any], LiveEpisode], str]
+    """What in a request, given also as chat, only a provider can serve, or ""."""
+    body: Callable[[LiveCall, Answer, Mapping[str, Any]], dict[str, Any]]
+    events: Callable[[Mapping[str, Any], Mapping[str, Any]], bytes]
+    """A body as a stream."""
+    answer: Callable[[Any], Answer]
+    """Raises ValueError for a malformed body, ProviderFailed for one that says there is no answer."""
+    stream: Callable[[bytes], dict[str, Any] | None]
+    """The body that a stream adds up to; None when it was not read to its end."""
+    part: Callable[[bytes], dict[str, Any] | None]
+    """The body as far as a broken or half-read stream tells it."""
+    keep: Callable[[LiveCall, Mapping[str, Any], Mapping[str, Any]], None]
+    """Remember a body for later requests that refer to it."""
+
+
+def form_of(request: Any) -> Form | None:
+    """The interface that an httpx or httpx2 request belongs to, under whatever prefix; None where it is no call."""
+    if request.method != "POST":
+        return None
+    path = request.url.path
+    for form in FORMS:
+        if path.endswith(form.path):
+            return form
+    return None
+
+
+def _usage_wanted(asked: Mapping[str, Any]) -> bool:
+    return bool((asked.get("stream_options") or {}).get("include_usage"))
+
+
+def _chat_obstacle(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
+    found = []
+    if tools := chat.get("tools"):
+        kinds = [str(tool.get("type")) for tool in tools if tool.get("type", "function") != "function"]
+        found = [f"tools of type {', '.join(dict.fromkeys(kinds))}"] if kinds else []
+    if "audio" in (asked.get("modalities") or ()):
+        found.append("spoken output")
+    if asked.get("web_search_options"):
+        found.append("web search")
+    if asked.get("functions"):
+        found.append("functions in their old form (use tools)")
+    return " and ".join(found)
+
+
+FORMS = (
+    Form(
+        name="chat",
+        path="/chat/completions",
+        chat=lambda asked, episode: dict(asked),
+        obstacle=_chat_obstacle,
+        body=lambda call, answer, asked: chat_completions.completion_of(call, answer),
+        events=lambda body, asked: sse.to_stream(body, usage=_usage_wanted(asked)),
+        answer=chat_completions.answer_of,
+        stream=sse.from_stream,
+        part=sse.part_of_stream,
+        keep=lambda call, asked, body: None,
+    ),
+    Form(
+        name="responses",
+        path="/responses",
+        chat=openai_responses.chat_of,
+        obstacle=openai_responses.obstacle,
+        body=openai_response_body.response_of,
+        events=lambda body, asked: openai_response_events.to_events(body),
+        answer=openai_response_body.answer_of,
+        stream=openai_response_events.from_events,
+        part=openai_response_events.part_of_events,
+        keep=lambda call, asked, body: openai_responses.said_in(call.episode).keep(call, asked, body),
+    ),
+    Form(
+        name="completions",
+        path="/completions",
+        chat=lambda asked, episode: text_completions.chat_of(asked),
+        obstacle=lambda asked, chat, episode: text_completions.obstacle(asked, chat),
+        body=lambda call, answer, asked: text_completions.completion_of(call, answer),
+        events=lambda body, asked: text_completions.to_stream(body, usage=_usage_wanted(asked)),
+        answer=text_completions.answer_of,
+        stream=text_completions.from_stream,
+        part=text_completions.part_of_stream,
+        keep=lambda call, asked, body: None,
+    ),
+)
+
+
+def asked_in(request: Any) -> dict[str, Any]:
+    """The body of a request. Raises ValueError when it is no JSON object."""
+    asked = msgspec.json.decode(request.content)
+    if not isinstance(asked, dict):
+        raise ValueError("the body is no JSON object")
+    return asked

@@ -1,0 +1,158 @@
+"""Response objects of the Responses API: an answer as one, and one as an answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from cotune.integrations.openai.completions import several
+from cotune.integrations.openai.responses import messages_of, readable, text_of
+from cotune.recording.recorder import Answer, LiveCall
+from cotune.recording.records import Candidate
+from cotune.recording.validate_answers import MALFORMED, counts
+
+_LOGPROBS = "message.output_text.logprobs"
+_ECHOED: dict[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "user": None,
+}
+"""Fields of a request that its response repeats, with what they are where the request leaves them out."""
+_READ = ("message", "function_call", "reasoning")
+
+
+class ProviderFailed(Exception):
+    """The provider says, in a well-formed answer, that it has none."""
+
+
+def response_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The Response object of an answer's chosen candidate, under the model name that was asked for."""
+    candidate = answer.candidates[answer.chosen]
+    cut = candidate.finish_reason == "length"
+    given = {k: default if asked.get(k) is None else asked[k] for k, default in _ECHOED.items()}
+    response = {
+        "id": f"resp_{call.id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        **given,
+        "model": call.model,
+        "output": _output(call, candidate, asked),
+        "usage": _usage(answer, candidate),
+    }
+    if asked.get("return_token_ids"):
+        response["prompt_token_ids"] = list(answer.prompt_ids)
+        response["token_ids"] = list(candidate.token_ids)
+    return response
+
+
+def _output(call: LiveCall, candidate: Candidate, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+    message, name = candidate.message, f"{call.id}_{candidate.index}"
+    items: list[dict[str, Any]] = []
+    if message.get("reasoning_content"):
+        summary = [{"type": "summary_text", "text": message["reasoning_content"]}]
+        items.append({"id": f"rs_{name}", "type": "reasoning", "summary": summary, "status": "completed"})
+    text = text_of(message.get("content"))
+    if text or not candidate.tool_calls:
+        part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
+        if _LOGPROBS in (asked.get("include") or ()):
+            part["logprobs"] = _logprobs(candidate)
+        status = "incomplete" if candidate.finish_reason == "length" else "completed"
+        said = {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": status, "content": [part]}
+        items.append(said)
+    for position, tool in enumerate(candidate.tool_calls):
+        function = tool["function"]
+        items.append(
+            {
+                "id": f"fc_{name}_{position}",
+                "type": "function_call",
+                "call_id": tool.get("id"),
+                "name": function["name"],
+                "arguments": function["arguments"],
+                "status": "completed",
+            }
+        )
+    return items
+
+
+def _logprobs(candidate: Candidate) -> list[dict[str, Any]]:
+    pairs = zip(candidate.token_ids, candidate.logprobs, strict=False)
+    return [{"token": f"token_id:{t}", "logprob": p, "bytes": [], "top_logprobs": []} for t, p in pairs]
+
+
+def _usage(answer: Answer, candidate: Candidate) -> dict[str, Any]:
+    read, written = answer.usage.prompt_tokens, len(candidate.token_ids) or answer.usage.completion_tokens
+    return {
+        "input_tokens": read,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": written,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": read + written,
+    }
+
+
+def answer_of(response: Any) -> Answer:
+    """The answer in a Response object. Items that only a provider makes are kept under `items` of the message.
+
+    Raises ValueError when it has no output, ProviderFailed when it says that it failed or has not begun.
+    """
+    if not isinstance(response, Mapping) or not isinstance(response.get("output"), list):
+        raise ValueError("no output")
+    _require_end(response)
+    sound, broken = readable(response["output"])
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    for said in messages_of((item for item in sound if item.get("type") in _READ), {}):
+        for key, value in said.items():
+            if key != "role" and value is not None:
+                message[key] = value if message.get(key) is None else message[key] + value
+    others = [item for item in sound if item.get("type") not in _READ]
+    if others:
+        message["items"] = others
+    if broken:
+        message[MALFORMED] = {"output": broken}
+    candidate = Candidate(
+        index=0,
+        text=message["content"] or "",
+        message=message,
+        token_ids=several(response.get("token_ids")),
+        finish_reason=_finish(response, message),
+    )
+    return Answer(
+        candidates=(candidate,),
+        prompt_ids=several(response.get("prompt_token_ids")),
+        usage=counts(response.get("usage"), "input_tokens", "output_tokens"),
+    )
+
+
+def _require_end(response: Mapping[str, Any]) -> None:
+    status = response.get("status")
+    if status in ("failed", "cancelled"):
+        error = response.get("error") or {}
+        told = f"{error.get('code')}: {error.get('message')}" if isinstance(error, Mapping) else error
+        raise ProviderFailed(f"the response {status}: {told}")
+    if status in ("queued", "in_progress"):
+        raise ProviderFailed(f"the response is {status}: it is made in the background, and its answer is not recorded")
+
+
+def _finish(response: Mapping[str, Any], message: Mapping[str, Any]) -> str:
+    if response.get("status") == "interrupted":
+        return "interrupted"
+    if response.get("status") == "incomplete":
+        details = response.get("incomplete_details")
+        filtered = isinstance(details, Mapping) and details.get("reason") == "content_filter"
+        return "content_filter" if filtered else "length"
+    return "tool_calls" if message.get("tool_calls") else "stop"

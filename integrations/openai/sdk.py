@@ -1,0 +1,273 @@
+"""The OpenAI SDK's waist: every request of every client passes `_send_request`, and is recorded or answered there.
+
+Works with openai 2.45 and later and with 3.x. Outside an episode each hook costs one read of a ContextVar.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+
+from cotune.context import current_episode, identify, opened_call
+from cotune.errors import RecordError, SamplerError
+from cotune.integrations.openai.answers import finish, part_of
+from cotune.integrations.openai.forms import Form, asked_in, form_of
+from cotune.integrations.openai.tee import package_of, tee
+from cotune.integrations.versions import missing_hook
+from cotune.recording.answering import answer, answer_blocking, failed, reason_of
+from cotune.recording.model_calls import UNREADABLE, warn_unrecorded
+from cotune.recording.recorder import Answer, LiveCall, LiveEpisode
+from cotune.recording.records import CallStatus
+
+
+class _Exchange(msgspec.Struct):
+    """One request of the application with all the retries that the SDK makes of it."""
+
+    call: LiveCall | None = None
+    asked: dict[str, Any] = {}
+    failure: str | None = None
+
+    def fail(self, error: BaseException) -> None:
+        if self.call is not None and not self.call.ended:
+            self.call.fail(*reason_of(error))
+
+
+_OFFLINE = SamplerError("Nothing here answers this call, and no provider is contacted.")
+_UNSEEN = ("/runs", "/batches", "/responses/compact")
+"""Ends of paths behind which models answer, or will, but not in the response."""
+_exchange: ContextVar[_Exchange | None] = ContextVar("cotune_openai_exchange", default=None)
+
+
+def install() -> None:
+    """Hook both client classes. Raises UnsupportedVersion when this openai has no such waist."""
+    from openai import _base_client as base
+
+    for client in (base.SyncAPIClient, base.AsyncAPIClient):
+        for name in ("request", "_send_request"):
+            if not callable(getattr(client, name, None)):
+                raise missing_hook("openai", f"{client.__name__}.{name}")
+    sync, other = base.SyncAPIClient, base.AsyncAPIClient
+    sync.request, sync._send_request = _sync_request(sync.request), _sync_send(sync._send_request)
+    other.request, other._send_request = _async_request(other.request), _async_send(other._send_request)
+
+
+def _sync_request(original: Any) -> Any:
+    @functools.wraps(original)
+    def request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if current_episode.get() is None:
+            return original(self, *args, **kwargs)
+        exchange = _Exchange()
+        token = _exchange.set(exchange)
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException as error:
+            exchange.fail(error)
+            raise
+        finally:
+            _exchange.reset(token)
+
+    return request
+
+
+def _async_request(original: Any) -> Any:
+    @functools.wraps(original)
+    async def request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if current_episode.get() is None:
+            return await original(self, *args, **kwargs)
+        exchange = _Exchange()
+        token = _exchange.set(exchange)
+        try:
+            return await original(self, *args, **kwargs)
+        except BaseException as error:
+            exchange.fail(error)
+            raise
+        finally:
+            _exchange.reset(token)
+
+    return request
+
+
+def _sync_send(original: Any) -> Any:
+    @functools.wraps(original)
+    def send(self: Any, request: Any, **kwargs: Any) -> Any:
+        episode = current_episode.get()
+        if episode is None:
+            return original(self, request, **kwargs)
+        form = form_of(request)
+        if form is None:
+            _passing(episode, request)
+            return original(self, request, **kwargs)
+        exchange = _exchange.get() or _Exchange()
+        call = _open(episode, form, request, exchange)
+        if call is None:
+            return original(self, request, **kwargs)
+        if not isinstance(call, LiveCall):
+            return call
+        if episode.responder is not None:
+            try:
+                found = answer_blocking(call)
+                if found is not None:
+                    return _answered(request, call, form, exchange.asked, found)
+            except Exception as error:  # noqa: BLE001
+                return _refused(request, call, error)
+        if episode.offline:
+            return _refused(request, call, _OFFLINE)
+        try:
+            response = original(self, request, **kwargs)
+        except BaseException as error:
+            _attempt_failed(exchange, error)
+            raise
+        return _observed(response, call, form, exchange)
+
+    return send
+
+
+def _async_send(original: Any) -> Any:
+    @functools.wraps(original)
+    async def send(self: Any, request: Any, **kwargs: Any) -> Any:
+        episode = current_episode.get()
+        if episode is None:
+            return await original(self, request, **kwargs)
+        form = form_of(request)
+        if form is None:
+            _passing(episode, request)
+            return await original(self, request, **kwargs)
+        exchange = _exchange.get() or _Exchange()
+        call = _open(episode, form, request, exchange)
+        if call is None:
+            return await original(self, request, **kwargs)
+        if not isinstance(call, LiveCall):
+            return call
+        if episode.responder is not None:
+            try:
+                found = await answer(call)
+                if found is not None:
+                    return _answered(request, call, form, exchange.asked, found)
+            except Exception as error:  # noqa: BLE001
+                return _refused(request, call, error)
+        if episode.offline:
+            return _refused(request, call, _OFFLINE)
+        try:
+            response = await original(self, request, **kwargs)
+        except BaseException as error:
+            _attempt_failed(exchange, error)
+            raise
+        return _observed(response, call, form, exchange)
+
+    return send
+
+
+def _passing(episode: LiveEpisode, request: Any) -> None:
+    """Count a request that is no call where a model answers behind it, out of sight."""
+    if request.method == "POST" and request.url.path.endswith(_UNSEEN):
+        kind = request.url.path.rpartition("/")[2]
+        episode.warn("unseen_call", f"A request to /{kind} has models answer out of sight: that is not recorded.")
+
+
+def _open(episode: LiveEpisode, form: Form, request: Any, exchange: _Exchange) -> LiveCall | Any | None:
+    """The call of this request: a new one, the one that a model class has opened, or the one that is being retried.
+
+    None lets the request pass unrecorded (counted); anything else is a response that refuses it.
+    """
+    if exchange.call is not None:
+        exchange.call.attempts.append(exchange.failure or "unknown")
+        return exchange.call
+    try:
+        asked = asked_in(request)
+        body = form.chat(asked, episode)
+        obstacle = form.obstacle(asked, body, episode)
+        opened = opened_call.get()
+        if opened is not None and not opened.on_wire and not opened.ended:
+            opened.read(body)
+            call = opened
+        else:
+            call = episode.start(identify(), body)
+    except RecordError as error:
+        if episode.forked and episode.gateway and str(request.url).startswith(episode.gateway):
+            return None
+        if episode.responder is not None:
+            return _error_response(request, 409, str(error))
+        warn_unrecorded(episode, error)
+        return None
+    except UNREADABLE as error:
+        warn_unrecorded(episode, error)
+        if episode.responder is not None:
+            return _error_response(request, 400, f"the request cannot be read: {error!r}")
+        return None
+    call.on_wire = True
+    call.obstacle = obstacle
+    exchange.call, exchange.asked = call, asked
+    return call
+
+
+def _answered(request: Any, call: LiveCall, form: Form, asked: dict[str, Any], found: Answer) -> Any:
+    body = form.body(call, found, asked)
+    form.keep(call, asked, body)
+    if call.streamed:
+        response = _response(request, 200, "text/event-stream", form.events(body, asked), call.id)
+    else:
+        response = _response(request, 200, "application/json", msgspec.json.encode(body), call.id)
+    call.finish(found)
+    return response
+
+
+def _refused(request: Any, call: LiveCall, error: Exception) -> Any:
+    return _error_response(request, failed(call, error), f"{type(error).__name__}: {error}")
+
+
+def _error_response(request: Any, status: int, message: str) -> Any:
+    body = {"error": {"message": message, "type": "cotune", "code": status, "param": None}}
+    return _response(request, status, "application/json", msgspec.json.encode(body), "cotune")
+
+
+def _response(request: Any, status: int, kind: str, content: bytes, name: str) -> Any:
+    """A response of the class that belongs to the request (httpx or httpx2), which the SDK must not retry."""
+    package = package_of(request)
+    headers = {"content-type": kind, "x-request-id": name, "x-should-retry": "false"}
+    response = package.Response(status, headers=headers, content=content, request=request)
+    response.elapsed = timedelta(0)
+    return response
+
+
+def _attempt_failed(exchange: _Exchange, error: BaseException) -> None:
+    exchange.failure = ": ".join(reason_of(error))
+    if _exchange.get() is None:
+        exchange.fail(error)
+
+
+def _observed(response: Any, call: LiveCall, form: Form, exchange: _Exchange) -> Any:
+    """Record what the provider sent: now, or when the application has read the stream."""
+    if response.status_code >= 400:
+        cause = f"HTTP {response.status_code} {response.reason_phrase}".strip()
+        exchange.failure = f"error: {cause}"
+        if _exchange.get() is None:
+            call.fail("error", cause)
+        return response
+    if response.is_stream_consumed:
+        _settle(call, form, exchange.asked, response.headers, response.content, None, True)
+    else:
+        call.cancel = tee(response, functools.partial(_settle, call, form, exchange.asked, response.headers))
+    return response
+
+
+def _settle(
+    call: LiveCall,
+    form: Form,
+    asked: dict[str, Any],
+    headers: Any,
+    raw: bytes,
+    error: BaseException | None,
+    ended: bool,
+) -> None:
+    """End the call with the decoded body; `error` is what interrupted its stream, `ended` whether all of it came."""
+    streamed = call.streamed and "text/event-stream" in headers.get("content-type", "")
+    if error is not None:
+        call.fail(*reason_of(error), part_of(form, raw, streamed))
+    elif not (ended or streamed) or not finish(call, form, asked, raw, streamed):
+        status: CallStatus = "malformed" if ended else "cancelled"
+        cause = "the answer ended" if ended else "the application stopped reading the answer"
+        call.fail(status, f"{cause} after {len(raw)} bytes, before it was whole", part_of(form, raw, streamed))

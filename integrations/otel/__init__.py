@@ -1,0 +1,1 @@
+"""OpenTelemetry: episodes as spans, and spans of other tools as records."""

@@ -1,0 +1,283 @@
+"""Traces of other tools as records: to be looked at, scored, and used for supervised fine-tuning."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.ids import message_id
+from cotune.integrations.otel import names as names
+from cotune.integrations.otel import otlp_json as otel_json
+from cotune.integrations.otel.dialects import (
+    agent_of,
+    finish_reasons,
+    kind_of,
+    messages_of,
+    model_of,
+    params_of,
+    tools_of,
+    usage_of,
+)
+from cotune.integrations.otel.messages import decoded
+from cotune.integrations.otel.spans import Span
+from cotune.recording.prompt_tree import PromptTree
+from cotune.recording.recorder import Sink
+from cotune.recording.records import (
+    Call,
+    CallStatus,
+    Candidate,
+    Episode,
+    EpisodeStatus,
+    Message,
+    PolicyRef,
+    Record,
+    Reward,
+    Task,
+    Usage,
+    candidate_id,
+)
+
+_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+_STATUSES = ("ok", "error", "timeout", "cancelled", "malformed")
+_REASONS = {"tool_call": "tool_calls", "max_tokens": "length", "end_turn": "stop"}
+
+
+class Imported(msgspec.Struct, frozen=True, kw_only=True):
+    """What an import made of a file, and how often something could not be mapped."""
+
+    spans: int
+    episodes: int
+    calls: int
+    left_out: Mapping[str, int]
+
+
+def import_file(path: str | Path, sink: Sink, *, phase: str = "import") -> Imported:
+    """Write the LLM calls of an OTLP/JSON file as records; `phase` is that of episodes which name none.
+
+    An episode is a workflow's span, or else the whole trace; a role is the nearest agent or graph node around a call.
+    Reading the same file again writes the same ids. Raises ConfigError for a file without spans.
+    """
+    left_out: Counter[str] = Counter()
+    spans = list(otel_json.read(path, left_out))
+    traces: dict[str, list[Span]] = {}
+    for span in spans:
+        traces.setdefault(span.trace, []).append(span)
+    episodes = calls = 0
+    for trace in traces.values():
+        for root, chats in _episodes(trace, left_out):
+            sink.write(_Reading(root, chats, {span.id: span for span in trace}, phase, left_out).records())
+            episodes, calls = episodes + 1, calls + len(chats)
+    return Imported(spans=len(spans), episodes=episodes, calls=calls, left_out=dict(left_out))
+
+
+def _episodes(trace: Sequence[Span], left_out: Counter[str]) -> Iterable[tuple[Span, list[Span]]]:
+    """Chat spans by the span that is their episode: the innermost workflow around them, else the outermost span."""
+    known = {span.id: span for span in trace}
+    found: dict[str, list[Span]] = {span.id: [] for span in trace if kind_of(span) == "workflow"}
+    for span in trace:
+        kind = kind_of(span)
+        if kind == "chat":
+            around = _around(span, known)
+            root = next((s for s in around if kind_of(s) == "workflow"), around[-1] if around else span)
+            found.setdefault(root.id, []).append(span)
+        elif kind == "other":
+            left_out[f"span:{span.attributes.get(names.OPERATION) or 'not_llm'}"] += 1
+    return [(known[id], chats) for id, chats in found.items()]
+
+
+def _around(span: Span, known: Mapping[str, Span]) -> list[Span]:
+    """The spans around one, innermost first."""
+    found: list[Span] = []
+    seen = {span.id}
+    while span.parent in known and span.parent not in seen:
+        span = known[span.parent]
+        seen.add(span.id)
+        found.append(span)
+    return found
+
+
+class _Reading:
+    """One episode in the making."""
+
+    def __init__(
+        self, root: Span, chats: Sequence[Span], known: Mapping[str, Span], phase: str, left_out: Counter[str]
+    ) -> None:
+        self.root = root
+        self.chats = sorted(chats, key=lambda span: (span.attributes.get(names.STEP, 0), span.start))
+        self.known = known
+        self.phase = phase
+        self.left_out = left_out
+        self.id = str(root.attributes.get(names.EPISODE) or _ulid(root))
+        self.ids = {chat.id: str(chat.attributes.get(names.CALL) or _ulid(chat)) for chat in self.chats}
+        self.turns: Counter[str] = Counter()
+        self.said: dict[Hashable, str] = {}
+        self.prompts = PromptTree()
+        self.messages: dict[str, Any] = {}
+        self.rewards: list[Reward] = []
+
+    def records(self) -> list[Record]:
+        """Messages before the calls that refer to them, the episode last."""
+        made: list[Record] = []
+        for step, chat in enumerate(self.chats):
+            made += self._call(step, chat)
+        self._rewards(self.root, self.id)
+        messages = [Message(id, body) for id, body in self.messages.items()]
+        return [*messages, *made, *self.rewards, self._episode()]
+
+    def _episode(self) -> Episode:
+        found = self.root.attributes
+        own = kind_of(self.root) == "workflow"
+        ends = [self.root.end, *(chat.end for chat in self.chats)]
+        metrics = decoded(found.get(names.METRICS))
+        status: EpisodeStatus = "ok" if self.root.failed is None else "error"
+        if found.get(names.STATUS) == "cancelled":
+            status = "cancelled"
+        task = Task(id=str(found.get(names.TASK) or self.root.trace), input=decoded(found.get(names.TASK_INPUT)))
+        return Episode(
+            id=self.id,
+            task=task,
+            workflow=str(found.get(names.WORKFLOW_NAME) or self.root.name if own else self.root.name),
+            phase=str(found.get(names.PHASE) or self.phase),
+            training_step=found.get(names.TRAINING_STEP),
+            rollout=int(found.get(names.ROLLOUT) or 0),
+            status=status,
+            error=self.root.failed,
+            started=self.root.start / 1e9,
+            latency=(max(ends) - self.root.start) / 1e9,
+            calls=len(self.chats),
+            metrics=metrics if isinstance(metrics, dict) else {},
+        )
+
+    def _call(self, step: int, chat: Span) -> list[Record]:
+        found = chat.attributes
+        role = next((name for s in [chat, *_around(chat, self.known)] if (name := agent_of(s))), "app")
+        turn, self.turns[role] = self.turns[role], self.turns[role] + 1
+        asked, said = messages_of(chat, self.left_out)
+        if not asked:
+            self.left_out["call_without_messages"] += 1
+        candidates = self._candidates(chat, said)
+        tools = tools_of(found)
+        id = self.ids[chat.id]
+        prompt_ids = tuple(found.get(names.PROMPT_IDS) or ())
+        chosen = self._chosen(found, candidates)
+        prompt, segments = None, ()
+        if prompt_ids:
+            ids = candidates[chosen].token_ids if chosen is not None else ()
+            prompt, segments = self.prompts.add(role, prompt_ids, ids)
+        status = self._status(chat, candidates)
+        made = Call(
+            id=id,
+            episode=self.id,
+            role=role,
+            step=step,
+            turn=turn,
+            parents=self._parents(chat, asked),
+            messages=tuple(self._keep(message) for message in asked),
+            tools=self._keep({"tools": tools}, tools) if tools else None,
+            model=model_of(found),
+            params=params_of(found),
+            prompt=prompt,
+            prompt_tokens=len(prompt_ids),
+            policy=_policy(found),
+            status=status,
+            error=None if status == "ok" else chat.failed or "no answer was recorded",
+            attempts=("unknown",) * int(found.get(names.ATTEMPTS) or 0),
+            streamed=bool(found.get(names.REQUEST_STREAM)),
+            started=chat.start / 1e9,
+            latency=(chat.end - chat.start) / 1e9,
+            usage=Usage(*usage_of(found)),
+            candidates=candidates,
+            chosen=chosen,
+            integration=str(found.get(names.INTEGRATION) or "opentelemetry"),
+        )
+        if chosen is not None:
+            self.said[_said(candidates[chosen].message)] = id
+        self._rewards(chat, id)
+        return [*segments, made]
+
+    def _candidates(self, chat: Span, said: Sequence[Mapping[str, Any]]) -> tuple[Candidate, ...]:
+        reasons = finish_reasons(chat.attributes)
+        sampled = decoded(chat.attributes.get(names.SAMPLED)) or []
+        made = []
+        for index, message in enumerate(said):
+            own = reasons[index] if index < len(reasons) else "stop"
+            reason = str(message.get("finish_reason") or own)
+            ids = sampled[index] if index < len(sampled) else {}
+            body = {key: value for key, value in message.items() if key != "finish_reason"}
+            content = body.get("content")
+            made.append(
+                Candidate(
+                    index=index,
+                    text=content if isinstance(content, str) else "",
+                    message={**body, "role": "assistant"},
+                    token_ids=tuple(ids.get("token_ids") or ()),
+                    logprobs=tuple(ids.get("logprobs") or ()),
+                    finish_reason=_REASONS.get(reason, reason),
+                )
+            )
+        return tuple(made)
+
+    def _chosen(self, found: Mapping[str, Any], candidates: Sequence[Candidate]) -> int | None:
+        if not candidates:
+            return None
+        chosen = found.get(names.CHOSEN)
+        return chosen if isinstance(chosen, int) and 0 <= chosen < len(candidates) else 0
+
+    def _status(self, chat: Span, candidates: Sequence[Candidate]) -> CallStatus:
+        """As recorded; else by the span's own status. A call without content but without error ended well."""
+        told = chat.attributes.get(names.STATUS)
+        if told in _STATUSES:
+            return told
+        if chat.failed is None:
+            return "ok"
+        kind = str(chat.attributes.get(names.ERROR_TYPE) or "").lower()
+        return "timeout" if "timeout" in kind else "cancelled" if "cancel" in kind else "error"
+
+    def _parents(self, chat: Span, asked: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """The calls that it links to; else those whose answers stand in its prompt."""
+        linked = [self.ids[link] for link in chat.links if link in self.ids]
+        if linked:
+            return tuple(linked)
+        said = (_said(message) for message in asked if message.get("role") == "assistant")
+        return tuple(dict.fromkeys(self.said[one] for one in said if one in self.said))
+
+    def _keep(self, hashed: Mapping[str, Any], body: Any = None) -> str:
+        id = message_id(hashed)
+        self.messages[id] = hashed if body is None else body
+        return id
+
+    def _rewards(self, span: Span, target: str) -> None:
+        for event in span.events:
+            name, value = (event.attributes.get(key) for key in (names.EVALUATION_NAME, names.EVALUATION_VALUE))
+            if event.name != names.EVALUATION:
+                continue
+            if name is None or not isinstance(value, int | float):
+                self.left_out["evaluation_without_score"] += 1
+                continue
+            index = event.attributes.get(names.CANDIDATE)
+            own = target if target == self.id else candidate_id(target, int(index or 0))
+            self.rewards.append(Reward(own, str(name), float(value), event.at / 1e9))
+
+
+def _policy(found: Mapping[str, Any]) -> PolicyRef | None:
+    name = found.get(names.POLICY)
+    return PolicyRef(str(name), int(found.get(names.POLICY_VERSION) or 0)) if name else None
+
+
+def _said(message: Mapping[str, Any]) -> Hashable:
+    """What an answer says, for finding it again in a later prompt."""
+    functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    calls = [(function.get("name"), function.get("arguments")) for function in functions]
+    return message_id({"content": message.get("content") or None, "calls": calls})
+
+
+def _ulid(span: Span) -> str:
+    """An id that sorts by the span's start and is the same each time."""
+    digest = hashlib.blake2b(f"{span.trace} {span.id}".encode(), digest_size=10).digest()
+    value = (span.start // 1_000_000 & (1 << 48) - 1) << 80 | int.from_bytes(digest, "big")
+    return "".join(_ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))

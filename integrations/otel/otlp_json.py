@@ -1,0 +1,191 @@
+"""OTLP in its JSON form, as collectors write and read it: spans to `resourceSpans` and back."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.errors import ConfigError
+from cotune.integrations.otel.spans import Span, SpanEvent
+
+SCOPE = "cotune"
+_KINDS = {"internal": 1, "client": 3}
+_FAILED = 2
+_HEX = re.compile(r"[0-9a-fA-F]+")
+
+
+def encode(spans: Iterable[Span], service: str) -> bytes:
+    """One line: an export request with these spans."""
+    resource = {"attributes": _attributes({"service.name": service})}
+    body = {"resource": resource, "scopeSpans": [{"scope": {"name": SCOPE}, "spans": [_span(s) for s in spans]}]}
+    return msgspec.json.encode({"resourceSpans": [body]})
+
+
+def read(path: str | Path, left_out: Counter[str]) -> Iterator[Span]:
+    """The spans in a file of OTLP/JSON: one export request, a list of them, or one per line.
+
+    A trace as MLflow's API gives it (an object with `spans`) will do too. What is neither is counted in `left_out`.
+    Raises ConfigError for a file that holds no span at all.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError("file", str(path), "a file of OTLP/JSON", "For example: a collector's file exporter.")
+    found = 0
+    for request in _requests(path.read_bytes(), left_out):
+        for resource in _list(request, "resourceSpans", "resource_spans"):
+            for scope in _list(resource, "scopeSpans", "scope_spans", "instrumentationLibrarySpans"):
+                for span in _list(scope, "spans"):
+                    found += 1
+                    yield _decode(span)
+    if not found:
+        raise ConfigError("file", str(path), "OTLP/JSON with spans (resourceSpans / scopeSpans / spans)")
+
+
+def _requests(raw: bytes, left_out: Counter[str]) -> Iterator[Mapping[str, Any]]:
+    try:
+        values = [msgspec.json.decode(raw)]
+    except msgspec.DecodeError:
+        values = []
+        for line in raw.splitlines():
+            if line.strip():
+                try:
+                    values.append(msgspec.json.decode(line))
+                except msgspec.DecodeError:
+                    left_out["line_not_json"] += 1
+    for value in values:
+        for one in value if isinstance(value, list) else [value]:
+            trace = one.get("trace") or one.get("data") or one if isinstance(one, Mapping) else {}
+            if "resourceSpans" in trace or "resource_spans" in trace:
+                yield trace
+            elif _list(trace, "spans"):
+                yield {"resourceSpans": [{"scopeSpans": [trace]}]}
+            else:
+                left_out["not_otlp"] += 1
+
+
+def _list(value: Any, *keys: str) -> list[Any]:
+    """The first of these keys that is there, as a list of objects."""
+    for key in keys:
+        if isinstance(value, Mapping) and isinstance(value.get(key), list):
+            return [one for one in value[key] if isinstance(one, Mapping)]
+    return []
+
+
+def _span(span: Span) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "traceId": span.trace,
+        "spanId": span.id,
+        "name": span.name,
+        "kind": _KINDS[span.kind],
+        "startTimeUnixNano": str(span.start),
+        "endTimeUnixNano": str(span.end),
+        "attributes": _attributes(span.attributes),
+        "status": {} if span.failed is None else {"code": _FAILED, "message": span.failed},
+    }
+    if span.parent is not None:
+        made["parentSpanId"] = span.parent
+    if span.events:
+        made["events"] = [
+            {"name": e.name, "timeUnixNano": str(e.at), "attributes": _attributes(e.attributes)} for e in span.events
+        ]
+    if span.links:
+        made["links"] = [{"traceId": span.trace, "spanId": link} for link in span.links]
+    return made
+
+
+def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": _value(value)} for key, value in values.items()]
+
+
+def _value(value: Any) -> dict[str, Any]:
+    match value:
+        case bool():
+            return {"boolValue": value}
+        case int():
+            return {"intValue": str(value)}
+        case float():
+            return {"doubleValue": value}
+        case str():
+            return {"stringValue": value}
+        case Mapping():
+            return {"kvlistValue": {"values": _attributes(value)}}
+    return {"arrayValue": {"values": [_value(one) for one in value]}}
+
+
+def _decode(span: Mapping[str, Any]) -> Span:
+    status = span.get("status") or {}
+    failed = status.get("code") in (_FAILED, "STATUS_CODE_ERROR")
+    start = _int(_get(span, "startTimeUnixNano", "start_time_unix_nano"))
+    return Span(
+        trace=_id(_get(span, "traceId", "trace_id"), 32),
+        id=_id(_get(span, "spanId", "span_id"), 16),
+        parent=_id(_get(span, "parentSpanId", "parent_span_id"), 16) or None,
+        name=str(span.get("name") or ""),
+        kind="client" if span.get("kind") in (3, "SPAN_KIND_CLIENT") else "internal",
+        start=start,
+        end=_int(_get(span, "endTimeUnixNano", "end_time_unix_nano")) or start,
+        attributes=_read_attributes(span.get("attributes")),
+        events=tuple(
+            SpanEvent(
+                str(e.get("name") or ""),
+                _int(_get(e, "timeUnixNano", "time_unix_nano")),
+                _read_attributes(e.get("attributes")),
+            )
+            for e in _list(span, "events")
+        ),
+        links=tuple(_id(_get(link, "spanId", "span_id"), 16) for link in _list(span, "links")),
+        failed=str(status.get("message") or "error") if failed else None,
+    )
+
+
+def _get(value: Mapping[str, Any], *keys: str) -> Any:
+    return next((value[key] for key in keys if value.get(key) is not None), None)
+
+
+def _read_attributes(given: Any) -> dict[str, Any]:
+    """Attributes as a plain mapping, from OTLP's list of pairs or from a mapping that some tools write."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    pairs = given if isinstance(given, Sequence) else ()
+    return {str(p.get("key")): _read_value(p.get("value")) for p in pairs if isinstance(p, Mapping)}
+
+
+def _read_value(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    for key, found in value.items():
+        match key.replace("_", "").lower():
+            case "intvalue":
+                return _int(found)
+            case "arrayvalue":
+                return [_read_value(one) for one in (found or {}).get("values") or ()]
+            case "kvlistvalue":
+                return _read_attributes((found or {}).get("values"))
+            case "stringvalue" | "doublevalue" | "boolvalue" | "bytesvalue":
+                return found
+    return None
+
+
+def _int(value: Any) -> int:
+    try:
+        return int(value or 0)
+    except (TypeError, ValueError):
+        return 0
+
+
+def _id(value: Any, length: int) -> str:
+    """An id as lower-case hex; protobuf's own JSON form has base 64."""
+    text = str(value or "")
+    if len(text) == length and _HEX.fullmatch(text):
+        return text.lower()
+    try:
+        return base64.b64decode(text, validate=True).hex()
+    except (binascii.Error, ValueError):
+        return text

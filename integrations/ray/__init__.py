@@ -1,0 +1,1 @@
+"""Ray: its runtime, and objects of ours in its actors."""

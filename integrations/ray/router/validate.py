@@ -1,0 +1,49 @@
+"""Is an engine's answer one at all? What no healthy engine returns must never reach an application or a trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from cotune.sampling.protocol import Completion
+
+ROUNDING = 1e-4
+"""How far above 0 a log-probability may come out by rounding, in nats."""
+
+
+def garbage(completions: Sequence[Completion], n: int, max_tokens: int, vocabulary: int | None = None) -> str | None:
+    """What is wrong with an answer of `n` candidates of at most `max_tokens` tokens; None when nothing is.
+
+    Token ids are checked against `vocabulary` (its size) where it is known.
+    """
+    try:
+        if len(completions) != n:
+            return f"{len(completions)} candidates instead of {n}"
+        for index, completion in enumerate(completions):
+            wrong = _wrong(completion, max_tokens, vocabulary)
+            if wrong:
+                return f"candidate {index} has {wrong}"
+    except (TypeError, AttributeError) as error:
+        return f"an answer of another form ({error})"
+    return None
+
+
+def _wrong(completion: Completion, max_tokens: int, vocabulary: int | None) -> str | None:
+    ids, logprobs = completion.token_ids, completion.logprobs
+    if not ids:
+        return "no tokens"
+    if len(ids) != len(logprobs):
+        return f"{len(ids)} tokens and {len(logprobs)} log-probabilities"
+    if len(ids) > max_tokens:
+        return f"{len(ids)} tokens; at most {max_tokens} were asked for"
+    if completion.finish_reason not in ("stop", "length"):
+        return f"the finish reason {completion.finish_reason!r}"
+    if not all(map(math.isfinite, logprobs)):
+        return "a log-probability that is not finite"
+    if max(logprobs) > ROUNDING:
+        return f"the log-probability {max(logprobs):.6g}, which is above 0"
+    limit = math.inf if vocabulary is None else vocabulary
+    if min(ids) < 0 or max(ids) >= limit:
+        outside = next(i for i in ids if not 0 <= i < limit)
+        return f"the token id {outside}" + (f", outside the vocabulary of {vocabulary}" if vocabulary else "")
+    return None

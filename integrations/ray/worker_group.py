@@ -1,0 +1,303 @@
+"""A gang of Ray actors that compute in step: started together, called together, and ended together when one is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cotune.errors import ConfigError, CotuneError, LearnerError, LearnerLost
+from cotune.integrations.ray.sampler import resolve
+
+WATCH = "watch"
+"""Questions about an actor's state are answered while it works."""
+
+GRACE_SECONDS = 10.0
+"""How long the others may take to fail too, once one has."""
+
+PROBE_SECONDS = 5.0
+"""How long an actor that hangs has to say where."""
+
+GONE_SECONDS = 10.0
+"""How long a killed process may take to disappear before it is killed harder, and before that is given up."""
+
+
+class Member:
+    """What runs in each actor: one object, made by a factory with its rank and the size of the gang."""
+
+    def __init__(self, factory: str, rank: int, size: int) -> None:
+        self._object = resolve(factory)(rank, size)
+        self._rank = rank
+        self._working: int | None = None
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call the object; only rank 0 sends its answer."""
+        self._working = threading.get_ident()
+        try:
+            answer = getattr(self._object, method)(*arguments)
+        finally:
+            self._working = None
+        return answer if self._rank == 0 else None
+
+    def home(self) -> tuple[str, str, int]:
+        """Node id, address and process id."""
+        import ray
+
+        context = ray.get_runtime_context()
+        return context.get_node_id(), ray.util.get_node_ip_address(), os.getpid()
+
+    def where(self) -> tuple[bool, str]:
+        """Whether the call in hand waits for other ranks, and the innermost line of cotune that it is in."""
+        frame = sys._current_frames().get(self._working or 0)
+        if frame is None:
+            return False, "no call"
+        stack = traceback.extract_stack(frame)
+        waits = any("/torch/distributed/" in at.filename for at in stack)
+        own = [at for at in stack if "site-packages" not in at.filename] or list(stack)
+        return waits, f"{own[-1].name} ({Path(own[-1].filename).name}:{own[-1].lineno})"
+
+
+class RayGang:
+    """Actors of one kind, one per rank. Calls run one at a time, from any thread.
+
+    A call ends with rank 0's answer, with the CotuneError that the actors raised, or, when a rank dies, hangs or
+    breaks, with a LearnerLost that names it; then all actors are killed, as the others may wait for it for ever.
+    """
+
+    def __init__(self, name: str, members: Sequence[Any], group: Any) -> None:
+        self.name = name
+        self.lost: str | None = None
+        self._members = list(members)
+        self._group = group
+        self._homes: list[tuple[str, str, int]] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def start(
+        cls,
+        factory: str,
+        size: int,
+        *,
+        name: str,
+        cpus: float,
+        gpus: float,
+        placement: str,
+        runtime_env: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> RayGang:
+        """Reserve room for all actors at once and start them; `factory` is "module:Class", called with rank and size.
+
+        `placement` is one of Ray's strategies (PACK, SPREAD, STRICT_PACK, STRICT_SPREAD). Raises ConfigError when the
+        cluster has no room for them, LearnerLost when they do not start.
+        """
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        group = _reserve(size, cpus, gpus, placement, timeout)
+        actor = ray.remote(concurrency_groups={WATCH: 1})(Member)
+        members = [
+            actor.options(
+                num_cpus=cpus,
+                num_gpus=gpus,
+                max_restarts=0,
+                runtime_env=dict(runtime_env or {}),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+            ).remote(factory, rank, size)
+            for rank in range(size)
+        ]
+        gang = cls(name, members, group)
+        try:
+            refs = [member.home.options(concurrency_group=WATCH).remote() for member in members]
+            gang._homes = gang._settle("start", refs, timeout)
+        except BaseException:
+            gang.close()
+            raise
+        return gang
+
+    @property
+    def host(self) -> str:
+        """Address of rank 0's machine."""
+        return self._homes[0][1]
+
+    @property
+    def processes(self) -> list[int]:
+        """Process ids by rank."""
+        return [pid for _, _, pid in self._homes]
+
+    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        """Call `method` of every rank's object at once; returns rank 0's answer. Bytes are sent once for all."""
+        import ray
+
+        with self._lock:
+            self._check()
+            sent = [ray.put(argument) if isinstance(argument, bytes) else argument for argument in arguments]
+            return self._settle(method, [member.call.remote(method, *sent) for member in self._members], timeout)[0]
+
+    def call_first(self, method: str, *arguments: Any, timeout: float) -> Any:
+        """Call `method` of rank 0 only."""
+        with self._lock:
+            self._check()
+            return self._settle(method, [self._members[0].call.remote(method, *arguments)], timeout)[0]
+
+    def close(self) -> None:
+        """Kill all actors, give their room back, and wait until their processes are gone. May be called twice, and
+        while a call runs, which then fails."""
+        import ray
+
+        if self._closed:
+            return
+        self._closed = True
+        for member in self._members:
+            ray.kill(member, no_restart=True)
+        self._bury()
+        ray.util.remove_placement_group(self._group)
+
+    def _check(self) -> None:
+        if self.lost is not None:
+            raise LearnerLost(self.lost, "Restart the learner and load the last checkpoint.")
+        if self._closed:
+            raise LearnerError(f"The learners {self.name} were closed.", "Open new ones.")
+
+    def _settle(self, method: str, refs: Sequence[Any], timeout: float) -> list[Any]:
+        """All answers by rank, or the error that says best what happened."""
+        import ray
+
+        deadline = time.monotonic() + timeout
+        answers: dict[int, Any] = {}
+        faults: dict[int, Exception] = {}
+        pending = list(refs)
+        while pending:
+            done, pending = ray.wait(pending, timeout=max(deadline - time.monotonic(), 0.0))
+            if not done:
+                break
+            try:
+                answers[refs.index(done[0])] = ray.get(done[0])
+            except Exception as error:  # noqa: BLE001 - whatever an actor raised, or Ray about it
+                faults[refs.index(done[0])] = error
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if not faults and not pending:
+            return [answers[rank] for rank in range(len(refs))]
+        causes = {rank: _cause(error) for rank, error in faults.items()}
+        if len(causes) == len(refs) and all(isinstance(cause, CotuneError) for cause in causes.values()):
+            raise causes[0]
+        if self._closed:
+            self._check()
+        self._lose(method, causes, [refs.index(ref) for ref in pending], timeout)
+        raise AssertionError
+
+    def _lose(self, method: str, causes: Mapping[int, Exception], pending: Sequence[int], timeout: float) -> None:
+        """Kill what is left, and raise the fault that came first in the order of causes."""
+        if not causes:
+            self.lost = f"The learners {self.name} did not end {method!r} within {timeout:.0f} s: {self._hung(pending)}"
+        else:
+            rank = min(causes, key=lambda rank: (_order(causes[rank]), rank))
+            self.lost = f"{self._who(rank)} {_said(causes[rank])} in {method!r}."
+        self.close()
+        first = causes[rank] if causes else None
+        if isinstance(first, CotuneError):
+            raise first
+        raise LearnerLost(self.lost, "Restart the learner and load the last checkpoint.") from first
+
+    def _hung(self, pending: Sequence[int]) -> str:
+        """What each rank that is not done is doing; those to blame first."""
+        import ray
+        from ray.exceptions import RayError
+
+        asked = {rank: self._members[rank].where.options(concurrency_group=WATCH).remote() for rank in pending}
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=PROBE_SECONDS)
+        said = []
+        for rank, ref in asked.items():
+            try:
+                waits, place = ray.get(ref, timeout=0)
+                said.append((1 + waits, f"{self._who(rank)} {'waits for others' if waits else 'is'} in {place}"))
+            except RayError:
+                said.append((0, f"{self._who(rank)} does not answer"))
+        return "; ".join(text for _, text in sorted(said)) + "."
+
+    def _who(self, rank: int) -> str:
+        home = f" (process {self._homes[rank][2]} on {self._homes[rank][1]})" if self._homes else ""
+        return f"Rank {rank} of the learners {self.name}{home}"
+
+    def _bury(self) -> None:
+        """Wait for the end of the processes on this machine; what a stopped process does not hear, SIGKILL does."""
+        import ray
+
+        here = ray.get_runtime_context().get_node_id()
+        left = [pid for node, _, pid in self._homes if node == here]
+        for force in (False, True):
+            deadline = time.monotonic() + GONE_SECONDS
+            while (left := [pid for pid in left if _alive(pid)]) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            for pid in left if not force else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _reserve(size: int, cpus: float, gpus: float, placement: str, timeout: float) -> Any:
+    import ray
+
+    wanted = {"CPU": float(cpus), **({"GPU": float(gpus)} if gpus else {})}
+    total = ray.cluster_resources()
+    short = {kind: total.get(kind, 0.0) for kind, each in wanted.items() if each * size > total.get(kind, 0.0)}
+    if short:
+        raise _no_room(size, wanted, f"it has {short}")
+    group = ray.util.placement_group([{k: v for k, v in wanted.items() if v}] * size, strategy=placement)
+    if not group.wait(timeout):
+        ray.util.remove_placement_group(group)
+        raise _no_room(size, wanted, f"{ray.available_resources()} were free after {timeout:.0f} s")
+    return group
+
+
+def _no_room(size: int, wanted: Mapping[str, float], why: str) -> ConfigError:
+    return ConfigError(
+        "cluster.learners",
+        size,
+        f"as many workers of {dict(wanted)} as the cluster has room for ({why})",
+        "Ask for fewer workers or policies' pools, or for less of each.",
+    )
+
+
+def _cause(error: Exception) -> Exception:
+    """What was raised in the actor, or Ray's own error about it."""
+    from ray.exceptions import RayTaskError
+
+    return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+
+
+def _order(cause: Exception) -> int:
+    """A dead rank explains what the others say, and an error of cotune's what a broken connection does."""
+    from ray.exceptions import RayError
+
+    if isinstance(cause, RayError):
+        return 0
+    if isinstance(cause, CotuneError):
+        return 1
+    return 3 if any(word in str(cause).lower() for word in ("gloo", "nccl", "connection", "tcpstore")) else 2
+
+
+def _said(cause: Exception) -> str:
+    from ray.exceptions import RayError
+
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [""]
+    if isinstance(cause, RayError):
+        reasons = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()] or lines
+        return f"died ({type(cause).__name__}: {reasons[0]})"
+    return f"failed ({type(cause).__name__}: {lines[0]})"
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process or, once it has ended, any of its threads still runs and holds its sockets and memory."""
+    process = Path("/proc", str(pid))
+    try:
+        ended = (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return not ended or len(list((process / "task").iterdir())) > 1
+    except OSError:
+        return False

@@ -1,0 +1,1 @@
+"""Samplers: the in-process one on transformers, and vLLM."""

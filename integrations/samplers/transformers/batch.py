@@ -1,0 +1,375 @@
+"""One running batch on one model: sequences join after their prefill and leave when they end, between decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from cotune.integrations.chat.grammar import Grammars
+from cotune.integrations.samplers.transformers.attention import use_rows_attention
+from cotune.integrations.samplers.transformers.cache import RowCache
+from cotune.integrations.samplers.transformers.draw import RowParams, draw, streams, uniforms
+from cotune.integrations.samplers.transformers.logit_shaping import Shaped, is_shaped, shape
+from cotune.integrations.samplers.transformers.lora import Adapter, LoraRows
+from cotune.sampling.protocol import Completion, SamplingParams
+
+BASE = -1
+"""Kind of rows that use no adapter."""
+
+DRAW_ELEMENTS = 1 << 25
+"""Logits drawn from at a time, so that temporaries stay small at large vocabularies."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One request inside the engine. `kind` is the number of its adapter, `limit` the most tokens per candidate."""
+
+    id: int
+    policy: str
+    prompt: tuple[int, ...]
+    n: int
+    params: SamplingParams
+    kind: int
+    limit: int
+    seed: int
+    done: list[Completion | None] = field(default_factory=list)
+    open: int = 0
+
+    def __post_init__(self) -> None:
+        self.done = [None] * self.n
+        self.open = self.n
+
+
+class Rows:
+    """State of each row outside the model, as arrays over a capacity that grows. `count` tokens are drawn so far."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, npt.NDArray[Any]] = {
+            "job": np.empty(0, object),
+            "candidate": np.empty(0, np.int64),
+            "kind": np.empty(0, np.int64),
+            "stream": np.empty(0, np.uint64),
+            "count": np.empty(0, np.int64),
+            "limit": np.empty(0, np.int64),
+            "span": np.empty(0, np.int64),
+            "alive": np.empty(0, bool),
+            "watched": np.empty(0, bool),
+            "shaped": np.empty(0, object),
+            "temperature": np.empty(0, np.float32),
+            "top_k": np.empty(0, np.int64),
+            "top_p": np.empty(0, np.float32),
+            "min_p": np.empty(0, np.float32),
+            "token": np.empty((0, 32), np.int64),
+            "logprob": np.empty((0, 32), np.float32),
+        }
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        return self.columns[name]
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Let `rows` rows of `tokens` tokens fit."""
+        for name, old in self.columns.items():
+            shape = list(old.shape)
+            if rows > shape[0]:
+                shape[0] = max(rows, 2 * shape[0])
+            if len(shape) == 2 and tokens > shape[1]:
+                shape[1] = max(tokens, 2 * shape[1])
+            if tuple(shape) != old.shape:
+                new = np.zeros(shape, old.dtype)
+                new[tuple(slice(0, n) for n in old.shape)] = old
+                self.columns[name] = new
+
+    def move(self, to: npt.NDArray[np.int64], source: npt.NDArray[np.int64]) -> None:
+        for column in self.columns.values():
+            column[to] = column[source]
+
+    def put(self, at: npt.NDArray[np.int64], job: Job, grammars: Grammars | None) -> None:
+        """Start the candidates of a job in these rows."""
+        p = job.params
+        values = {
+            "job": job,
+            "candidate": np.arange(job.n),
+            "kind": job.kind,
+            "stream": streams(job.seed, job.n),
+            "count": 0,
+            "limit": job.limit,
+            "span": len(job.prompt) + job.limit,
+            "alive": True,
+            "watched": bool(p.stop),
+            "shaped": [Shaped(job.prompt, p, grammars) if is_shaped(p) else None for _ in at],
+            "temperature": p.temperature,
+            "top_k": p.top_k if p.temperature > 0 else 0,
+            "top_p": p.top_p if p.temperature > 0 else 1.0,
+            "min_p": p.min_p if p.temperature > 0 else 0.0,
+        }
+        for name, value in values.items():
+            self.columns[name][at] = value
+
+
+class Batch:
+    """Decodes rows of one model. Not thread-safe: belongs to the engine's thread."""
+
+    def __init__(self, model: Any, end_token_ids: Iterable[int], tokenizer: Any = None) -> None:
+        self.model = model
+        use_rows_attention(model)
+        self.lora = LoraRows(model)
+        self.tokenizer = tokenizer
+        self.grammars = None if tokenizer is None else Grammars(tokenizer, self.vocabulary)
+        self.rows = 0
+        self.state = Rows()
+        config = model.config.get_text_config()
+        parameter = next(model.parameters())
+        self.device = parameter.device
+        self.cache = RowCache(config.num_hidden_layers, parameter.dtype, parameter.device)
+        self._one_mask = (
+            getattr(model, "_supports_attention_backend", False)
+            and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+            and not getattr(config, "sliding_window", None)
+        )
+        self._ends = np.zeros(max(config.vocab_size, *end_token_ids, 0) + 1, bool)
+        self._ends[list(end_token_ids)] = True
+        self._input = torch.zeros((0, 1), dtype=torch.long, device=parameter.device)
+        self._params = self._row_params(slice(0, 0))
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits."""
+        return self.model.config.get_text_config().vocab_size
+
+    @property
+    def alive(self) -> int:
+        return int(self.state["alive"][: self.rows].sum())
+
+    @property
+    def span(self) -> int:
+        """Length that the longest live row can reach."""
+        return int((self.state["span"][: self.rows] * self.state["alive"][: self.rows]).max(initial=0))
+
+    def add_adapter(self, kind: int, adapter: Adapter) -> None:
+        """Rows of `kind` go through this adapter."""
+        self.lora.add(kind, adapter)
+
+    @torch.inference_mode()
+    def admit(self, jobs: Sequence[Job]) -> list[Job]:
+        """Prefill each distinct prompt once and start all candidates; return jobs that ended with one token."""
+        sources = list(dict.fromkeys((job.kind, job.prompt) for job in jobs))
+        sources.sort(key=lambda source: source[0])
+        cache, logits = self._prefill(sources)
+        index = {source: i for i, source in enumerate(sources)}
+        width = max(len(prompt) for _, prompt in sources)
+        fresh = np.repeat(np.arange(len(jobs)), [job.n for job in jobs])
+        at = self._arrange(np.array([jobs[i].kind for i in fresh]), width)
+        source = torch.tensor([index[jobs[i].kind, jobs[i].prompt] for i in fresh], device=self.device)
+        lengths = torch.tensor([len(jobs[i].prompt) for i in fresh], device=self.device)
+        rows = torch.as_tensor(at, device=self.device)
+        self.cache.fill(rows, cache, source, lengths)
+        self.cache.trim()
+        for i, job in enumerate(jobs):
+            self.state.put(at[fresh == i], job, self.grammars)
+        self._compose()
+        return self._draw(logits[source], at)
+
+    @torch.inference_mode()
+    def step(self) -> list[Job]:
+        """Decode one token for every row; return the jobs that ended with it."""
+        if self.alive < self.rows - self.rows // 8:
+            self._arrange(np.empty(0, np.int64), 0)
+            self.cache.trim()
+            self._compose()
+        self.cache.make_room(self.rows, 0)
+        out = self.model(
+            input_ids=self._input[: self.rows],
+            attention_mask=self._mask(),
+            position_ids=self.cache.positions(),
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.cache.advance()
+        return self._draw(out.logits[:, -1], None)
+
+    def cancel(self, job: Job) -> None:
+        """Free the rows of a job."""
+        self.state["alive"][: self.rows] &= self.state["job"][: self.rows] != job
+        if not self.state["alive"][: self.rows].any():
+            self.rows = self.cache.window.rows = 0
+
+    def _prefill(self, sources: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[DynamicCache, Tensor]:
+        width = max(len(prompt) for _, prompt in sources)
+        ids = np.zeros((len(sources), width), np.int64)
+        mask = np.zeros((len(sources), width), np.int64)
+        for i, (_, prompt) in enumerate(sources):
+            ids[i, width - len(prompt) :] = prompt
+            mask[i, width - len(prompt) :] = 1
+        self._route(np.array([kind for kind, _ in sources]))
+        cache = DynamicCache()
+        out = self.model(
+            input_ids=torch.as_tensor(ids, device=self.device),
+            attention_mask=None if mask.all() else torch.as_tensor(mask, device=self.device),
+            position_ids=torch.as_tensor((mask.cumsum(1) - 1).clip(0), device=self.device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return cache, out.logits[:, -1]
+
+    def _mask(self) -> Tensor:
+        if self._one_mask:
+            return self.cache.mask()
+        return self.cache.mask()[:, 0, 0] == 0  # the model builds one mask per kind of layer from this
+
+    def _arrange(self, new_kinds: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
+        """Close the gaps of ended rows, keep rows sorted by kind; return where the new rows go."""
+        live = np.flatnonzero(self.state["alive"][: self.rows])
+        rows = len(live) + len(new_kinds)
+        to, at = arrange(live, self.state["kind"][live], new_kinds)
+        moved = to != live
+        self.state.reserve(rows, 0)
+        self.cache.make_room(max(rows, self.rows), width)
+        self.state.move(to[moved], live[moved])
+        indices = torch.as_tensor(np.stack([to[moved], live[moved]]), device=self.device)
+        self._grow_input()
+        self._input[indices[0]] = self._input[indices[1]]
+        self.cache.move(indices[0], indices[1], rows)
+        self.rows = rows
+        return at
+
+    def _grow_input(self) -> None:
+        capacity = self.cache.window.row_capacity
+        if capacity > len(self._input):
+            grown = self._input.new_zeros((capacity, 1))
+            grown[: len(self._input)] = self._input
+            self._input = grown
+
+    def _compose(self) -> None:
+        """Recompute what depends on which rows there are."""
+        s, rows = self.state, slice(0, self.rows)
+        self._params = self._row_params(rows)
+        self._route(s["kind"][rows])
+
+    def _row_params(self, rows: Any) -> RowParams:
+        names = ("temperature", "top_k", "top_p", "min_p")
+        temperature, top_k, top_p, min_p = (self.state[name][rows] for name in names)
+        greedy = temperature == 0
+
+        def tensor(values: npt.NDArray[Any]) -> Tensor:
+            return torch.as_tensor(values, device=self.device).unsqueeze(1)
+
+        return RowParams(
+            tensor(np.where(greedy, np.float32(1), temperature)),
+            tensor(greedy) if greedy.any() else None,
+            bool(greedy.all()),
+            tensor(top_k) if (top_k > 0).any() else None,
+            tensor(top_p) if (top_p < 1).any() else None,
+            tensor(min_p) if (min_p > 0).any() else None,
+        )
+
+    def _route(self, kinds: npt.NDArray[np.int64]) -> None:
+        present, starts = np.unique(kinds, return_index=True)
+        ends = [*starts[1:], len(kinds)]
+        self.lora.route(
+            [
+                (kind, int(low), int(high))
+                for kind, low, high in zip(present.tolist(), starts, ends, strict=True)
+                if kind != BASE
+            ]
+        )
+
+    def _draw(self, logits: Tensor, at: npt.NDArray[np.int64] | None) -> list[Job]:
+        """Draw a token for rows `at` (None: all) and record it; return the jobs whose last candidate ended."""
+        s = self.state
+        rows = slice(0, self.rows) if at is None else at
+        uniform = torch.as_tensor(uniforms(s["stream"][rows], s["count"][rows]), device=self.device).unsqueeze(1)
+        params = self._params if at is None else self._row_params(rows)
+        shaped = np.where(s["alive"][rows], s["shaped"][rows], None)
+        if shaped.any():
+            shape(logits, shaped)
+        chunk = max(1, DRAW_ELEMENTS // logits.shape[1])
+        parts = [
+            draw(logits[i : i + chunk], uniform[i : i + chunk], params.rows(i, i + chunk))
+            for i in range(0, len(logits), chunk)
+        ]
+        token, logprob = (torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True))
+        if at is None:
+            self._input[: self.rows, 0] = token
+        else:
+            self._input[torch.as_tensor(at, device=self.device), 0] = token
+        return self._record(np.arange(self.rows) if at is None else at, token.cpu().numpy(), logprob.cpu().numpy())
+
+    def _record(
+        self, at: npt.NDArray[np.int64], token: npt.NDArray[np.int64], logprob: npt.NDArray[np.float32]
+    ) -> list[Job]:
+        s = self.state
+        count = s["count"][at]
+        s.reserve(0, int(count.max()) + 1)
+        s["token"][at, count] = token
+        s["logprob"][at, count] = logprob
+        alive = s["alive"][at]
+        s["count"][at] = count + alive
+        for i in np.flatnonzero(np.where(alive, s["shaped"][at], None)):
+            s["shaped"][at[i]].consume(int(token[i]))
+        stopped = self._ends[token]
+        if s["watched"][at].any():
+            stopped |= self._stopped(at)
+        over = alive & (stopped | (count + 1 >= s["limit"][at]))
+        if not over.any():
+            return []
+        ended = [self._end(int(at[i]), bool(stopped[i])) for i in np.flatnonzero(over)]
+        if not s["alive"][: self.rows].any():
+            self.rows = self.cache.window.rows = 0
+        return [job for job in ended if job is not None]
+
+    def _end(self, row: int, stopped: bool) -> Job | None:
+        """Keep the completion of a row; return its job if that was the last one."""
+        s = self.state
+        job: Job = s["job"][row]
+        count = int(s["count"][row])
+        s["alive"][row] = False
+        job.done[int(s["candidate"][row])] = Completion(
+            tuple(s["token"][row, :count].tolist()),
+            tuple(s["logprob"][row, :count].tolist()),
+            "stop" if stopped else "length",
+        )
+        job.open -= 1
+        return None if job.open else job
+
+    def _stopped(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which rows have just written one of their stop strings."""
+        s = self.state
+        found = np.zeros(len(at), bool)
+        for i in np.flatnonzero(s["watched"][at] & s["alive"][at]):
+            row = at[i]
+            stop = s["job"][row].params.stop
+            tail = 4 * max(map(len, stop)) + 8  # a character is at most four tokens
+            count = int(s["count"][row])
+            text = self.tokenizer.decode(s["token"][row, max(0, count - tail) : count].tolist())
+            found[i] = any(mark in text for mark in stop)
+        return found
+
+
+def arrange(
+    live: npt.NDArray[np.int64], live_kinds: npt.NDArray[np.int64], new_kinds: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Positions of the live rows and of the new rows in a layout without gaps, sorted by kind.
+
+    A live row that already stands inside the range of its kind stays, so few rows move.
+    """
+    kinds, counts = np.unique(np.concatenate([live_kinds, new_kinds]), return_counts=True)
+    slots = np.repeat(kinds, counts)
+    total = len(slots)
+    if not total:
+        return live, live[:0]
+    stays = (live < total) & (slots[np.minimum(live, total - 1)] == live_kinds)
+    free = np.ones(total, bool)
+    free[live[stays]] = False
+    movers = np.concatenate([np.flatnonzero(~stays), len(live) + np.arange(len(new_kinds))])
+    order = np.argsort(np.concatenate([live_kinds, new_kinds])[movers], kind="stable")
+    to = np.concatenate([live, np.empty(len(new_kinds), live.dtype)])
+    to[movers[order]] = np.flatnonzero(free)
+    return to[: len(live)], to[len(live) :]

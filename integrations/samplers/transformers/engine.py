@@ -1,0 +1,327 @@
+"""The engine of the in-process sampler: one thread that owns the models and decodes everything that was asked for."""
+
+from __future__ import annotations
+
+import copy
+import os
+import queue
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cotune.errors import SamplerError
+from cotune.integrations.models.folder import loading, loading_weights, reading
+from cotune.integrations.samplers.transformers.batch import BASE, Batch, Job
+from cotune.integrations.samplers.transformers.cache import attention_only
+from cotune.integrations.samplers.transformers.lora import read_adapter
+from cotune.integrations.samplers.transformers.wire import (
+    Cancel,
+    Close,
+    Command,
+    Completions,
+    Done,
+    Failure,
+    Info,
+    ModelSource,
+    Publish,
+    Reply,
+    Retire,
+    Sample,
+)
+from cotune.policies import LoraSpec
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import SamplerInfo, Weights, fingerprint
+
+
+class Served:
+    """A published version: its batch, its adapter's number in it, and how many of its jobs are unfinished."""
+
+    def __init__(self, batch: Batch, kind: int, fingerprint: str) -> None:
+        self.batch = batch
+        self.kind = kind
+        self.fingerprint = fingerprint
+        self.jobs = 0
+        self.retired = False
+
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens prefilled at most between two decode steps; one prompt always goes."""
+
+
+class Engine:
+    """Runs in one thread. `submit` may be called from any; `emit` receives all replies of one round at once."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        end_token_ids: Sequence[int],
+        source: ModelSource,
+        emit: Callable[[list[Reply]], None],
+    ) -> None:
+        if not attention_only(model.config.get_text_config()):
+            raise SamplerError(
+                f"The in-process sampler cannot serve {type(model).__name__}: not all its layers are full or sliding "
+                "attention.",
+                "Serve it with vLLM.",
+            )
+        self.source = source
+        self.max_model_len: int = getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 20)
+        self._emit = emit
+        self._ends = tuple(end_token_ids)
+        self._tokenizer = tokenizer
+        self._base = Batch(model.eval(), self._ends, tokenizer)
+        self._batches = [self._base]
+        self._waiting: dict[Batch, deque[Job]] = {self._base: deque()}
+        self._served: dict[str, Served] = {}
+        self._jobs: dict[int, tuple[Job, Batch]] = {}
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._replies: list[Reply] = []
+        self._kinds = 0
+
+    def submit(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    def run(self) -> None:
+        """Serve until Close. Raises what made the engine unable to go on."""
+        torch.set_num_threads(self.source.threads)
+        while self._receive():
+            for batch in self._batches:
+                self._finish(self._admit(batch))
+                if batch.rows:
+                    self._finish(batch.step())
+            self._flush()
+
+    def _receive(self) -> bool:
+        """Handle all commands that are there; wait for one when there is nothing to decode. False after Close."""
+        wait = not self._jobs
+        while True:
+            try:
+                command = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            wait = False
+            if isinstance(command, Close):
+                return False
+            self._handle(command)
+            if not self._jobs and self._inbox.empty():
+                self._flush()
+                wait = True
+
+    def _handle(self, command: Command) -> None:
+        try:
+            match command:
+                case Sample():
+                    self._start(command)
+                case Cancel():
+                    self._cancel(command.id)
+                case Publish():
+                    value = self._publish(command.policy, command.weights, command.lora)
+                    self._replies.append(Done(command.id, value))
+                case Retire():
+                    self._retire(command.policy)
+                    self._replies.append(Done(command.id, None))
+                case Info():
+                    self._replies.append(Done(command.id, self._info()))
+        except SamplerError as error:
+            self._replies.append(Failure(command.id, error.cause, error.remedy))
+
+    def _start(self, command: Sample) -> None:
+        params, length = command.params, len(command.prompt)
+        batch, kind = self._locate(command.policy)
+        room = self.max_model_len - length
+        if not length or room < 1:
+            raise SamplerError(
+                f"The prompt has {length} tokens; the model takes 1 to {self.max_model_len - 1} and one to answer.",
+                "Shorten the prompt, or use a model with a longer context.",
+            )
+        if not 1 <= command.n <= self.source.max_batch_rows or params.max_tokens < 1:
+            raise SamplerError(
+                f"n = {command.n} and max_tokens = {params.max_tokens} were asked for; n may be 1 to "
+                f"{self.source.max_batch_rows}, max_tokens at least 1.",
+                "Ask for fewer candidates, or open the sampler with a larger max_batch_rows.",
+            )
+        if params.stop and self._tokenizer is None:
+            raise SamplerError("Stop strings need a tokenizer, and the sampler has none.", "Open it with a tokenizer.")
+        if params.grammar and batch.grammars is None:
+            raise SamplerError("A grammar needs a tokenizer, and the sampler has none.", "Open it with a tokenizer.")
+        if params.grammar:
+            batch.grammars.start(params.grammar)
+        if unknown := [token for token, _ in params.logit_bias if not 0 <= token < batch.vocabulary]:
+            raise SamplerError(
+                f"logit_bias names the token {unknown[0]}; the model has 0 to {batch.vocabulary - 1}.",
+                "Name tokens of the model that answers, by their ids.",
+            )
+        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
+        job = Job(
+            command.id,
+            str(command.policy),
+            command.prompt,
+            command.n,
+            params,
+            kind,
+            min(params.max_tokens, room),
+            seed,
+        )
+        self._jobs[job.id] = job, batch
+        self._waiting[batch].append(job)
+        if served := self._served.get(job.policy):
+            served.jobs += 1
+
+    def _locate(self, policy: PolicyRef) -> tuple[Batch, int]:
+        served = self._served.get(str(policy))
+        if served is not None and not served.retired:
+            return served.batch, served.kind
+        if served is None and policy.version == 0:
+            return self._base, BASE
+        raise SamplerError(
+            f"{policy} is not served; served are {sorted(k for k, s in self._served.items() if not s.retired)} "
+            "and every unpublished policy at version 0.",
+            "Publish this version before sampling from it.",
+        )
+
+    def _admit(self, batch: Batch) -> list[Job]:
+        """Move as many waiting jobs into the batch as fit, in order of arrival."""
+        waiting, jobs = self._waiting[batch], []
+        rows, span, width = batch.alive, batch.span, 0
+        while waiting:
+            job = waiting[0]
+            rows += job.n
+            span = max(span, len(job.prompt) + job.limit)
+            width = max(width, len(job.prompt))
+            fits = rows <= self.source.max_batch_rows and rows * span <= self.source.max_batch_tokens
+            if (batch.rows or jobs) and not fits:
+                break
+            if jobs and (len(jobs) + 1) * width > PREFILL_TOKENS:
+                break
+            jobs.append(waiting.popleft())
+        return batch.admit(jobs) if jobs else []
+
+    def _finish(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self._replies.append(Completions(job.id, [c for c in job.done if c is not None]))
+            self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        del self._jobs[job.id]
+        if served := self._served.get(job.policy):
+            served.jobs -= 1
+            if served.retired and not served.jobs:
+                self._drop(job.policy)
+
+    def _cancel(self, id: int) -> None:
+        if id not in self._jobs:
+            return
+        job, batch = self._jobs[id]
+        if job in self._waiting[batch]:
+            self._waiting[batch].remove(job)
+        else:
+            batch.cancel(job)
+        self._forget(job)
+
+    def _publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> str:
+        key, digest = str(policy), fingerprint(weights)
+        known = self._served.get(key)
+        if known is not None:
+            if known.fingerprint == digest and not known.retired:
+                return digest
+            raise SamplerError(f"{policy} was published before with other weights.", "Publish under a new version.")
+        broken = [name for name, array in weights.items() if not bool(torch.as_tensor(array).isfinite().all())]
+        if broken:
+            raise SamplerError(f"{policy} has values that are not finite, first in {broken[0]}.", "Do not publish it.")
+        if lora is None:
+            batch = Batch(self._copy(weights), self._ends, self._tokenizer)
+            self._batches.append(batch)
+            self._waiting[batch] = deque()
+            self._served[key] = Served(batch, BASE, digest)
+        else:
+            adapter = read_adapter(weights, lora, self._base.model)
+            self._kinds += 1
+            self._base.add_adapter(self._kinds, adapter)
+            self._served[key] = Served(self._base, self._kinds, digest)
+        return digest
+
+    def _copy(self, weights: Weights) -> Any:
+        """A model of its own with these weights."""
+        with self._base.lora.removed():
+            model = copy.deepcopy(self._base.model)
+        own = dict(model.named_parameters(remove_duplicate=False))
+        unknown = sorted(set(weights) - set(own))
+        given = {own[name].data_ptr() for name in weights if name in own}
+        missing = sorted(name for name, p in own.items() if p.data_ptr() not in given)
+        if unknown or missing:
+            raise SamplerError(
+                f"The weights do not fit the model: unknown {unknown[:3]}, missing {missing[:3]}.",
+                "Publish all parameters of the sampler's own model, by their names.",
+            )
+        with torch.no_grad():
+            for name, array in weights.items():
+                own[name].copy_(torch.as_tensor(array))
+        return model
+
+    def _retire(self, policy: PolicyRef) -> None:
+        served = self._served.get(str(policy))
+        if served is None or served.retired:
+            raise SamplerError(f"{policy} is not served, so it cannot be retired.", "Retire what was published.")
+        served.retired = True
+        if not served.jobs:
+            self._drop(str(policy))
+
+    def _drop(self, key: str) -> None:
+        served = self._served.pop(key)
+        if served.batch is self._base:
+            self._base.lora.remove(served.kind)
+        else:
+            self._batches.remove(served.batch)
+            del self._waiting[served.batch]
+
+    def _info(self) -> SamplerInfo:
+        served = {k: s.fingerprint for k, s in self._served.items() if not s.retired}
+        return SamplerInfo(name="transformers", max_model_len=self.max_model_len, served=served)
+
+    def _flush(self) -> None:
+        if self._replies:
+            replies, self._replies = self._replies, []
+            self._emit(replies)
+
+
+def load(source: ModelSource, emit: Callable[[list[Reply]], None]) -> Engine:
+    """Load the model and its tokenizer. Raises ConfigError when there is no such model."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(source.threads)
+    if not isinstance(source.model, str):
+        ends = source.end_token_ids
+        if ends is None:
+            ends = ids_of(source.model.generation_config.eos_token_id, getattr(source.tokenizer, "eos_token_id", None))
+        return Engine(source.model, source.tokenizer, ends, source, emit)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    device = source.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = source.dtype or ("float32" if device == "cpu" else "bfloat16")
+    with reading(source.model):
+        model = AutoModelForCausalLM.from_pretrained(source.model, dtype=getattr(torch, dtype), **loading_weights())
+        model = model.to(device)
+        tokenizer = source.tokenizer
+        if tokenizer is None and not _bare(source.model):
+            tokenizer = AutoTokenizer.from_pretrained(source.model, **loading())
+    ends = source.end_token_ids
+    if ends is None:
+        ends = ids_of(model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None))
+    return Engine(model, tokenizer, ends, source, emit)
+
+
+def ids_of(*values: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Distinct ids of settings that hold one id, several or none."""
+    ids = [i for v in values if v is not None for i in (v if isinstance(v, Sequence) else [v])]
+    return tuple(dict.fromkeys(ids))
+
+
+def _bare(model: str) -> bool:
+    """A folder with weights alone: enough for token ids, but not for stop strings."""
+    folder = Path(model)
+    return folder.is_dir() and not any(folder.glob("tokenizer*"))

@@ -1,0 +1,223 @@
+"""Where the engine runs: a process of its own, or a thread of the application."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from cotune.errors import ConfigError, SamplerError
+from cotune.integrations.samplers.transformers.wire import (
+    Close,
+    Command,
+    Failure,
+    ModelSource,
+    Publish,
+    Reply,
+    decode_commands,
+    decode_replies,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+Receive = Callable[[list[Reply]], None]
+Fail = Callable[[SamplerError], None]
+
+START_SECONDS = 600.0
+"""How long a process may take to load its model."""
+
+_LOADING = threading.Lock()
+"""transformers loads a model under settings of the whole process: two at once spoil each other."""
+
+
+class Host(Protocol):
+    """Runs one engine. `send` never blocks; replies and the engine's end arrive on a thread of the host."""
+
+    def send(self, command: Command) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ThreadHost:
+    """The engine in a thread of this process."""
+
+    def __init__(self, source: ModelSource, receive: Receive, fail: Fail) -> None:
+        from cotune.integrations.samplers.transformers.engine import load
+
+        with _LOADING:
+            self._engine = load(source, receive)
+        self._fail = fail
+        self._thread = threading.Thread(target=self._run, name="cotune-sampler", daemon=True)
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        self._engine.submit(command)
+
+    def close(self) -> None:
+        self._engine.submit(Close())
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._engine.run()
+        except BaseException as error:
+            log.exception("The sampler's engine failed.")
+            self._fail(_gone(f"{type(error).__name__}: {error}"))
+
+
+class ProcessHost:
+    """The engine in a process of its own. A writer and a reader thread keep the pipe away from event loops.
+
+    The process is a fresh interpreter that imports nothing of the application, and ends with it.
+    """
+
+    def __init__(self, source: ModelSource, receive: Receive, fail: Fail) -> None:
+        self._receive = receive
+        self._fail = fail
+        self._closing = False
+        self._outbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        ours, theirs = socket.socketpair()
+        fd = theirs.fileno()
+        self._process = subprocess.Popen([sys.executable, "-m", __name__, str(fd)], pass_fds=[fd])
+        theirs.close()
+        self._pipe = Connection(ours.detach())
+        self._start(source)
+        self._threads = [threading.Thread(target=t, daemon=True) for t in (self._write, self._read)]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, command: Command) -> None:
+        self._outbox.put(command)
+
+    def close(self) -> None:
+        self._closing = True
+        self.send(Close())
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for thread in self._threads:
+            thread.join()
+        self._pipe.close()
+
+    def _start(self, source: ModelSource) -> None:
+        try:
+            self._pipe.send(source)
+            if not self._pipe.poll(START_SECONDS):
+                self._process.kill()
+                raise SamplerError(f"The sampler did not start in {START_SECONDS} s.", "Look at the machine's load.")
+            problem = self._pipe.recv()
+        except (EOFError, OSError):
+            raise _gone(f"its process ended with code {self._process.wait()} while starting") from None
+        if problem is not None:
+            self._process.wait()
+            kind, *fields = problem
+            raise ConfigError(*fields) if kind == "config" else SamplerError(*fields)
+
+    def _write(self) -> None:
+        try:
+            while True:
+                commands = [self._outbox.get()]
+                while not self._outbox.empty():
+                    commands.append(self._outbox.get())
+                self._pipe.send_bytes(encode([_without_weights(c) for c in commands]))
+                for command in commands:
+                    if isinstance(command, Publish):
+                        _send_weights(self._pipe, command.weights)
+                if any(isinstance(c, Close) for c in commands):
+                    return
+        except OSError:
+            return  # the process is gone: the reader reports it
+
+    def _read(self) -> None:
+        try:
+            while True:
+                replies = decode_replies(self._pipe.recv_bytes())
+                gone = next((r for r in replies if isinstance(r, Failure) and not r.id), None)
+                if gone is not None:
+                    self._fail(SamplerError(gone.cause, gone.remedy))
+                    break
+                self._receive(replies)
+        except (EOFError, OSError):
+            self._process.wait()
+        if not self._closing:
+            self._fail(_gone(f"its process ended with code {self._process.returncode}"))
+        self._outbox.put(Close())  # lets the writer end
+
+
+def serve(pipe: Connection) -> None:
+    """Body of the sampler's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the application's to handle; it closes the pipe
+    from cotune.integrations.samplers.transformers.engine import load
+
+    try:
+        engine = load(pipe.recv(), lambda replies: pipe.send_bytes(encode(replies)))
+    except ConfigError as error:
+        pipe.send(("config", error.field, error.value, error.allowed, error.remedy))
+        return
+    except SamplerError as error:
+        pipe.send(("sampler", error.cause, error.remedy))
+        return
+    pipe.send(None)
+    threading.Thread(target=_feed, args=(pipe, engine), daemon=True).start()
+    try:
+        engine.run()
+    except BaseException as error:
+        gone = _gone(f"{type(error).__name__}: {error}")
+        pipe.send_bytes(encode([Failure(0, gone.cause, gone.remedy)]))
+        raise
+
+
+def _feed(pipe: Connection, engine: Any) -> None:
+    """Hand commands from the pipe to the engine, until the application is gone."""
+    try:
+        while True:
+            for command in decode_commands(pipe.recv_bytes()):
+                if isinstance(command, Publish):
+                    command = msgspec.structs.replace(command, weights=_receive_weights(pipe, command.weights))
+                engine.submit(command)
+    except (EOFError, OSError):
+        engine.submit(Close())
+
+
+def _without_weights(command: Command) -> Command:
+    if not isinstance(command, Publish):
+        return command
+    header = [(name, array.dtype.str, array.shape) for name, array in command.weights.items()]
+    return msgspec.structs.replace(command, weights=header)
+
+
+def _send_weights(pipe: Connection, weights: dict[str, Any]) -> None:
+    for array in weights.values():
+        if array.size:
+            pipe.send_bytes(memoryview(np.ascontiguousarray(array).reshape(-1)).cast("B"))
+
+
+def _receive_weights(pipe: Connection, header: list[Any]) -> dict[str, Any]:
+    weights = {}
+    for name, dtype, shape in header:
+        array = np.empty(shape, np.dtype(dtype))
+        if array.size:
+            pipe.recv_bytes_into(memoryview(array.reshape(-1)).cast("B"))
+        weights[name] = array
+    return weights
+
+
+def _gone(reason: str) -> SamplerError:
+    return SamplerError(f"The sampler's engine is gone: {reason}.", "Read the error, then open a new sampler.")
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,182 @@
+"""The in-process sampler: a transformers model on CPU or one GPU behind the `Sampler` protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal
+
+from cotune.errors import ConfigError, RequestRefused, SamplerError, SampleTimeout
+from cotune.integrations.samplers.transformers.host import Host, ProcessHost, ThreadHost
+from cotune.integrations.samplers.transformers.wire import (
+    Cancel,
+    Command,
+    Failure,
+    Info,
+    ModelSource,
+    Publish,
+    Reply,
+    Retire,
+    Sample,
+)
+from cotune.policies import LoraSpec
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights
+
+
+class TransformersSampler:
+    """Any transformers causal LM as a `Sampler`; made by `open`.
+
+    The engine lives in a process or a thread of its own and takes requests from every event loop and thread.
+    """
+
+    def __init__(self) -> None:
+        self._host: Host | None = None
+        self._ids = itertools.count(1)
+        self._pending: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._broken: SamplerError | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        model: str | Path | Any,
+        *,
+        device: str | None = None,
+        dtype: str | None = None,
+        threads: int = 1,
+        max_batch_rows: int = 1024,
+        max_batch_tokens: int = 1 << 22,
+        host: Literal["process", "thread"] = "process",
+        tokenizer: Any = None,
+        end_token_ids: Sequence[int] | None = None,
+    ) -> TransformersSampler:
+        """Load a model folder or hub id and start serving it; a loaded model is served by a thread only.
+
+        `device` is "cpu" or "cuda" (default: a GPU where there is one), `dtype` a torch name (default: float32 on
+        CPU, bfloat16 on GPU). `max_batch_rows` sequences are decoded at once at most, with at most
+        `max_batch_tokens` key/value columns in all. Raises ConfigError for a model that cannot be loaded.
+        """
+        if host not in ("process", "thread"):
+            raise ConfigError("host", host, "process or thread")
+        if host == "process" and not isinstance(model, str | Path):
+            raise ConfigError("host", host, "thread, for a model that is already loaded", "Pass the model's folder.")
+        if isinstance(model, Path) or (isinstance(model, str) and Path(model).is_absolute()):
+            _check_folder(Path(model))
+        source = ModelSource(
+            model=str(model) if isinstance(model, Path) else model,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            max_batch_rows=max_batch_rows,
+            max_batch_tokens=max_batch_tokens,
+            tokenizer=tokenizer,
+            end_token_ids=None if end_token_ids is None else tuple(end_token_ids),
+        )
+        sampler = cls()
+        kind = ProcessHost if host == "process" else ThreadHost
+        try:
+            await asyncio.to_thread(sampler._start, kind, source)
+        except asyncio.CancelledError:
+            sampler._abandon()
+            raise
+        return sampler
+
+    async def sample(
+        self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
+    ) -> list[Completion]:
+        """Draw `n` candidates from one prefill. Raises RequestRefused, SampleTimeout, SamplerError."""
+        command = Sample(next(self._ids), tuple(prompt_token_ids), n, params, policy)
+        try:
+            async with asyncio.timeout(params.timeout):
+                return await self._ask(command)
+        except TimeoutError:
+            raise SampleTimeout(
+                f"{policy} did not answer within {params.timeout} s.",
+                "Raise the time-out, lower max_tokens, or run fewer requests at once.",
+            ) from None
+
+    async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
+        """Serve `policy` with these weights; return the fingerprint of what arrived."""
+        return await self._ask(Publish(next(self._ids), policy, lora, dict(weights)))
+
+    async def retire(self, policy: PolicyRef) -> None:
+        """Refuse new requests of a version at once; it is freed when its running requests have ended."""
+        await self._ask(Retire(next(self._ids), policy))
+
+    async def info(self) -> SamplerInfo:
+        return await self._ask(Info(next(self._ids)))
+
+    async def aclose(self) -> None:
+        """Stop the engine; pending requests fail with SamplerError. Safe to call twice."""
+        self._fail(SamplerError("The sampler was closed.", "Open a new one."))
+        if self._host is not None:
+            await asyncio.to_thread(self._host.close)
+
+    @property
+    def broken(self) -> SamplerError | None:
+        """Why the engine answers no more; None while it does."""
+        return self._broken
+
+    def _start(self, kind: type[ProcessHost | ThreadHost], source: ModelSource) -> None:
+        host = kind(source, self._receive, self._fail)
+        with self._lock:
+            self._host = host
+            abandoned = self._broken is not None
+        if abandoned:
+            host.close()
+
+    def _abandon(self) -> None:
+        """Nobody waits for it to open any more: end what has started, or will."""
+        self._fail(SamplerError("The sampler was closed.", "Open a new one."))
+        with self._lock:
+            host = self._host
+        if host is not None:
+            threading.Thread(target=host.close, daemon=True).start()
+
+    async def _ask(self, command: Command) -> Any:
+        answer: Future[Any] = Future()
+        with self._lock:
+            if self._broken is not None:
+                raise SamplerError(self._broken.cause, self._broken.remedy)
+            self._pending[command.id] = answer
+        self._host.send(command)
+        try:
+            return await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            with self._lock:
+                unanswered = self._pending.pop(command.id, None)
+            if unanswered is not None and isinstance(command, Sample):
+                self._host.send(Cancel(command.id))
+            raise
+
+    def _receive(self, replies: Sequence[Reply]) -> None:
+        with self._lock:
+            answers = [self._pending.pop(reply.id, None) for reply in replies]
+        for reply, answer in zip(replies, answers, strict=True):
+            if answer is None or not answer.set_running_or_notify_cancel():
+                continue
+            if isinstance(reply, Failure):
+                answer.set_exception(RequestRefused(reply.cause, reply.remedy))
+            else:
+                answer.set_result(reply.value)
+
+    def _fail(self, error: SamplerError) -> None:
+        """The engine is gone: fail what is pending and everything after. The first reason stays."""
+        with self._lock:
+            if self._broken is None:
+                self._broken = error
+            pending = list(self._pending.values())
+            self._pending.clear()
+        for answer in pending:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(SamplerError(error.cause, error.remedy))
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").exists():
+        raise ConfigError("model", str(folder), "a folder with config.json and weights, or a hub id", "Check --model.")

@@ -1,0 +1,1 @@
+"""vLLM as a sampler: in this process's charge, or a server by its address."""

@@ -1,0 +1,105 @@
+"""Adapters as PEFT folders that vLLM loads: in shared memory where it has room, else on disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+
+from cotune.errors import SamplerError
+from cotune.integrations.ray.temp_dir import goes_with, owned_folder
+from cotune.policies import LoraSpec
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Weights
+
+SHARED_MEMORY = Path("/dev/shm")
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class SharedFolders:
+    """Folders that engine and publisher both see; removed with `close`, or after the owner was killed.
+
+    `parent` is where they go (default: /dev/shm where it has twice the room that is needed, else the temporary folder).
+    """
+
+    def __init__(self, parent: Path | None = None) -> None:
+        self._parent = parent
+        self._made: dict[Path, Path] = {}
+        self._owned = ExitStack()
+
+    def make(self, name: str, size: int) -> Path:
+        """A fresh folder for `size` bytes."""
+        parent = self._parent or (SHARED_MEMORY if _free(SHARED_MEMORY) > 2 * size else Path(tempfile.gettempdir()))
+        folder = self._in(parent) / quote(name, safe="@#")
+        folder.mkdir()
+        return folder
+
+    def adopt(self, files: Sequence[Path]) -> None:
+        """Remove these files too, in the end or after this process was killed."""
+        if files:
+            goes_with(self._in(self._parent or SHARED_MEMORY), files)
+
+    def _in(self, parent: Path) -> Path:
+        if parent not in self._made:
+            self._made[parent] = self._owned.enter_context(owned_folder(parent, "cotune-weights"))
+        return self._made[parent]
+
+    def remove(self, name: str) -> None:
+        for parent in self._made.values():
+            shutil.rmtree(parent / quote(name, safe="@#"), ignore_errors=True)
+
+    def close(self) -> None:
+        self._owned.close()
+        self._made.clear()
+
+
+def write_adapter(folders: SharedFolders, name: str, policy: PolicyRef, weights: Weights, lora: LoraSpec) -> Path:
+    """Write an adapter in PEFT's form, with fp32 weights as they were trained. Raises SamplerError when it cannot."""
+    folder = write_weights(folders, name, policy, weights)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted({_module(key) for key in weights}),
+        "bias": "none",
+    }
+    (folder / _CONFIG).write_text(json.dumps(config))
+    return folder
+
+
+def write_weights(folders: SharedFolders, name: str, policy: PolicyRef, weights: Weights) -> Path:
+    """Write weights into a fresh folder. Raises SamplerError when the disk or shared memory is full."""
+    from safetensors.numpy import save_file
+
+    arrays = {key: np.ascontiguousarray(array) for key, array in weights.items()}
+    folder = folders.make(name, sum(array.nbytes for array in arrays.values()))
+    try:
+        save_file(arrays, folder / _WEIGHTS)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise SamplerError(f"{policy} cannot be written to {folder}: {error}.", "Free space there.") from error
+    return folder
+
+
+def read_weights(folder: Path) -> Weights:
+    """What stands in a folder, as the engine reads it: arrays by name."""
+    from safetensors.numpy import load_file
+
+    return load_file(folder / _WEIGHTS)
+
+
+def _module(name: str) -> str:
+    """`q_proj` of `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`."""
+    return name.split(".lora_")[0].rsplit(".", 1)[-1]
+
+
+def _free(folder: Path) -> int:
+    return shutil.disk_usage(folder).free if folder.is_dir() else 0

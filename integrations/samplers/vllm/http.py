@@ -1,0 +1,277 @@
+"""An external `vllm serve` behind the `Sampler` protocol, by its URL."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.errors import ConfigError, RequestRefused, SamplerError
+from cotune.integrations.models.meta_model import ModelSkeleton
+from cotune.integrations.samplers.base import LoopSampler, Served, spread
+from cotune.integrations.samplers.vllm.adapters import SharedFolders, read_weights, write_adapter
+from cotune.integrations.versions import check
+from cotune.policies import LoraSpec
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 10.0
+CONTROL_SECONDS = 60.0
+"""How long the server may take for anything but sampling."""
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float]
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    finish_reason: str
+    token_ids: list[int]
+    logprobs: _Logprobs
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class Card(msgspec.Struct):
+    """One model of the server: the base, or an adapter (`parent` given)."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[Card]
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class VllmHttpSampler(LoopSampler):
+    """A vLLM server as a `Sampler`; made by `open`. Closing it leaves the server running, without its adapters."""
+
+    name = "vllm-url"
+
+    def __init__(self, url: str, skeleton: ModelSkeleton, api_key: str | None, folder: Path | None) -> None:
+        super().__init__(skeleton)
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._key = api_key
+        self._folders = SharedFolders(folder)
+        self._made = itertools.count(1)
+        # Names that no other user of the server, and no earlier run, has taken.
+        self._mark = os.urandom(3).hex()
+        self._base_name = ""
+        self._client: Any = None
+
+    @classmethod
+    async def open(
+        cls, url: str, model: str | Path, *, api_key: str | None = None, folder: Path | None = None
+    ) -> VllmHttpSampler:
+        """Connect to a server that serves `model` (a folder or hub id), and check that it can be trained with.
+
+        `folder` is where adapters are written, for the server to read (default: shared memory or the temporary folder,
+        for a server on this machine). Raises ConfigError when the server is none of vLLM's, serves another model, or
+        was started without what training needs, UnsupportedVersion, SamplerError when it does not answer.
+        """
+        sampler = cls(url, await asyncio.to_thread(ModelSkeleton, model), api_key, folder)
+        try:
+            await sampler._there(sampler._open, str(model))
+        except BaseException:
+            await asyncio.shield(sampler.aclose())
+            raise
+        return sampler
+
+    async def _open(self, model: str) -> None:
+        import httpx
+
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self._client = httpx.AsyncClient(
+            base_url=self._url,
+            headers=headers,
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+        )
+        check("vllm", (await self._get("/version", _Version)).version)
+        cards = (await self._get("/v1/models", _Models)).data
+        base = next((c for c in cards if c.parent is None and c.max_model_len), None)
+        if base is None or not self._is(model, base):
+            raise ConfigError(
+                "model",
+                model,
+                f"what {self._url} serves: {[c.id for c in cards if c.parent is None]}",
+                "Serve the run's model, or name it with --served-model-name.",
+            )
+        self.max_model_len = base.max_model_len
+        await self._check_adapters()
+        await self._load_base()
+        await self._check_logprobs()
+
+    def _is(self, model: str, card: Card) -> bool:
+        """Whether a card is the run's model: by name, or by the folder where both see it."""
+        return model in (card.id, card.root) or Path(card.root or "").resolve() == self._skeleton.folder
+
+    async def _check_adapters(self) -> None:
+        answer = await self._request("GET", "/v1/load_lora_adapter")
+        if answer.status_code == 404:
+            raise ConfigError(
+                "url",
+                self._url,
+                "a server that takes adapters while it runs",
+                "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora.",
+            )
+
+    async def _load_base(self) -> None:
+        """The base is asked for as an adapter that changes nothing: on CPUs, vLLM gives requests without one whatever
+        stands in its last slot, and a server's slots fill up."""
+        name, ref, lora = f"base#0-{self._mark}", PolicyRef("base"), LoraSpec(rank=1, alpha=1.0)
+        folder = await asyncio.to_thread(write_adapter, self._folders, name, ref, self._skeleton.empty_adapter(), lora)
+        try:
+            await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, CONTROL_SECONDS)
+        except SamplerError as error:
+            raise ConfigError(
+                "url", self._url, f"a server that takes adapters ({error.cause})", "Start it with --enable-lora."
+            ) from error
+        self._base_name = name
+
+    async def _check_logprobs(self) -> None:
+        """The one token that top_k = 1 leaves has log-probability 0, unless the server reports the model's own."""
+        how = SamplingParams(temperature=0.5, top_k=1, max_tokens=1)
+        (token,) = await self._generate([1, 2], 1, how, None)
+        if abs(token.logprobs[0]) > 1e-3:
+            raise ConfigError(
+                "url",
+                self._url,
+                "a server that reports the log-probabilities it sampled from",
+                "Start it with --logprobs-mode processed_logprobs.",
+            )
+
+    async def _generate(self, prompt: Sequence[int], n: int, params: SamplingParams, target: Any) -> list[Completion]:
+        body = {"model": target or self._base_name, "prompt": list(prompt), **_sampling(n, params)}
+        answer = await self._post("/v1/completions", body)
+        try:
+            choices = msgspec.json.decode(answer, type=_Answer).choices
+        except msgspec.DecodeError as error:
+            raise SamplerError(f"{self._url} answered in another form: {error}.", "Read the server's log.") from None
+        return [_completion(choice) for choice in sorted(choices, key=lambda c: c.index)]
+
+    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Served:
+        if lora is None:
+            raise RequestRefused(
+                f"{policy} has full weights; a vLLM server by URL takes adapters only.",
+                "Train adapters, or let the run open the engines itself.",
+            )
+        name = f"{policy}#{next(self._made)}-{self._mark}"
+        folder = await asyncio.to_thread(write_adapter, self._folders, name, policy, weights, lora)
+        try:
+            await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, CONTROL_SECONDS)
+            if not any(c.id == name and c.root == str(folder) for c in (await self._get("/v1/models", _Models)).data):
+                raise SamplerError(f"{self._url} does not list {name} after it was loaded.", "Read the server's log.")
+            return Served(name, fingerprint(await asyncio.to_thread(read_weights, folder)))
+        except BaseException:
+            self._folders.remove(name)
+            raise
+
+    async def _unload(self, served: Served) -> None:
+        await self._post("/v1/unload_lora_adapter", {"lora_name": served.target}, CONTROL_SECONDS)
+        self._folders.remove(served.target)
+
+    async def _info(self) -> SamplerInfo:
+        await self._get("/v1/models", _Models)
+        return await super()._info()
+
+    async def _close(self) -> None:
+        if self._client is not None:
+            base = [self._base_name] if self._base_name else []
+            for name in [*base, *(served.target for served in self._served.values())]:
+                try:
+                    await self._post("/v1/unload_lora_adapter", {"lora_name": name}, CONTROL_SECONDS)
+                except SamplerError as error:
+                    log.warning("%s is left in the server: %s", name, error)
+            await self._client.aclose()
+        self._folders.close()
+
+    async def _get(self, path: str, kind: type[Any]) -> Any:
+        import httpx
+
+        answer = await self._request("GET", path, timeout=CONTROL_SECONDS)
+        try:
+            answer.raise_for_status()
+            return msgspec.json.decode(answer.content, type=kind)
+        except (httpx.HTTPStatusError, msgspec.DecodeError) as error:
+            key = "Check the API key." if answer.status_code == 401 else "Name the address of a vLLM server."
+            raise ConfigError("url", self._url, f"a vLLM server ({path}: {_reason(error)})", key) from None
+
+    async def _post(self, path: str, body: Mapping[str, Any], seconds: float | None = None) -> bytes:
+        answer = await self._request("POST", path, json=body, timeout=seconds)
+        if answer.is_success:
+            return answer.content
+        cause = f"{self._url}{path} answered {answer.status_code}: {_message(answer.content)}"
+        if answer.status_code < 500 and answer.status_code not in (408, 429):
+            raise RequestRefused(cause, "Correct the request, or how the server was started.")
+        raise SamplerError(cause, "Read the server's log.")
+
+    async def _request(self, method: str, path: str, **arguments: Any) -> Any:
+        import httpx
+
+        try:
+            return await self._client.request(method, path, **arguments)
+        except httpx.HTTPError as error:
+            raise SamplerError(f"{self._url} does not answer: {_reason(error)}.", "Look whether it runs.") from error
+
+
+def _sampling(n: int, params: SamplingParams) -> dict[str, Any]:
+    """All that shapes the distribution is named: a model's own generation_config would fill in the rest."""
+    body = {
+        "n": n,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "max_tokens": params.max_tokens,
+        "stop": list(params.stop),
+        "seed": spread(params.seed),
+        "skip_special_tokens": False,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    if params.logit_bias:
+        body["logit_bias"] = {str(token): value for token, value in params.logit_bias}
+    if params.grammar:
+        body["structured_outputs"] = {"grammar": params.grammar}
+    return body
+
+
+def _completion(choice: _Choice) -> Completion:
+    if choice.finish_reason not in ("stop", "length"):
+        raise SamplerError(f"The server ended a request with {choice.finish_reason!r}.", "Read the server's log.")
+    return Completion(tuple(choice.token_ids), tuple(choice.logprobs.token_logprobs), choice.finish_reason)
+
+
+def _message(content: bytes) -> str:
+    """What an error response says, in whichever of vLLM's forms."""
+    try:
+        body = msgspec.json.decode(content)
+        return str(body.get("error", body).get("message", body))
+    except (msgspec.DecodeError, AttributeError):
+        return content[:200].decode(errors="replace")
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": .")

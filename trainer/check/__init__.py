@@ -1,0 +1,1 @@
+"""`cotune check`: a dry run of an application with made-up answers."""

@@ -1,0 +1,313 @@
+"""`cotune check`: a dry run on a task with made-up answers, which says what training would see. Loads no model."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.algorithms.collect import Collected, collect
+from cotune.algorithms.groups import build_groups
+from cotune.algorithms.recipes import Recipe
+from cotune.algorithms.samples import Sample
+from cotune.errors import ConfigError, SamplerError
+from cotune.integrations.chat.reply_grammar import unenforceable
+from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, require
+from cotune.policies import Policies
+from cotune.recording.episodes import Outcome
+from cotune.recording.records import Call, candidate_id
+from cotune.runtime.run_sync import run_anywhere
+from cotune.sampling.plans import Plan
+from cotune.sampling.stub import StubResponder
+from cotune.storage.protocol import Store
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.tasks import as_tasks, load_tasks
+from cotune.trainer.check.findings import (
+    blocking,
+    call_findings,
+    client_findings,
+    episode_findings,
+    idle_findings,
+    learning_findings,
+    made_up,
+    role_findings,
+)
+from cotune.trainer.check.network import watched_connections
+from cotune.trainer.check.report import CallCheck, CheckReport, Finding, Framework, GroupCheck, IdleCheck, RoleCheck
+from cotune.trainer.check.runs import run_tasks
+from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.rollout.preflight import faults, rewards_by_role
+from cotune.workflows import Workflow, load_workflow, workflow_of
+
+
+def check(
+    workflow: Any,
+    tasks: str | Path | Iterable[Any],
+    config: TrainConfig,
+    *,
+    limit: int = 1,
+    model: str | None = None,
+    answers: Sequence[str] = (),
+    call_tools: bool = True,
+    calls: int = 64,
+    timeout: float = 60.0,
+) -> CheckReport:
+    """Run the first `limit` tasks with a `StubResponder`, and say what training with `config` would see.
+
+    A task runs again with other answers, a few times at most, where answers could have led elsewhere.
+
+    No model is loaded and no provider contacted; with `model`, its tokenizer counts the prompts' tokens. `answers`
+    are texts for the stub, `calls` and `timeout` (seconds) bound an episode. Raises ConfigError for bad input.
+    """
+    started = time.perf_counter()
+    for name, value in (("limit", limit), ("calls", calls), ("timeout", timeout)):
+        if value <= 0:
+            raise ConfigError(name, value, "a number above 0")
+    flow = load_workflow(workflow) if isinstance(workflow, str) else workflow_of(workflow)
+    flow = flow.named_by(config.roles_by)
+    listed = (load_tasks(tasks) if isinstance(tasks, str | Path) else as_tasks(tasks))[:limit]
+    plan, recipe, why = config.resolve_plan(list(flow.scorers))
+    chat = _chat(model)
+
+    def stub(run: int) -> StubResponder:
+        return StubResponder(
+            plan=plan,
+            scorers=flow.scorers,
+            attribution=recipe.attribution,
+            provider_roles=[role for policy in config.policy if policy.kind == "provider" for role in policy.roles],
+            answers=answers,
+            call_tools=call_tools,
+            limit=calls,
+            sampling={"temperature": config.sampling.temperature},
+            variant=run,
+        )
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = SqliteStore.open(Path(folder) / "records.db")
+        try:
+            with watched_connections() as connections:
+                runs = run_anywhere(run_tasks(flow, listed, store, stub, timeout))
+            outcomes, seen = runs.outcomes, runs.seen
+            rewarded = rewards_by_role(store, seen)
+            found = [made_up(blocking(fault), seen) for fault in faults(flow, outcomes, seen, rewarded, config.roles)]
+            local, team = _ranges(seen, store), _means([outcome.rewards for outcome in outcomes])
+            policies, more = _policies(config, seen, flow, plan)
+            roles = _roles(seen, policies, flow, plan)
+            groups, left_out = _groups(store, outcomes, seen, roles, plan, recipe)
+            tokens, refused = _tokens(chat, seen, store)
+            refused += _forms(seen, store)
+            found += [*more, *refused]
+            if not groups and not any(finding.level == "blocks" for finding in found):
+                text = "the plan would form no group: nothing would be trained."
+                found.append(Finding(level="blocks", about="groups", text=text, remedy="See what was left out."))
+            found += [*role_findings(roles, seen, plan), *idle_findings(runs.idle), *call_findings(seen, plan, config)]
+            found += learning_findings(roles, {name: list(named) for name, named in local.items()}, team, recipe)
+            found += [*episode_findings(outcomes, connections), *client_findings()]
+            return CheckReport(
+                workflow=workflow if isinstance(workflow, str) else flow.name,
+                tasks=tuple(task.id for task in listed),
+                seconds=time.perf_counter() - started,
+                plan=why,
+                frameworks=tuple(_frameworks()),
+                runs=len(outcomes),
+                roles=tuple(roles),
+                idle=tuple(IdleCheck(role=p.role, kind=p.kind, of=p.of, ran=ran) for p, ran in runs.idle),
+                calls=tuple(_calls(seen, outcomes, tokens, store)),
+                groups=tuple(groups),
+                team=team,
+                local=local,
+                left_out=left_out,
+                findings=tuple(found),
+            )
+        finally:
+            store.close()
+
+
+def _policies(
+    config: TrainConfig, calls: Sequence[Call], flow: Workflow, plan: Plan
+) -> tuple[Policies | None, list[Finding]]:
+    seen = sorted({call.role for call in calls})
+    if not seen:
+        return None, []
+    try:
+        scored = list(flow.scorers) if plan.kind == "tree" else None
+        return config.resolve_policies(seen, scored=scored), []
+    except ConfigError as error:
+        return None, [blocking(error, "policies")]
+
+
+def _roles(calls: Sequence[Call], policies: Policies | None, flow: Workflow, plan: Plan) -> list[RoleCheck]:
+    found = []
+    for role in dict.fromkeys(call.role for call in calls):
+        spec = policies.of(role) if policies else None
+        able = plan.kind != "tree" or role in flow.scorers
+        reason = ""
+        if spec is None:
+            reason = "the policies cannot be resolved"
+        elif spec.kind == "provider":
+            reason = "left to the application's provider"
+        elif not able:
+            reason = "no scorer"
+        elif spec.kind == "frozen":
+            reason = "its policy is frozen"
+        elif all(call.status != "ok" for call in calls if call.role == role):
+            reason = "all its calls failed"
+        found.append(
+            RoleCheck(
+                role=role,
+                calls=sum(call.role == role for call in calls),
+                policy=spec.name if spec else "",
+                kind=spec.kind if spec else "",
+                scorer=role in flow.scorers,
+                trained=not reason,
+                reason=reason,
+            )
+        )
+    return found
+
+
+def _groups(
+    store: Store,
+    outcomes: Sequence[Outcome],
+    seen: Sequence[Call],
+    roles: Sequence[RoleCheck],
+    plan: Plan,
+    recipe: Recipe,
+) -> tuple[list[GroupCheck], Mapping[str, int]]:
+    """The groups of a step in which every episode runs like the one that was seen."""
+    trained = [role.role for role in roles if role.trained]
+    shown = {call.episode for call in seen}
+    episodes = [outcome.episode for outcome in outcomes if outcome.episode.id in shown]
+    collected = collect(store, episodes, plan=plan.kind, roles=trained)
+    kept = {call.id for call in seen}
+    collected = msgspec.structs.replace(collected, samples=[one for one in collected.samples if one.call in kept])
+    built = build_groups(list(_repeated(collected, plan)), recipe)
+    found = [
+        GroupCheck(
+            task=group.samples[0].task,
+            roles=tuple(dict.fromkeys(sample.role for sample in group.samples)),
+            turns=tuple(sorted({sample.turn for sample in group.samples})),
+            size=len(group.samples),
+        )
+        for group in built.groups
+    ]
+    return found, {**collected.left_out, **built.left_out}
+
+
+def _repeated(collected: Collected, plan: Plan) -> Iterable[Sample]:
+    """Under independent rollouts the samples of all episodes of a task; what was read from other calls differs."""
+    if plan.kind == "tree":
+        yield from collected.samples
+        return
+    for number in range(plan.k):
+        for sample in collected.samples:
+            own = f"{sample.prompt}-{number}" if collected.calls[sample.call].parents else sample.prompt
+            rollout = f"{sample.rollout}-{number}"
+            yield msgspec.structs.replace(sample, id=f"{number}{sample.id}", rollout=rollout, prompt=own, branch=own)
+
+
+def _calls(
+    calls: Sequence[Call], outcomes: Sequence[Outcome], tokens: Mapping[str, int], store: Store
+) -> Iterable[CallCheck]:
+    tasks = {outcome.episode.id: outcome.episode.task.id for outcome in outcomes}
+    steps = {call.id: call.step for call in calls}
+    for call in calls:
+        yield CallCheck(
+            task=tasks[call.episode],
+            step=call.step,
+            role=call.role,
+            turn=call.turn,
+            parents=tuple(sorted(steps[parent] for parent in call.parents if parent in steps)),
+            characters=sum(_length(store.message(name)) for name in call.messages),
+            tokens=tokens.get(call.id),
+            model=call.model,
+            temperature=call.params.get("temperature"),
+            n=int(call.params.get("n") or 1),
+            stream=call.streamed,
+            tools=_tool_names(store.message(call.tools)) if call.tools else (),
+            structured=isinstance(call.params.get("response_format"), Mapping),
+            status=call.status,
+            error=call.error,
+            integration=call.integration,
+        )
+
+
+def _length(message: Mapping[str, Any]) -> int:
+    """Characters of a message: its text, and what its tool calls say."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
+    functions = [tool.get("function") or {} for tool in message.get("tool_calls") or ()]
+    return len(content) + sum(len(f"{f.get('name')}{f.get('arguments')}") for f in functions)
+
+
+def _tool_names(tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(str((tool.get("function") or tool).get("name") or tool.get("type")) for tool in tools)
+
+
+def _means(outcomes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for rewards in outcomes for name in rewards)
+    values = {name: [rewards[name] for rewards in outcomes if name in rewards] for name in names}
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def _ranges(calls: Sequence[Call], store: Store) -> dict[str, dict[str, tuple[float, float]]]:
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for call in calls:
+        rewards = store.rewards(candidate_id(call.id, candidate.index) for candidate in call.candidates)
+        for named in rewards.values():
+            for name, value in named.items():
+                low, high = found.setdefault(call.role, {}).get(name, (value, value))
+                found[call.role][name] = (min(low, value), max(high, value))
+    return found
+
+
+def _chat(model: str | None) -> Any:
+    if model is None:
+        return None
+    from cotune.integrations.chat.template import ChatTemplate
+
+    return ChatTemplate.load(model)
+
+
+def _tokens(chat: Any, calls: Sequence[Call], store: Store) -> tuple[dict[str, int], list[Finding]]:
+    """Tokens of each call's prompt, and the calls that the model's chat template refuses."""
+    counts: dict[str, int] = {}
+    found: dict[str, Finding] = {}
+    for call in calls if chat is not None else ():
+        tools = store.message(call.tools) if call.tools else None
+        try:
+            counts[call.id] = len(chat.render([store.message(name) for name in call.messages], tools))
+        except SamplerError as error:
+            found[call.role] = blocking(error, call.role)
+    return counts, list(found.values())
+
+
+def _forms(calls: Sequence[Call], store: Store) -> list[Finding]:
+    """Forms of replies that calls ask for and no sampler can enforce: such a call is an error in training."""
+    found: dict[tuple[str, str], Finding] = {}
+    for call in calls:
+        cause = unenforceable(call.params, store.message(call.tools) if call.tools else None)
+        if cause:
+            remedy = "Change the schema or the tools, or give the role a policy of kind provider."
+            found[call.role, cause] = Finding(level="blocks", about=call.role, text=cause, remedy=remedy)
+    return list(found.values())
+
+
+def _frameworks() -> Iterable[Framework]:
+    for name, (oldest, beyond) in SUPPORTED.items():
+        if name.replace("-", "_") not in sys.modules:
+            continue
+        try:
+            found, ok = require(name), True
+        except UnsupportedVersion:
+            found, ok = version(name), False
+        except PackageNotFoundError:
+            found, ok = "", True
+        yield Framework(name=name, version=found, supported=f">={oldest},<{beyond}", ok=ok)

@@ -1,0 +1,182 @@
+"""What a dry run says against training: what blocks it, what will not be trained and why."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import msgspec
+
+from cotune.algorithms.learning_signal import learns_from, outcome_unused
+from cotune.algorithms.recipes import Recipe
+from cotune.cli.show import plural
+from cotune.errors import CotuneError
+from cotune.recording.app_parts import Part
+from cotune.recording.episodes import Outcome
+from cotune.recording.records import Call
+from cotune.sampling.plans import Plan
+from cotune.sampling.protocol import UNSHAPED
+from cotune.trainer.check.report import Finding, RoleCheck
+from cotune.trainer.config.train import TrainConfig
+
+_CLIENTS = {
+    "anthropic": "anthropic",
+    "cohere": "cohere",
+    "google.genai": "google-genai",
+    "groq": "groq",
+    "litellm": "litellm",
+    "mistralai": "mistralai",
+    "ollama": "ollama",
+}
+"""Client libraries of models that do not use the OpenAI SDK for all they send, by module."""
+_SEEN_IN = "it is seen through the model classes of LangChain, AutoGen and CrewAI only."
+_SEEN = {
+    "litellm": "litellm.completion is seen where its provider is reached by the OpenAI SDK (openai/, azure/ and those "
+    "that speak its protocol); any other through the model classes of LangChain, AutoGen and CrewAI only."
+}
+
+
+_RAISED = "The workflow"
+_MADE_UP = "A made-up answer may be the cause: give one that the application can read, with --answer TEXT."
+
+
+def blocking(error: CotuneError, about: str = "") -> Finding:
+    """A finding of an error that training would raise."""
+    return Finding(level="blocks", about=about, text=error.cause, remedy=error.remedy)
+
+
+def made_up(finding: Finding, calls: Sequence[Call]) -> Finding:
+    """The finding of a fault; where answers came before it, one of them may be to blame and not the application."""
+    if not finding.text.startswith(_RAISED) or not any(call.status == "ok" for call in calls):
+        return finding
+    return msgspec.structs.replace(finding, remedy=f"{_MADE_UP} {finding.remedy}".strip())
+
+
+def role_findings(roles: Sequence[RoleCheck], calls: Sequence[Call], plan: Plan) -> Iterator[Finding]:
+    """Roles that are not trained, and calls that belong to none."""
+    for role in roles:
+        if not role.trained:
+            scorer = role.reason == "no scorer"
+            yield Finding(
+                level="warns" if scorer else "note",
+                about=role.role,
+                text=f"not trained: {role.reason}",
+                remedy=f'Add @workflow.scorer("{role.role}"), or use --plan independent.' if scorer else "",
+            )
+    outside = [call for call in calls if call.role == "app"]
+    if outside:
+        yield Finding(
+            level="warns",
+            about="app",
+            text=f"Calls made outside any agent or node share the role `app`: {len(outside)}.",
+            remedy='Name them: with cotune.role("name"): ...',
+        )
+
+
+def learning_findings(
+    roles: Sequence[RoleCheck], local: Mapping[str, Sequence[str]], outcome: Collection[str], recipe: Recipe
+) -> Iterator[Finding]:
+    """What each trained role learns from, and a reward of the workflow's that trains nobody."""
+    own = {role.role: local.get(role.role, ()) for role in roles if role.trained}
+    for role, text in learns_from(own, outcome, recipe).items():
+        yield Finding(level="note", about="rewards", text=f"{role} {text}.")
+    text, remedy = outcome_unused(own, outcome, recipe)
+    if text:
+        yield Finding(level="warns", about="rewards", text=text, remedy=remedy)
+
+
+def idle_findings(idle: Sequence[tuple[Part, bool]]) -> Iterator[Finding]:
+    """Parts of the application that never called: those that never ran, and those that work without a model."""
+    missed: dict[tuple[str, str], list[str]] = {}
+    for part, ran in idle:
+        if not ran or part.kind in ("member", "agent"):
+            missed.setdefault((part.kind, part.of), []).append(part.role)
+    for (kind, of), roles in missed.items():
+        yield Finding(
+            level="warns",
+            about=", ".join(roles),
+            text=f"never called with these made-up answers ({plural(len(roles), kind)} of {of}).",
+            remedy="An answer or a task that leads there shows them (--answer, --limit); what calls on some tasks only "
+            "can be listed under `roles`.",
+        )
+    quiet = [part.role for part, ran in idle if ran and part.kind == "node"]
+    if quiet:
+        yield Finding(level="note", about=", ".join(quiet), text="ran and called no model.")
+
+
+def call_findings(calls: Sequence[Call], plan: Plan, config: TrainConfig) -> Iterator[Finding]:
+    """What calls ask for that training does otherwise, and calls that failed."""
+    for role in dict.fromkeys(call.role for call in calls):
+        own = [call for call in calls if call.role == role]
+        yield from _failures(role, own)
+        n = max(_asked_n(call) for call in own)
+        if n > 1:
+            kept = f"{max(n, plan.k)} are drawn and compared" if plan.kind == "tree" else "only the first is trained"
+            yield Finding(level="warns", about=role, text=f"asks for n = {n} choices; {kept}.")
+        asked = sorted({float(t) for call in own if (t := call.params.get("temperature")) is not None})
+        if asked and asked != [config.sampling.temperature]:
+            said = ", ".join(f"{t:g}" for t in asked)
+            text = f"asks for temperature {said}; training samples at {config.sampling.temperature:g}."
+            yield Finding(level="note", about=role, text=text)
+        for name, plain in UNSHAPED.items():
+            values = sorted({str(value) for call in own if (value := call.params.get(name)) not in (None, plain)})
+            if values:
+                text = f"asks for {name} {', '.join(values)}; training samples without it."
+                yield Finding(level="warns", about=role, text=text)
+        seeds = sorted({str(s) for call in own if (s := call.params.get("seed")) is not None})
+        if seeds:
+            text = f"asks for seed {', '.join(seeds)}; training and evaluation mix it into a seed of each call's own."
+            yield Finding(level="note", about=role, text=text)
+        if plan.kind == "tree" and any(call.streamed and len(call.candidates) > 1 for call in own):
+            text = f"streams; with {plan.k} candidates per call the answer comes at once, when one is chosen."
+            yield Finding(level="note", about=role, text=text)
+
+
+def episode_findings(outcomes: Sequence[Outcome], connections: Mapping[str, int]) -> Iterator[Finding]:
+    """What the recorder warned of, failures that the application swallowed, and what it did beside."""
+    failed = [outcome.error for outcome in outcomes if outcome.error is not None]
+    if failed and len(failed) < len(outcomes):
+        text = f"{len(failed)} of {len(outcomes)} runs with made-up answers failed; the first: {failed[0].cause}"
+        yield Finding(level="warns", about="runs", text=text, remedy=_MADE_UP)
+    for outcome in outcomes:
+        if outcome.error is None and outcome.live.failures:
+            count = sum(outcome.live.failures.values())
+            text = f"{count} calls failed and the application went on as if nothing had happened."
+            remedy = "Such an episode ends well and is trained on, without these calls. Let the error through."
+            yield Finding(level="warns", about=f"task {outcome.episode.task.id}", text=text, remedy=remedy)
+    counts: Counter[str] = Counter()
+    texts: dict[str, str] = {}
+    for outcome in outcomes:
+        counts.update(outcome.live.warnings)
+        texts = {**outcome.live.explained, **texts}
+    for kind, count in counts.items():
+        yield Finding(level="warns", about=f"{kind} ({count})", text=texts[kind])
+    for address, count in connections.items():
+        yield Finding(
+            level="warns",
+            about=address,
+            text=f"the application itself connected there {count} times: a tool, or a model that cotune does not see.",
+            remedy="Calls of such a model are neither recorded nor trained.",
+        )
+
+
+def client_findings() -> Iterator[Finding]:
+    """Loaded client libraries whose direct use is not seen."""
+    for module, name in _CLIENTS.items():
+        if module in sys.modules:
+            yield Finding(level="note", about=name, text=f"{name} is loaded: {_SEEN.get(module, _SEEN_IN)}")
+
+
+def _failures(role: str, calls: Sequence[Call]) -> Iterator[Finding]:
+    reasons = Counter(f"{call.status}: {call.error}" for call in calls if call.status != "ok")
+    for reason, count in reasons.items():
+        yield Finding(level="warns", about=role, text=f"{count} of {len(calls)} calls are not trained on ({reason}).")
+    errors = Counter(call.error for call in calls if call.status == "ok" and call.error)
+    for error, count in errors.items():
+        yield Finding(level="warns", about=role, text=f"{count} of {len(calls)} calls got no reward. {error}")
+
+
+def _asked_n(call: Call) -> int:
+    n = call.params.get("n")
+    return n if isinstance(n, int) else 1

@@ -1,0 +1,246 @@
+"""What `cotune check` found, as data and as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from cotune.cli.show import BAD, GOOD, QUIET, cells, grid, plural, scores
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+    from rich.text import Text
+
+Level = Literal["blocks", "warns", "note"]
+_STYLES = {"blocks": BAD, "warns": "yellow", "note": QUIET}
+
+
+class Framework(msgspec.Struct, frozen=True, kw_only=True):
+    """A framework that the application has loaded. `supported` is the range of versions that can be recorded."""
+
+    name: str
+    version: str
+    supported: str
+    ok: bool
+
+
+class RoleCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A role that was seen. `reason` says why it is not trained; empty where it is."""
+
+    role: str
+    calls: int
+    policy: str
+    kind: str
+    scorer: bool
+    trained: bool
+    reason: str = ""
+
+
+class IdleCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A node, team member, crew agent or flow method of an application that never called. `ran`: it did other work."""
+
+    role: str
+    kind: str
+    of: str
+    ran: bool
+
+
+class CallCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of the dry run. `parents` are steps; `tokens` needs a model; temperature and n are what the app asks."""
+
+    task: str
+    step: int
+    role: str
+    turn: int
+    parents: tuple[int, ...]
+    characters: int
+    tokens: int | None
+    model: str
+    temperature: float | None
+    n: int
+    stream: bool
+    tools: tuple[str, ...]
+    structured: bool
+    status: str
+    error: str | None
+    integration: str
+
+
+class GroupCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A group that the plan would form: its task, roles and turns, and how many candidates are compared in it."""
+
+    task: str
+    roles: tuple[str, ...]
+    turns: tuple[int, ...]
+    size: int
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something to know before training: `blocks` it, `warns` of what is lost, or is only a `note`."""
+
+    level: Level
+    about: str
+    text: str
+    remedy: str = ""
+
+
+class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a dry run. `local` holds the lowest and the highest value of each component by role."""
+
+    workflow: str
+    tasks: tuple[str, ...]
+    seconds: float
+    plan: str
+    frameworks: tuple[Framework, ...]
+    runs: int = 1
+    """Runs of the tasks, all together."""
+    roles: tuple[RoleCheck, ...]
+    idle: tuple[IdleCheck, ...] = ()
+    calls: tuple[CallCheck, ...]
+    groups: tuple[GroupCheck, ...]
+    team: Mapping[str, float]
+    local: Mapping[str, Mapping[str, tuple[float, float]]]
+    left_out: Mapping[str, int]
+    findings: tuple[Finding, ...]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether nothing blocks."""
+        return not any(finding.level == "blocks" for finding in self.findings)
+
+    def to_json(self) -> str:
+        """The report as one JSON object, `trainable` included."""
+        return msgspec.json.encode({"trainable": self.trainable, **msgspec.to_builtins(self)}).decode()
+
+
+def render(report: CheckReport) -> Group:
+    """The report for a terminal."""
+    from rich.console import Group
+
+    return Group(*_parts(report))
+
+
+def _parts(report: CheckReport) -> Iterable[RenderableType]:
+    from rich.text import Text
+
+    yield Text.assemble(
+        ("dry run ", "bold"),
+        f"of {report.workflow} on {plural(len(report.tasks), 'task')} ({', '.join(report.tasks)}), ",
+        f"{plural(report.runs, 'run')} with made-up answers, in {report.seconds:.1f} s\n{report.plan}\n",
+    )
+    yield _frameworks(report.frameworks)
+    yield ""
+    yield from _roles(report.roles)
+    yield from _calls(report.calls)
+    yield from _groups(report.groups)
+    yield from _rewards(report)
+    yield from _findings(report.findings)
+    verdict = ("trainable", GOOD) if report.trainable else ("not trainable as it is", BAD)
+    yield Text.assemble(("\n", ""), verdict)
+
+
+def _frameworks(found: Sequence[Framework]) -> Text:
+    from rich.text import Text
+
+    line = Text("recorded through ", style=QUIET)
+    if not found:
+        return Text("no framework that cotune records is loaded", style=BAD)
+    for i, one in enumerate(found):
+        line.append(", " if i else "").append(f"{one.name} {one.version}", style=GOOD if one.ok else BAD)
+        line.append("" if one.ok else f" (supported: {one.supported})", style=BAD)
+    return line
+
+
+def _roles(roles: Sequence[RoleCheck]) -> Iterable[RenderableType]:
+    from rich.text import Text
+
+    table = grid("role", "calls>", "policy", "scorer", "trained")
+    for one in roles:
+        trained = Text("yes", style=GOOD) if one.trained else Text(f"no: {one.reason}", style="yellow")
+        table.add_row(*cells((one.role, one.calls, _policy(one), "yes" if one.scorer else "", trained)))
+    yield table
+    yield ""
+
+
+def _policy(role: RoleCheck) -> str:
+    return role.kind if role.policy in (role.role, role.kind) else f"{role.policy} ({role.kind})"
+
+
+def _calls(calls: Sequence[CallCheck]) -> Iterable[RenderableType]:
+    table = grid("step>", "role", "turn>", "reads", "characters>", "tokens>", "asks for")
+    for call in calls:
+        reads = _spans(call.parents)
+        tokens = "" if call.tokens is None else f"{call.tokens:,}"
+        table.add_row(*cells((call.step, call.role, call.turn, reads, f"{call.characters:,}", tokens, _asks(call))))
+    yield table
+    yield ""
+
+
+def _spans(steps: Sequence[int]) -> str:
+    """Steps in order, neighbours joined: 0-3, 5."""
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and step == spans[-1][1] + 1:
+            spans[-1][1] = step
+        else:
+            spans.append([step, step])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
+
+
+def _asks(call: CallCheck) -> Text:
+    from rich.text import Text
+
+    parts = [] if call.temperature is None else [f"temperature {call.temperature:g}"]
+    parts += [f"n {call.n}"] if call.n > 1 else []
+    parts += ["stream"] if call.stream else []
+    parts += ["JSON"] if call.structured else []
+    parts += [f"tools {', '.join(call.tools)}"] if call.tools else []
+    line = Text(" · ".join(parts))
+    if call.status != "ok":
+        line.append(" · " if parts else "").append(call.status, style=BAD)
+    return line
+
+
+def _groups(groups: Sequence[GroupCheck]) -> Iterable[RenderableType]:
+    """Groups of the same roles and size on one line."""
+    alike: dict[tuple[str, tuple[str, ...], int], list[GroupCheck]] = {}
+    for one in groups:
+        alike.setdefault((one.task, one.roles, one.size), []).append(one)
+    if not alike:
+        return
+    table = grid("groups>", "of task", "role", "turns", "candidates in each>")
+    for (task, roles, size), found in alike.items():
+        turns = sorted({turn for one in found for turn in one.turns})
+        span = f"{turns[0]} to {turns[-1]}" if len(turns) > 1 else turns[0]
+        table.add_row(*cells((len(found), task, ", ".join(roles), span, size)))
+    yield table
+    yield ""
+
+
+def _rewards(report: CheckReport) -> Iterable[RenderableType]:
+    from rich.text import Text
+
+    yield Text.assemble(("team reward of the made-up answers: ", QUIET), scores(report.team) if report.team else "none")
+    for role, named in report.local.items():
+        line = Text(f"rewards of {role}: ", style=QUIET)
+        shown = (
+            f"{name} {low:.3g}" + (f" to {high:.3g}" if high != low else "") for name, (low, high) in named.items()
+        )
+        yield line.append(", ".join(shown), style="default")
+    if report.left_out:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in report.left_out.items())
+        yield Text(f"candidates left out: {reasons}", style=QUIET)
+
+
+def _findings(findings: Sequence[Finding]) -> Iterable[RenderableType]:
+    from rich.text import Text
+
+    for level in ("blocks", "warns", "note"):
+        for one in findings:
+            if one.level == level:
+                head = (f"\n{level} ", _STYLES[level])
+                yield Text.assemble(head, (f"{one.about}: " if one.about else "", "bold"), one.text, end="")
+                yield Text(f"\n  {one.remedy}" if one.remedy else "", style=QUIET, end="")
+    yield ""

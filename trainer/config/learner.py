@@ -1,0 +1,99 @@
+"""Settings of a learner: optimizer, batch sizes, precision. No torch here, so a config can be read without it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from cotune.algorithms.recipes import LossSpec
+from cotune.errors import ConfigError
+
+LORA_LR = 5e-6
+FULL_LR = 1e-6
+
+
+class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How weights are updated. The defaults are those of the published AT-GRPO recipe."""
+
+    lr: float | None = None
+    """Learning rate of AdamW. None: 5e-6 for a LoRA, 1e-6 for all weights, which suits models from about 1B
+    parameters on; a model of under a million parameters wants about a thousand times that."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+
+    grad_clip: float = 1.0
+    """Largest L2 norm of a policy's gradient at one optimizer step; 0 for no clipping."""
+
+    mini_batch: int = 64
+    """Rows per optimizer step, at most, except that rows of one prompt stay together where they fit in."""
+
+    epochs: int = 1
+    """Passes over the rows of one update."""
+
+    micro_batch_tokens: int = 8192
+    """Padded tokens per forward and backward pass, at most (a single longer row goes alone). Bounds the memory of
+    activations; gradients do not depend on it."""
+
+    seed: int = 0
+    """Seed of the adapters' initial weights and of the order of rows."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the forward pass. Trained weights and optimizer states are float32 in any case."""
+
+    device: str = "auto"
+    """torch device; "auto" takes the first GPU, or the CPU where there is none."""
+
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory, about a third more time, prompts are not shared."""
+
+    shared_prompts: bool = True
+    """Compute a prompt once for all its candidates (same gradients, less time)."""
+
+    anchor: Literal["trainer", "sampler"] = "trainer"
+    """What the policy ratio is taken against. trainer: the policy before the update, at the cost of one more forward
+    pass where an update has more than one optimizer step or the loss has a mask. sampler: the sampler's
+    log-probabilities, without that pass; the clip then also acts on what sampler and trainer disagree about. Only for
+    losses with a ratio per token, style ppo or none, no dual_clip and no mask."""
+
+    threads: int | None = None
+    """CPU threads of torch; None leaves torch's own setting."""
+
+    def __post_init__(self) -> None:
+        positive = {"mini_batch": self.mini_batch, "epochs": self.epochs, "micro_batch_tokens": self.micro_batch_tokens}
+        for field, value in positive.items():
+            if value < 1:
+                raise ConfigError(f"learner.{field}", value, "an integer of at least 1")
+        if self.lr is not None and not self.lr > 0:
+            raise ConfigError("learner.lr", self.lr, "a number above 0", "Leave it out for the default.")
+        if not self.grad_clip >= 0:
+            raise ConfigError("learner.grad_clip", self.grad_clip, "0 (no clipping) or a number above 0")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError("learner.threads", self.threads, "an integer of at least 1")
+
+
+def check_anchor(settings: LearnerSettings, loss: LossSpec) -> None:
+    """Raises ConfigError for `anchor = "sampler"` under a loss in which it would be another method."""
+    if settings.anchor == "trainer":
+        return
+    obstacles = {
+        "ratio": loss.ratio == "sequence" and "a ratio per response: its clip is tighter than the engines agree",
+        "style": loss.style == "cispo" and "a clipped weight: tis_cap would cut it first",
+        "dual_clip": loss.dual_clip is not None and "a dual clip: tis_cap would cut the ratio first",
+        "mask": loss.mask != "none" and "a mask: it needs the policy before the update",
+    }
+    for field, why in obstacles.items():
+        if why:
+            raise ConfigError(
+                "learner.anchor",
+                settings.anchor,
+                f"trainer, as the loss ({field} = {getattr(loss, field)!r}) has {why}",
+                "Leave learner.anchor out.",
+            )

@@ -1,0 +1,346 @@
+"""The configuration of a training run: typed, documented per field, read from TOML, overridden by flags."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+
+from cotune.algorithms.collect import failure_reward
+from cotune.algorithms.recipes import RECIPES, Recipe, recipe
+from cotune.errors import ConfigError
+from cotune.integrations.chat.tool_formats import check_tool_format
+from cotune.policies import ALL_LINEAR, LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
+from cotune.sampling.plans import Plan, PlanKind, Select
+from cotune.trainer.config.cluster import ClusterConfig
+from cotune.trainer.config.learner import LearnerSettings, check_anchor
+
+Layout = Literal["shared", "lora", "full"]
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class LoraConfig(_Table):
+    """[lora] Shape of the adapters that the layouts `shared` and `lora` train."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    """The adapter's output is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ALL_LINEAR
+    """Names of the linear layers that get an adapter."""
+
+    def spec(self) -> LoraSpec:
+        return LoraSpec(rank=self.rank, alpha=self.alpha, targets=self.targets)
+
+
+class PolicyConfig(_Table):
+    """[[policy]] One policy and the roles it plays; replaces the layout in `policies`."""
+
+    name: str
+    roles: tuple[str, ...]
+    kind: PolicyKind = "lora"
+    """lora | full | frozen (the untrained model) | provider (whatever the application uses today)."""
+    lora: LoraConfig = LoraConfig()
+
+
+class PlanConfig(_Table):
+    """[plan] How candidates come about."""
+
+    kind: PlanKind | None = None
+    """tree | independent; without a value: tree when the workflow has scorers, else independent."""
+    k: int = 4
+    """Candidates per call (tree) or episodes per task (independent)."""
+    select: Select = "argmax"
+    """Which candidate the application goes on with: argmax | sample | first."""
+
+
+class SamplingConfig(_Table):
+    """[sampling] How the policies are sampled in training; overrides what the application asks for."""
+
+    temperature: float = 1.0
+    """Above 0; the distribution is never truncated in training (no top-p, no top-k)."""
+    max_tokens: int = 256
+    """Most new tokens per candidate where the application names no limit."""
+    timeout: float = 300.0
+    """Seconds until a request fails."""
+    threads: int = 1
+    """CPU threads of the sampler."""
+
+
+class ScheduleConfig(_Table):
+    """[schedule] Learning rate over the run, as a factor on `learner.lr`."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    """constant, or decay to zero at the last step: linear | cosine."""
+    warmup: int = 0
+    """Steps of linear warm-up."""
+
+
+class EvaluationConfig(_Table):
+    """[evaluation] Held-out tasks within the run: single samples, nothing is selected."""
+
+    tasks: str = ""
+    """JSON-lines file; empty for none."""
+    every: int = 10
+    """Steps between evaluations; there is one after the last step too."""
+    limit: int | None = None
+    """Take only the first so many tasks."""
+
+
+class TrainConfig(_Table):
+    """A training run. Every field has a default but `model`."""
+
+    model: str
+    """Folder or Hugging Face id of the base model."""
+    policies: Layout = "lora"
+    """shared: one adapter for all roles | lora: one adapter per role | full: one model per role."""
+    policy: tuple[PolicyConfig, ...] = ()
+    """[[policy]] tables, instead of a layout."""
+    roles: tuple[str, ...] = ()
+    """Roles that the application has but shows only on some tasks."""
+    other_roles: OtherRoles = "frozen"
+    """What plays a role that has no policy, in training, evaluation and the export alike: frozen (the untrained model)
+    | provider (what the application uses today). It is said, and counted."""
+    roles_by: str = ""
+    """module:function or file.py:function that names the role of each call, or caller; see docs/roles.md."""
+    tool_format: str = "auto"
+    """How the model writes tool calls: auto (as its chat template does) | hermes | qwen3_coder | mistral |
+    mistral_v11 | llama3_json | vllm:NAME (a tool parser of vLLM)."""
+    recipe: str | None = None
+    """at_grpo, dr_mas, ...; without a value: at_grpo under a tree plan, dr_mas under independent rollouts."""
+    overrides: dict[str, Any] = {}
+    """[overrides] Single settings of the recipe, such as clip_high or entropy."""
+    alpha: float = 1.0
+    """Weight of the component `team` beside all others: r = alpha * team + local. Under a tree plan only one that a
+    scorer returns is trained on."""
+    steps: int = 100
+    tasks_per_step: int = 32
+    concurrency: int = 64
+    """Episodes in flight."""
+    episode_timeout: float = 600.0
+    """Seconds until an episode fails."""
+    mode: Literal["sync", "async"] = "sync"
+    """sync: roll out, then train | async: the next steps are rolled out while this one trains."""
+    max_staleness: int = 1
+    """In mode async, how many versions a sample may be behind the policy that trains on it; older ones are dropped
+    and counted."""
+    on_failure: str = "lowest"
+    """The outcome of an episode that the policy has failed (bad output, prompt too long, too many calls, its time-out):
+    lowest (0, or the step's lowest outcome if that is below 0) | reward:<number> | exclude (it teaches nothing). One
+    that engine, network or store have failed has none."""
+    redact: str = ""
+    """module:function that sees each message before it is stored; beside the workflow's own redactors."""
+    keep_token_ids: bool = False
+    """Whether token ids of redacted messages are stored: needed to train on them, and readable as text."""
+    seed: int = 0
+    """Every call's own seed is derived from it and from the call's place; one that the application sets is mixed in."""
+    checkpoint_every: int = 1
+    """Steps between checkpoints; Ctrl-C saves one too."""
+    keep_checkpoints: int = 2
+    probe_bound: float = 0.05
+    """Largest mean gap between sampler and learner log-probabilities after a publish, in nats."""
+    lora: LoraConfig = LoraConfig()
+    plan: PlanConfig = PlanConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    learner: LearnerSettings = LearnerSettings()
+    cluster: ClusterConfig = ClusterConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "max_staleness"):
+            _positive(name, getattr(self, name))
+        _positive("sampling.temperature", self.sampling.temperature)
+        _positive("sampling.max_tokens", self.sampling.max_tokens)
+        _positive("lora.rank", self.lora.rank)
+        _positive("evaluation.every", self.evaluation.every)
+        _positive("evaluation.limit", 1 if self.evaluation.limit is None else self.evaluation.limit)
+        _failure("on_failure", self.on_failure)
+        check_tool_format(self.tool_format)
+        if self.cluster.colocate and self.mode != "sync":
+            raise ConfigError("mode", self.mode, "sync, where cluster.colocate is true")
+        for name, count in Counter(p.name for p in self.policy).items():
+            if count > 1:
+                raise ConfigError("policy.name", name, "one policy of each name", "Rename one of the two policies.")
+        for role, count in Counter(role for p in self.policy for role in p.roles).items():
+            if count > 1:
+                raise ConfigError("policy.roles", role, "one policy for each role", "Remove the role from all but one.")
+
+    @property
+    def ahead(self) -> int:
+        """How many steps rollouts may be ahead of training."""
+        return self.max_staleness if self.mode == "async" else 0
+
+    def resolve_plan(self, scorers: Sequence[str]) -> tuple[Plan, Recipe, str]:
+        """Plan and recipe, with a sentence that says why. Raises ConfigError for a tree plan without a scorer, and for
+        settings that do not fit the recipe's loss."""
+        kind: PlanKind = self.plan.kind or ("tree" if scorers else "independent")
+        plan = Plan(kind=kind, k=self.plan.k, select=self.plan.select)
+        if kind == "tree" and not scorers:
+            raise ConfigError(
+                "plan.kind",
+                kind,
+                "independent, as the workflow has no scorer",
+                "Add @workflow.scorer(role) for at least one role, or use --plan independent.",
+            )
+        name = self.recipe or ("at_grpo" if kind == "tree" else "dr_mas")
+        chosen = recipe(name, **{"plan": kind, "alpha": self.alpha, **self.overrides})
+        check_anchor(self.learner, chosen.loss)
+        if scorers:
+            why = f"scorers for {', '.join(sorted(scorers))}"
+        else:
+            why = "the workflow has no scorer, so only the outcome of whole episodes can be compared"
+        return plan, chosen, f"plan {kind} (k={plan.k}), recipe {name}: {why}"
+
+    def resolve_policies(self, seen: Sequence[str], *, scored: Sequence[str] | None = None) -> Policies:
+        """The policy of each role. `scored`: the roles that can be trained (None: all); a layout leaves the others
+        frozen. Raises ConfigError for roles without a policy and policies for unknown roles."""
+        known = sorted({*seen, *self.roles})
+        able = [role for role in known if scored is None or role in scored]
+        if not self.policy:
+            laid = policies_for(self.policies, able, self.lora.spec())
+            rest = [role for role in known if role not in able]
+            if not rest:
+                return laid
+            frozen = PolicySpec(name="frozen", kind="frozen")
+            return Policies({**laid.specs, "frozen": frozen}, {**laid.roles, **dict.fromkeys(rest, "frozen")})
+        specs = {p.name: PolicySpec(name=p.name, kind=p.kind, lora=p.lora.spec()) for p in self.policy}
+        roles = {role: p.name for p in self.policy for role in p.roles}
+        for role in roles:
+            if role not in known:
+                raise ConfigError(
+                    "policy.roles",
+                    role,
+                    f"a role of the application: {', '.join(known)}",
+                    "Correct the name, or list it under `roles` if it shows only on some tasks.",
+                )
+        missing = [role for role in known if role not in roles]
+        if missing:
+            raise ConfigError(
+                "policy.roles",
+                ", ".join(missing),
+                "a policy for every role of the application",
+                'Add these roles to a policy; kind = "frozen" or "provider" leaves them untrained.',
+            )
+        if not any(spec.trained for spec in specs.values()):
+            raise ConfigError("policy.kind", "all untrained", "at least one policy of kind lora or full")
+        for p in self.policy:
+            if specs[p.name].trained and not set(p.roles) & set(able):
+                raise ConfigError(
+                    "policy.kind",
+                    f"{p.kind} for {p.name}",
+                    "frozen, as none of its roles has a scorer under the tree plan",
+                    f"Add @workflow.scorer for one of {', '.join(p.roles)}, or use --plan independent.",
+                )
+        return Policies(specs, roles)
+
+    def join(self, policies: Policies, roles: Sequence[str], *, scored: Collection[str] | None = None) -> Policies:
+        """`policies`, and after them those that the layout gives to `roles` that have none; `scored` as above.
+
+        None where [[policy]] tables name all policies, or `other_roles` leaves such roles to the provider.
+        """
+        new = [role for role in roles if role not in policies.roles and (scored is None or role in scored)]
+        if not new or self.policy or self.other_roles == "provider":
+            return policies
+        more = policies_for(self.policies, new, self.lora.spec())
+        return Policies({**policies.specs, **more.specs}, {**policies.roles, **more.roles})
+
+
+def load_config(path: str | Path | None, flags: Mapping[str, Any]) -> TrainConfig:
+    """Read TOML (if any) and apply flags over it; keys of `flags` are dotted field names, None means not given.
+
+    Raises ConfigError naming the field, its value and what is allowed.
+    """
+    table = read_toml(path)
+    for name, value in flags.items():
+        if value is not None:
+            assign(table, name, value)
+    return convert(table)
+
+
+def read_toml(path: str | Path | None) -> dict[str, Any]:
+    """What a TOML file says; nothing where there is no `path`. Raises ConfigError."""
+    if path is None:
+        return {}
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError("config", str(path), "a TOML file", "See docs/config.md.")
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("config", str(path), f"valid TOML ({error})") from None
+
+
+def convert(table: Mapping[str, Any]) -> TrainConfig:
+    """TrainConfig from a plain table, with ConfigError for what does not fit."""
+    if isinstance(table.get("cluster"), Mapping):
+        table = {**table, "cluster": {"address": "local", **table["cluster"]}}
+    if not table.get("model"):
+        raise ConfigError("model", table.get("model"), "a model folder or Hugging Face id", "Pass --model.")
+    name = table.get("recipe")
+    if name is not None and name not in RECIPES:
+        raise ConfigError("recipe", name, f"one of {', '.join(sorted(RECIPES))}")
+    try:
+        return msgspec.convert(table, TrainConfig)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        message, _, where = str(error).partition(" - at `$.")
+        field = where.rstrip("`")
+        if unknown := re.search(r"unknown field `(.+)`", message):
+            field, message = (
+                f"{field}.{unknown[1]}".lstrip("."),
+                "a field of the configuration; this is an unknown field",
+            )
+        elif message.startswith("Invalid enum value"):
+            message = f"one of {', '.join(_choices(field))}"
+        field = field or "config"
+        raise ConfigError(field, _lookup(table, field), message, "See docs/config.md.") from None
+
+
+def assign(table: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set a field by its dotted name. Raises ConfigError where a part of the name is no table."""
+    *parents, leaf = dotted.split(".")
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise ConfigError(dotted, value, f"a field of the configuration; {parent} has none", "See docs/config.md.")
+    table[leaf] = value
+
+
+def _lookup(table: Any, dotted: str) -> Any:
+    for part in re.findall(r"[^.\[\]]+", dotted):
+        if isinstance(table, Mapping):
+            table = table.get(part)
+        else:
+            table = table[int(part)] if isinstance(table, Sequence) and part.isdigit() else None
+    return table
+
+
+def _choices(dotted: str) -> list[str]:
+    """The values that a field of a few words takes; none for other fields."""
+    kind: Any = TrainConfig
+    for part in re.findall(r"[a-z_]+", dotted):
+        kind = next(f.type for f in msgspec.structs.fields(kind) if f.name == part)
+        kind = next((a for a in get_args(kind) if isinstance(a, type) and issubclass(a, msgspec.Struct)), kind)
+    words = [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)]
+    return sorted(map(str, words))
+
+
+def _failure(name: str, value: str) -> None:
+    try:
+        failure_reward(value)
+    except ValueError:
+        raise ConfigError(name, value, "lowest, exclude or reward:<number>", "For example: reward:-1") from None
+
+
+def _positive(name: str, value: float) -> None:
+    if value <= 0:
+        raise ConfigError(name, value, "a number above 0")

@@ -1,0 +1,1 @@
+"""`cotune doctor`: what a machine can run."""

@@ -1,0 +1,196 @@
+"""`cotune doctor`: whether this machine, or a Ray cluster, can run what a configuration asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from cotune.cli.show import BAD, GOOD
+from cotune.errors import CotuneError
+from cotune.integrations import versions
+from cotune.integrations.models.folder import locate_model
+from cotune.trainer.config.cluster import ClusterConfig, Demand
+from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.doctor.machine import Machine, Node, look, nodes_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Level = Literal["ok", "warns", "blocks"]
+_STYLES = {"ok": GOOD, "warns": "yellow", "blocks": BAD}
+_SHARED_GB = 2.0
+_DISK_GB = 1.0
+_FILES = 4096
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was looked at; `remedy` says what to do where it is not ok."""
+
+    subject: str
+    level: Level
+    text: str
+    remedy: str = ""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What the doctor found."""
+
+    machine: Machine
+    nodes: tuple[Node, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing stands in the way of a run."""
+        return all(finding.level != "blocks" for finding in self.findings)
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        return msgspec.json.format(msgspec.json.encode({**msgspec.to_builtins(self), "fits": self.fits})).decode()
+
+
+def examine(config: TrainConfig | None = None, *, runs: str | Path = "runs") -> Report:
+    """Look at this machine and, where `config` names one, at its Ray cluster; start nothing."""
+    machine = look(Path(runs))
+    cluster = config.cluster if config else ClusterConfig()
+    nodes: list[Node] = []
+    findings = list(judge_machine(machine, cluster))
+    if config is not None:
+        findings += judge_model(config)
+    if cluster.address not in ("", "local") and "ray" in machine.versions:
+        try:
+            nodes = nodes_of(cluster.address)
+        except CotuneError as error:
+            findings.append(Finding("cluster", "blocks", error.cause, error.remedy))
+    elif cluster.address == "local":
+        here = float(machine.cores)
+        gpus = float(len(machine.gpus))
+        nodes = [Node(address="local", cpus=here, gpus=gpus, free_cpus=here, free_gpus=gpus)]
+    if nodes and config is not None:
+        findings += judge_placement(nodes, cluster, policies=_policies(config), samplers=_samplers(config))
+    return Report(machine, tuple(nodes), tuple(findings))
+
+
+def judge_machine(machine: Machine, cluster: ClusterConfig) -> Iterator[Finding]:
+    """What the machine has, against what such a run needs of any machine."""
+    yield Finding("python", "ok", f"{machine.python} on {machine.system}")
+    yield Finding("processor", "ok", f"{machine.cores} cores, {machine.free_memory_gb:.1f} of "
+                  f"{machine.memory_gb:.1f} GB memory free")  # fmt: skip
+    yield from _packages(machine, cluster)
+    if machine.gpus:
+        for index, gpu in enumerate(machine.gpus):
+            yield Finding(f"GPU {index}", "ok", f"{gpu.name}, {gpu.free_gb:.1f} of {gpu.memory_gb:.1f} GB free")
+    else:
+        yield Finding("GPU", "ok", "none that torch can use: everything runs on the CPU")
+    yield _room("shared memory", machine.shared_gb, _SHARED_GB if cluster.address else 0.0,
+                "Ray keeps its objects there: docker run --shm-size=8g, or mount /dev/shm larger.")  # fmt: skip
+    yield _room("disk for runs", machine.disk_gb, _DISK_GB, "Free some, or write runs elsewhere with --out.")
+    yield _room("temporary files", machine.temporary_gb, _DISK_GB, "Free some, or set TMPDIR.")
+    few = machine.open_files < _FILES
+    yield Finding("open files", "warns" if few else "ok", f"limit {machine.open_files}",
+                  f"Many episodes at once need more: ulimit -n {_FILES}." if few else "")  # fmt: skip
+    if machine.loopback:
+        yield Finding("ports", "blocks", f"none can be opened on 127.0.0.1: {machine.loopback}", "Allow loopback.")
+    else:
+        yield Finding("ports", "ok", "can be opened on 127.0.0.1")
+
+
+def judge_model(config: TrainConfig) -> Iterator[Finding]:
+    """Whether the model is there, or can be fetched."""
+    try:
+        yield Finding("model", "ok", str(locate_model(config.model)))
+    except CotuneError as error:
+        yield Finding("model", "blocks", error.cause, error.remedy)
+
+
+def judge_placement(
+    nodes: Sequence[Node], cluster: ClusterConfig, *, policies: int = 1, samplers: int = 1
+) -> Iterator[Finding]:
+    """Whether each process that the run starts finds a machine with what it takes; the largest are placed first."""
+    demands = cluster.demands(policies, samplers)
+    local = cluster.address == "local"
+    wanted = sum(demand.count * demand.cpus for demand in demands)
+    have = sum(node.free_cpus for node in nodes)
+    if local and wanted > have:
+        text = f"{sum(d.count for d in demands)} processes ask for {wanted:g} cores and share {have:g}"
+        yield Finding("placement", "warns", text, "Slower, not wrong: ask for fewer processes where speed matters.")
+    rooms = [[float("inf") if local else node.free_cpus, node.free_gpus] for node in nodes]
+    for demand in sorted(demands, key=lambda d: (-d.gpus, -d.cpus)):
+        placed = sum(_place(demand, rooms) for _ in range(demand.count))
+        text = f"{demand.count} x {_each(demand)}"
+        if placed == demand.count:
+            yield Finding(f"{demand.part}s", "ok", text)
+        else:
+            free = ", ".join(f"{n.address}: {n.free_cpus:g} cores, {n.free_gpus:g} GPUs" for n in nodes)
+            yield Finding(
+                f"{demand.part}s", "blocks", f"{text}: {placed} fit. Free: {free}",
+                "Ask for fewer or smaller ones under [cluster], or add machines.",
+            )  # fmt: skip
+
+
+def render(report: Report) -> Table:
+    """The findings as a table."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for finding in report.findings:
+        style = _STYLES[finding.level]
+        said = finding.text + (f"\n{finding.remedy}" if finding.remedy else "")
+        table.add_row(Text(finding.level, style=style), Text(finding.subject), Text(said))
+    return table
+
+
+def _policies(config: TrainConfig) -> int:
+    """How many policies are trained, as far as the configuration tells."""
+    if config.policy:
+        return sum(policy.kind in ("lora", "full") for policy in config.policy)
+    return 1 if config.policies == "shared" else max(1, len(config.roles))
+
+
+def _samplers(config: TrainConfig) -> int:
+    """Sets of engines: vLLM needs one for each policy of full weights."""
+    if config.cluster.engine != "vllm":
+        return 1
+    if not config.policy:
+        return _policies(config) if config.policies == "full" else 1
+    kinds = [policy.kind for policy in config.policy]
+    return kinds.count("full") + any(kind in ("lora", "frozen") for kind in kinds)
+
+
+def _packages(machine: Machine, cluster: ClusterConfig) -> Iterator[Finding]:
+    for name, found in machine.versions.items():
+        try:
+            if name in versions.SUPPORTED:
+                versions.require(name)
+            yield Finding(name, "ok", found)
+        except CotuneError as error:
+            yield Finding(name, "blocks", f"{found}: {error.cause}", error.remedy)
+    needed = {"torch": "train", **({"ray": "ray"} if cluster.address else {})}
+    if cluster.address and cluster.engine == "vllm":
+        needed["vllm"] = "vllm"
+    for name, extra in needed.items():
+        if name not in machine.versions:
+            yield Finding(name, "blocks", "not installed", f"pip install 'cotune[{extra}]'.")
+
+
+def _room(subject: str, free: float, least: float, remedy: str) -> Finding:
+    short = free < least
+    return Finding(subject, "warns" if short else "ok", f"{free:.1f} GB free", remedy if short else "")
+
+
+def _place(demand: Demand, rooms: list[list[float]]) -> bool:
+    for room in rooms:
+        if room[0] >= demand.cpus and room[1] >= demand.gpus:
+            room[0] -= demand.cpus
+            room[1] -= demand.gpus
+            return True
+    return False
+
+
+def _each(demand: Demand) -> str:
+    gpus = f" and {demand.gpus:g} GPU{'s' if demand.gpus > 1 else ''}" if demand.gpus else ""
+    return f"{demand.part} with {demand.cpus:g} core{'s' if demand.cpus != 1 else ''}{gpus}"

@@ -1,0 +1,1 @@
+"""`cotune eval`: policies compared on held-out tasks, with intervals."""

@@ -1,0 +1,67 @@
+"""What episodes take: calls, tokens, time and, where prices are given, money."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from cotune.recording.records import Call
+from cotune.trainer.evaluation.statistics import Interval, mean
+
+MILLION = 1_000_000
+
+Prices = Mapping[str, tuple[float, float]]
+"""Price of a million prompt tokens and of a million completion tokens, by model name, or policy name for policies."""
+
+
+class Tokens(msgspec.Struct, kw_only=True):
+    """What answered under one name: a policy's, or the model's that the application's provider was asked for."""
+
+    calls: int = 0
+    prompt: int = 0
+    completion: int = 0
+    uncounted: int = 0
+    """Calls whose provider reported no tokens."""
+
+    def add(self, call: Call) -> None:
+        """One more call with an answer; tokens are the engine's own, or as the provider reports them."""
+        prompt = call.prompt_tokens or call.usage.prompt_tokens
+        written = sum(len(candidate.token_ids) for candidate in call.candidates) or call.usage.completion_tokens
+        self.calls += 1
+        self.prompt += prompt
+        self.completion += written
+        self.uncounted += not prompt and not written
+
+
+class Use(msgspec.Struct, frozen=True, kw_only=True):
+    """What the episodes of an evaluation took, in all. `seconds` is the mean of an episode.
+
+    `cost` is what calls with a price came to, None without any; `unpriced` counts the others.
+    """
+
+    calls: int
+    prompt_tokens: int
+    completion_tokens: int
+    uncounted: int
+    seconds: Interval | None
+    cost: float | None = None
+    unpriced: int = 0
+
+
+def use(answered: Mapping[str, Tokens], latencies: Sequence[float], prices: Prices) -> Use:
+    """Sums over all that answered, and their cost."""
+    priced = {name: tokens for name, tokens in answered.items() if name in prices}
+    costs = [
+        (tokens.prompt * prices[name][0] + tokens.completion * prices[name][1]) / MILLION
+        for name, tokens in priced.items()
+    ]
+    return Use(
+        calls=sum(tokens.calls for tokens in answered.values()),
+        prompt_tokens=sum(tokens.prompt for tokens in answered.values()),
+        completion_tokens=sum(tokens.completion for tokens in answered.values()),
+        uncounted=sum(tokens.uncounted for tokens in answered.values()),
+        seconds=mean(latencies),
+        cost=sum(costs) if costs else None,
+        unpriced=sum(tokens.calls for name, tokens in answered.items() if name not in prices),
+    )

@@ -1,0 +1,181 @@
+"""`cotune eval`: the trained policies against the base, at temperature 1 and greedy, and with roles swapped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cotune.adapters.manifest import is_export
+from cotune.errors import ConfigError
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.policies import stand_in
+from cotune.recording.records import PolicyRef, Task
+from cotune.runtime.run_sync import run_anywhere
+from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
+from cotune.storage.protocol import Store
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.tasks import as_tasks, load_tasks
+from cotune.trainer.config.train import convert
+from cotune.trainer.evaluation.cost import Prices
+from cotune.trainer.evaluation.modes import USUAL, check_modes, lineups, pairs
+from cotune.trainer.evaluation.policies import open_contestants
+from cotune.trainer.evaluation.progress import EvaluationProgress, OnMode
+from cotune.trainer.evaluation.remarks import remarks
+from cotune.trainer.evaluation.report import EvaluationReport, compare
+from cotune.trainer.evaluation.run import Evaluation, evaluate_episodes, evaluate_policies
+from cotune.trainer.run_folder import describe, write_atomically
+from cotune.workflows import Workflow, load_workflow, workflow_of
+
+
+def evaluate(
+    source: str | Path,
+    workflow: Any,
+    tasks: str | Path | Iterable[Any],
+    *,
+    modes: Sequence[str] = USUAL,
+    limit: int | None = None,
+    model: str | None = None,
+    max_tokens: int | None = None,
+    concurrency: int = 64,
+    timeout: float | None = 600.0,
+    seed: int = 0,
+    threads: int = 1,
+    out: str | Path | None = None,
+    prices: Prices | None = None,
+    roles_by: str | None = None,
+) -> EvaluationReport:
+    """Evaluate a run's newest checkpoint, or an export, on held-out tasks, one episode per task and mode.
+
+    `workflow` is a workflow or its name (`app:solve`); `tasks` a file of JSON lines or a sequence, of which the
+    first `limit` are taken. `max_tokens` limits answers where the application does not (default: as in training, or
+    256 for an export; in the modes `as_deployed` the model's context, as in `deployed`). An episode that takes longer
+    than `timeout` seconds has failed. `out` is a folder for the records and `evaluation.json`; without it nothing is
+    stored. `roles_by` says what names the roles (default: what did in the run). Raises CotuneError subclasses for bad
+    input, before any model is loaded, and WorkflowError when every episode failed.
+    """
+    chosen = check_modes(modes)
+    out = None if out is None else Path(out).absolute()
+    app = load_workflow(workflow) if isinstance(workflow, str) else workflow_of(workflow)
+    held_out = load_tasks(tasks) if isinstance(tasks, str | Path) else as_tasks(tasks)
+    held_out = held_out[:limit]
+    if not held_out:
+        raise ConfigError("limit", limit, "1 or more")
+    _check_out(out)
+    if timeout is not None and not timeout > 0:
+        raise ConfigError("timeout", timeout, "seconds above 0")
+    contestants = open_contestants(source, model)
+    trained = None if is_export(Path(source)) else convert(describe(source)["config"])
+    app = app.named_by(roles_by or (trained and trained.roles_by))
+    params = SamplingParams(max_tokens=max_tokens or (trained.sampling if trained else SamplingParams()).max_tokens)
+
+    async def run() -> EvaluationReport:
+        async with contextlib.AsyncExitStack() as stack:
+            progress = stack.enter_context(EvaluationProgress())
+            progress.say(f"loading the model {contestants.model} ...")
+            chat = ChatTemplate.load(contestants.model, contestants.tool_format)
+            sampler = await TransformersSampler.open(contestants.model, threads=threads)
+            stack.push_async_callback(sampler.aclose)
+            progress.say("publishing the policies ...")
+            await contestants.publish(sampler)
+            info = await sampler.info()
+            store = _open_store(out, stack)
+            return await evaluate_modes(
+                app,
+                held_out,
+                sampler=sampler,
+                chat=chat,
+                roles=contestants.roles,
+                trained=contestants.trained,
+                provider_roles=contestants.provider_roles,
+                others=stand_in(contestants.other_roles),
+                modes=chosen,
+                params=params,
+                deployed_params=params if max_tokens else SamplingParams(max_tokens=info.max_model_len),
+                concurrency=concurrency,
+                timeout=timeout,
+                seed=seed,
+                sink=store,
+                prices=prices,
+                on_mode=progress.mode,
+            )
+
+    report = run_anywhere(run())
+    if out is not None:
+        write_atomically(Path(out) / "evaluation.json", json.dumps(report.to_json(), indent=2).encode())
+    report.require_some_episode()
+    return report
+
+
+async def evaluate_modes(
+    workflow: Workflow,
+    tasks: Sequence[Task],
+    *,
+    sampler: Sampler,
+    chat: ChatFormat,
+    roles: Mapping[str, PolicyRef],
+    trained: Collection[str],
+    modes: Sequence[str] = USUAL,
+    on_mode: OnMode | None = None,
+    params: SamplingParams | None = None,
+    deployed_params: SamplingParams | None = None,
+    provider_roles: Collection[str] = (),
+    others: PolicyRef | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> EvaluationReport:
+    """Evaluate each mode on the same tasks and compare them pairwise.
+
+    `roles` maps roles to their trained versions, which the sampler serves; `trained` are the names of the trained
+    policies. `params` hold where the application asks for nothing, `deployed_params` in the modes that sample as it
+    asks. `on_mode(mode, episodes)` returns what to call after each episode (or None). `options` go to
+    `evaluate_episodes`.
+    """
+    played, notes = lineups(roles, trained, check_modes(modes))
+    evaluations: dict[str, Evaluation] = {}
+    for mode, lineup in played.items():
+        common = {"label": mode, "phase": f"eval-{mode}", **options}
+        common["on_episode"] = on_mode(mode, len(tasks)) if on_mode else None
+        if lineup.policies is None:
+            evaluations[mode] = await evaluate_episodes(workflow, tasks, **common)
+            continue
+        evaluations[mode] = await evaluate_policies(
+            workflow,
+            tasks,
+            sampler=sampler,
+            chat=chat,
+            policies=lineup.policies,
+            temperature=lineup.temperature,
+            params=deployed_params or params if lineup.temperature is None else params,
+            provider_roles=provider_roles,
+            others=others,
+            seed=seed,
+            **common,
+        )
+    sound = [mode for mode, found in evaluations.items() if found.all_failed is None]
+    return EvaluationReport(
+        evaluations=evaluations,
+        comparisons=tuple(compare(evaluations[mode], evaluations[other]) for mode, other in pairs(sound)),
+        notes=(*notes, *remarks(evaluations, roles, provider_roles, others)),
+    )
+
+
+def _open_store(out: str | Path | None, stack: contextlib.AsyncExitStack) -> Store | None:
+    if out is None:
+        return None
+    Path(out).mkdir(parents=True, exist_ok=True)
+    store = SqliteStore.open(Path(out) / "records.db")
+    stack.callback(store.close)
+    return store
+
+
+def _check_out(out: str | Path | None) -> None:
+    """An evaluation has a folder of its own: with other records in it, neither could be told from the other."""
+    if out is None:
+        return
+    taken = next((name for name in ("records.db", "evaluation.json", "run.json") if (Path(out) / name).exists()), None)
+    if taken:
+        raise ConfigError("out", str(out), f"a folder without records; this one has {taken}", "Name a new folder.")

@@ -1,0 +1,82 @@
+"""The modes of an evaluation: who plays the roles in each, how they are sampled, and what each is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from cotune.errors import ConfigError
+from cotune.recording.records import PolicyRef
+
+Mode = Literal["base", "trained", "base_greedy", "greedy", "swapped", "base_as_deployed", "as_deployed", "today"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+USUAL: tuple[Mode, ...] = ("base", "trained", "base_greedy", "greedy", "swapped")
+"""What is run unless modes are named: all that needs no provider and no sampling settings of the application."""
+
+AGAINST: tuple[tuple[Mode, tuple[Mode, ...]], ...] = (
+    ("trained", ("base",)),
+    ("greedy", ("base_greedy", "base")),
+    ("as_deployed", ("base_as_deployed", "base")),
+    ("swapped", ("trained", "base")),
+    ("trained", ("today",)),
+    ("as_deployed", ("today",)),
+)
+"""What each mode is compared with: the first of these that was run."""
+
+
+@dataclass(frozen=True)
+class Lineup:
+    """Who plays each role (None: the application's own provider, in all), and the temperature (None: as asked)."""
+
+    policies: Mapping[str, PolicyRef] | None
+    temperature: float | None
+
+
+def check_modes(modes: Sequence[str]) -> tuple[Mode, ...]:
+    """The modes without repeats. Raises ConfigError for an unknown one or none."""
+    for mode in modes:
+        if mode not in MODES:
+            raise ConfigError("modes", mode, f"one of {', '.join(MODES)}")
+    if not modes:
+        raise ConfigError("modes", (), f"one or more of {', '.join(MODES)}")
+    return tuple(dict.fromkeys(modes))  # type: ignore[arg-type]
+
+
+def swap(roles: Mapping[str, PolicyRef], trained: Collection[str]) -> dict[str, PolicyRef] | None:
+    """Hand each trained policy to the roles of the one before it, in role order; None with fewer than two.
+
+    `trained` are names of policies; roles of other policies keep theirs.
+    """
+    ring = list(dict.fromkeys(ref for ref in roles.values() if ref.name in trained))
+    if len(ring) < 2:
+        return None
+    following = dict(zip(ring, ring[1:] + ring[:1], strict=True))
+    return {role: following.get(ref, ref) for role, ref in roles.items()}
+
+
+def lineups(
+    roles: Mapping[str, PolicyRef], trained: Collection[str], modes: Sequence[Mode]
+) -> tuple[dict[Mode, Lineup], list[str]]:
+    """Who plays each role in each mode, and a note for each mode that cannot be played."""
+    base = {role: PolicyRef(ref.name, 0) for role, ref in roles.items()}
+    swapped = swap(roles, trained)
+    found: dict[Mode, Lineup] = {}
+    notes: list[str] = []
+    for mode in modes:
+        if mode == "today":
+            found[mode] = Lineup(None, None)
+        elif mode == "swapped" and swapped is None:
+            notes.append("swapped was not run: fewer than two trained policies play a role.")
+        elif mode == "swapped":
+            found[mode] = Lineup(swapped, 1.0)
+        else:
+            temperature = None if mode.endswith("as_deployed") else 0.0 if mode.endswith("greedy") else 1.0
+            found[mode] = Lineup(base if mode.startswith("base") else dict(roles), temperature)
+    return found, notes
+
+
+def pairs(ran: Collection[str]) -> list[tuple[Mode, Mode]]:
+    """The modes that are compared, of those that were run."""
+    found = ((mode, next((other for other in others if other in ran), None)) for mode, others in AGAINST if mode in ran)
+    return [(mode, other) for mode, other in found if other]

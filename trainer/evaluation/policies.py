@@ -1,0 +1,97 @@
+"""The policies that an evaluation compares, from a run or an export, and how they get into a sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cotune.adapters.load import load_export
+from cotune.adapters.manifest import is_export, read_manifest
+from cotune.adapters.trained import TrainedPolicy, latest_policies, other_roles_of, tool_format_of
+from cotune.errors import AdapterError, SyncError
+from cotune.policies import OtherRoles
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Sampler, fingerprint
+
+
+@dataclass(frozen=True)
+class Contestants:
+    """Policies with their weights, the base `model` (a folder or Hugging Face id) that version 0 stands for, and what
+    plays a role that has no policy."""
+
+    model: str
+    policies: Sequence[TrainedPolicy]
+    other_roles: OtherRoles = "frozen"
+    tool_format: str = "auto"
+
+    @property
+    def roles(self) -> dict[str, PolicyRef]:
+        """The trained version of each role that is not left to a provider."""
+        return {
+            role: PolicyRef(policy.name, policy.version)
+            for policy in self.policies
+            if policy.kind != "provider"
+            for role in policy.roles
+        }
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the policies that have weights of their own."""
+        return [policy.name for policy in self.policies if policy.weights is not None]
+
+    @property
+    def provider_roles(self) -> list[str]:
+        return [role for policy in self.policies if policy.kind == "provider" for role in policy.roles]
+
+    async def publish(self, sampler: Sampler) -> None:
+        """Publish every trained policy. Raises SyncError when one arrives altered."""
+        for policy in self.policies:
+            if policy.weights is None:
+                continue
+            ref = PolicyRef(policy.name, policy.version)
+            sent = fingerprint(policy.weights)
+            arrived = await sampler.publish(ref, policy.weights, policy.lora if policy.kind == "lora" else None)
+            if arrived != sent:
+                raise SyncError(
+                    f"Policy {ref} arrived at the sampler with fingerprint {arrived}; {sent} was sent.",
+                    "Check the sampler's log.",
+                )
+
+
+def open_contestants(source: str | Path, model: str | None = None) -> Contestants:
+    """Read the newest checkpoint of a run, or an export (hashes checked).
+
+    `model` replaces the recorded path of the base model. Raises RunError, AdapterError.
+    """
+    folder = Path(source)
+    if is_export(folder):
+        return _from_export(folder, model)
+    policies = latest_policies(folder)
+    base = model or next((policy.model for policy in policies if policy.model), None)
+    return Contestants(_needed(base, folder), policies, other_roles_of(folder), tool_format_of(folder))
+
+
+def _from_export(folder: Path, model: str | None) -> Contestants:
+    manifest = read_manifest(folder)
+    recorded = next((policy.base.model for policy in manifest.policies if policy.base), None)
+    export = load_export(folder, model or recorded)
+    policies = [
+        TrainedPolicy(
+            name=policy.name,
+            kind=policy.kind,
+            version=policy.version,
+            roles=[entry.role for entry in manifest.roles if entry.policy == policy.name],
+            model=policy.base.model if policy.base else None,
+            weights=export.weights(policy),
+            lora=policy.lora,
+        )
+        for policy in manifest.policies
+    ]
+    return Contestants(_needed(export.model, folder), policies, manifest.other_roles, manifest.tool_format)
+
+
+def _needed(model: str | Path | None, folder: Path) -> str:
+    if model is None:
+        raise AdapterError(f"{folder} leaves every role to a provider.", "There is nothing to evaluate against it.")
+    return str(model)

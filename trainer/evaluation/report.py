@@ -1,0 +1,185 @@
+"""What `cotune eval` shows and writes: evaluations side by side, compared on the same tasks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from cotune.errors import WorkflowError
+from cotune.trainer.evaluation.cost import Use
+from cotune.trainer.evaluation.run import Evaluation
+from cotune.trainer.evaluation.statistics import Interval, paired_difference, paired_shares
+from cotune.trainer.evaluation.verdict import tasks_for_share, verdict_on_reward, verdict_on_success
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+
+SHOWN = 3
+"""Reasons of failure shown for each evaluation."""
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation minus another, over the tasks that both ran, and what that shows, in a sentence."""
+
+    label: str
+    against: str
+    success: Interval | None
+    """Newcombe's interval for paired shares."""
+    reward: Interval | None
+    """Paired Student's t interval."""
+    verdict: str = ""
+
+
+class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Evaluations by mode, their comparisons, and what was left out and why."""
+
+    evaluations: dict[str, Evaluation]
+    comparisons: tuple[Comparison, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def broken(self) -> list[str]:
+        """Modes in which every episode failed."""
+        return [label for label, e in self.evaluations.items() if e.all_failed is not None]
+
+    def require_some_episode(self) -> None:
+        """Raise WorkflowError where every episode of every mode failed."""
+        if len(self.broken) < len(self.evaluations):
+            return
+        failed: Counter[str] = Counter()
+        for evaluation in self.evaluations.values():
+            failed.update(evaluation.failed)
+        cause, count = failed.most_common(1)[0]
+        total = failed.total()
+        often = "" if count == total else f", {count} times"
+        raise WorkflowError(
+            f"All {total} episodes failed, so there is nothing to evaluate; the commonest cause{often}: {cause}",
+            "Fix that first; cotune check runs the application without a model.",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values, without the endings of single tasks."""
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        for evaluation in plain["evaluations"].values():
+            del evaluation["endings"]
+        return plain
+
+
+def compare(after: Evaluation, before: Evaluation) -> Comparison:
+    """Paired differences of success and reward over the shared tasks. The verdict is on success where it is told."""
+    success = paired_shares(after.successes, before.successes)
+    reward = paired_difference(after.rewards, before.rewards)
+    names = (after.label, before.label)
+    if success is not None:
+        verdict = verdict_on_success(*names, success, tasks_for_share(after.successes, before.successes))
+    elif reward is not None:
+        verdict = verdict_on_reward(*names, reward)
+    else:
+        verdict = f"nothing to compare between {after.label} and {before.label}: no task ended with a reward in both"
+    return Comparison(label=after.label, against=before.label, success=success, reward=reward, verdict=verdict)
+
+
+def render(report: EvaluationReport) -> Group:
+    """Tables for a terminal: results, differences, roles, what episodes take; then failures, notes and verdicts."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[Any] = [_results(report), _roles(report), _use(report)]
+    if report.comparisons:
+        parts.insert(1, _differences(report))
+    for label, evaluation in report.evaluations.items():
+        counts = {**evaluation.failed, **{f"scorer: {why}": n for why, n in evaluation.scorer_errors.items()}}
+        parts.extend(Text(line, style="red") for line in _failures(label, counts))
+    parts.extend(Text(note) for note in report.notes)
+    parts.extend(Text(c.verdict, style="bold") for c in report.comparisons)
+    return Group(*parts)
+
+
+def _failures(label: str, counts: dict[str, int]) -> list[str]:
+    """The most frequent reasons, and how many episodes or scores the others cost."""
+    ranked = sorted(counts.items(), key=lambda item: -item[1])
+    lines = [f"{label}: {n} x {why}" for why, n in ranked[:SHOWN]]
+    if rest := ranked[SHOWN:]:
+        lines.append(f"{label}: {sum(n for _, n in rest)} more, for {len(rest)} other reasons")
+    return lines
+
+
+def _results(report: EvaluationReport) -> Any:
+    table = _table("Results, 95% intervals", "", "success", "reward", "episodes", "failed", "seconds")
+    for label, e in report.evaluations.items():
+        cells = (_percent(e.success), _number(e.reward), str(e.episodes), str(sum(e.failed.values())))
+        table.add_row(label, *cells, f"{e.seconds:.1f}")
+    return table
+
+
+def _differences(report: EvaluationReport) -> Any:
+    table = _table("Differences on the same tasks, 95% intervals", "", "success", "reward", "tasks")
+    for c in report.comparisons:
+        shared = c.success or c.reward
+        cells = (_percent(c.success, "+"), _number(c.reward, "+"), str(shared.n if shared else 0))
+        table.add_row(f"{c.label} - {c.against}", *cells)
+    return table
+
+
+def _roles(report: EvaluationReport) -> Any:
+    """A row per mode and role; its reward components are columns of their own."""
+    rows = [(label, role, r) for label, e in report.evaluations.items() for role, r in e.roles.items()]
+    components = sorted({name for _, _, r in rows for name in r.rewards})
+    failed, cut = any(r.failed for _, _, r in rows), any(r.truncated for _, _, r in rows)
+    optional = [*(["failed"] if failed else []), *(["cut off"] if cut else [])]
+    table = _table("Roles, means per call", "", "answered by", "calls", "turns", "tokens", *optional, *components)
+    for label, role, r in rows:
+        cells = [str(r.calls), f"{r.turns:.1f}", f"{r.prompt_tokens:.0f}+{r.completion_tokens:.1f}"]
+        cells += [str(r.failed)] * failed + [f"{100 * r.truncated:.1f}%"] * cut
+        cells += [f"{r.rewards[name]:.3f}" if name in r.rewards else "-" for name in components]
+        table.add_row(f"{label} {role}", ", ".join(r.policies), *cells)
+    return table
+
+
+def _use(report: EvaluationReport) -> Any:
+    """A row per mode; money only where prices were given."""
+    cost = any(e.use.cost is not None for e in report.evaluations.values())
+    columns = ["calls", "tokens", "seconds", *(["cost"] if cost else [])]
+    table = _table("Means per episode", "", *columns)
+    for label, e in report.evaluations.items():
+        n = max(e.episodes, 1)
+        tokens = f"{e.use.prompt_tokens / n:.0f}+{e.use.completion_tokens / n:.0f}"
+        money = [_cost(e.use, n)] if cost else []
+        table.add_row(label, f"{e.use.calls / n:.1f}", tokens, _number(e.use.seconds), *money)
+    return table
+
+
+def _cost(use: Use, episodes: int) -> str:
+    if use.cost is None:
+        return "-"
+    return f"{use.cost / episodes:.6f}" + (f" ({use.unpriced} calls without a price)" if use.unpriced else "")
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("", "answered by") else "right")
+    return table
+
+
+def _percent(interval: Interval | None, sign: str = "") -> str:
+    if interval is None:
+        return "-"
+    text = f"{100 * interval.mean:{sign}.1f}%"
+    if interval.low is None or interval.high is None:
+        return text
+    return f"{text} [{100 * interval.low:{sign}.1f}, {100 * interval.high:{sign}.1f}]"
+
+
+def _number(interval: Interval | None, sign: str = "") -> str:
+    if interval is None:
+        return "-"
+    text = f"{interval.mean:{sign}.3f}"
+    if interval.low is None or interval.high is None:
+        return text
+    return f"{text} [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]"

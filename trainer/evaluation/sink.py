@@ -1,0 +1,133 @@
+"""Counts what an evaluation records, on its way to the store."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from cotune.recording.recorder import Sink
+from cotune.recording.records import Call, Episode, Record, Reward, candidate_id
+from cotune.trainer.evaluation.cost import Tokens
+
+
+class RoleStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What one role did. Means are per answered call; `turns` is per episode in which the role took part."""
+
+    calls: int
+    failed: int
+    turns: float
+    prompt_tokens: float
+    completion_tokens: float
+    truncated: float
+    """Share of answers cut off at the token limit."""
+    policies: tuple[str, ...] = ()
+    """Who answered: `name@version`, or `provider`."""
+    rewards: dict[str, float] = {}
+    """Mean of each reward component of its answers; empty for a role without a scorer."""
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """How one episode ended, after how many seconds. `reward` is the sum of its components, None where it has none."""
+
+    status: str
+    reward: float | None
+    success: bool | None
+    error: str | None = None
+    seconds: float = 0.0
+
+
+class EvaluationSink:
+    """Counts calls by role and endings by task, and passes every record on to `sink` (if any)."""
+
+    def __init__(self, sink: Sink | None = None) -> None:
+        self.sink = sink
+        self.endings: dict[str, Ending] = {}
+        self.answered: dict[str, Tokens] = {}
+        """What answered calls, by the name of the policy, or of the model that the provider was asked for."""
+        self._roles: dict[str, _RoleCount] = {}
+        self._rewards: dict[str, dict[str, float]] = {}
+        self._lock = threading.Lock()
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Count and pass on. A chosen candidate's rewards count when they come with its call."""
+        with self._lock:
+            chosen: dict[str, _RoleCount] = {}
+            for record in records:
+                match record:
+                    case Call():
+                        self._call(record, chosen)
+                    case Reward() if record.target in chosen:
+                        chosen[record.target].reward(record.name, record.value)
+                    case Reward() if "." not in record.target:
+                        self._rewards.setdefault(record.target, {})[record.name] = record.value
+                    case Episode():
+                        self.endings[record.task.id] = ending(record, self._rewards.pop(record.id, {}))
+        if self.sink is not None:
+            self.sink.write(records)
+
+    def roles(self) -> dict[str, RoleStatistics]:
+        """Statistics by role, in alphabetical order."""
+        with self._lock:
+            return {name: self._roles[name].statistics() for name in sorted(self._roles)}
+
+    def _call(self, call: Call, chosen: dict[str, _RoleCount]) -> None:
+        role = self._roles.setdefault(call.role, _RoleCount())
+        role.call(call)
+        if call.status == "ok":
+            self.answered.setdefault(call.policy.name if call.policy else call.model, Tokens()).add(call)
+        if call.chosen is not None:
+            chosen[candidate_id(call.id, call.chosen)] = role
+
+
+class _RoleCount:
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.episodes: set[str] = set()
+        self.policies: set[str] = set()
+        self.sums: dict[str, float] = {}
+        self.scored: Counter[str] = Counter()
+
+    def call(self, call: Call) -> None:
+        self.counts["calls"] += 1
+        self.episodes.add(call.episode)
+        if call.status != "ok" or call.chosen is None:
+            self.counts["failed"] += 1
+            return
+        answer = call.candidates[call.chosen]
+        self.counts["prompt"] += call.prompt_tokens or call.usage.prompt_tokens
+        self.counts["completion"] += len(answer.token_ids) or call.usage.completion_tokens
+        self.counts["truncated"] += answer.finish_reason == "length"
+        self.policies.add(str(call.policy) if call.policy else "provider")
+
+    def reward(self, name: str, value: float) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + value
+        self.scored[name] += 1
+
+    def statistics(self) -> RoleStatistics:
+        calls, failed = self.counts["calls"], self.counts["failed"]
+        answered = max(calls - failed, 1)
+        return RoleStatistics(
+            calls=calls,
+            failed=failed,
+            turns=calls / len(self.episodes),
+            prompt_tokens=self.counts["prompt"] / answered,
+            completion_tokens=self.counts["completion"] / answered,
+            truncated=self.counts["truncated"] / answered,
+            policies=tuple(sorted(self.policies)),
+            rewards={name: self.sums[name] / count for name, count in sorted(self.scored.items())},
+        )
+
+
+def ending(episode: Episode, rewards: Mapping[str, float]) -> Ending:
+    """`success` is the metric of that name that the workflow returned; true from 0.5 on."""
+    told = episode.metrics.get("success")
+    return Ending(
+        status=episode.status,
+        reward=sum(rewards.values()) if rewards else None,
+        success=None if told is None else told >= 0.5,
+        error=episode.error,
+        seconds=episode.latency,
+    )

@@ -1,0 +1,150 @@
+"""What a learner writes into a checkpoint. Local and FSDP learners write and read the same files.
+
+| file | what it holds |
+|---|---|
+| `learner.json` | the policies |
+| `<i>.safetensors` | weights of the i-th trained policy, whole |
+| `<i>.optimizer.safetensors` or `<i>.optimizer/` | its optimizer state: of a learner of one process, or in parts |
+| `<i>.progress.safetensors` | the state of its row order, and how many steps it has made |
+
+All are JSON or safetensors, so that reading a file that someone else made runs no code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from cotune.errors import RunError
+from cotune.policies import PolicySpec
+from cotune.trainer.learner.dist import Ranks, fill, is_sharded, whole
+from cotune.trainer.learner.policy_model import PolicyModel
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def write_identity(folder: Path, specs: Sequence[PolicySpec]) -> None:
+    (folder / "learner.json").write_bytes(msgspec.json.encode(_identity(specs)))
+
+
+def check_identity(folder: Path, specs: Sequence[PolicySpec]) -> None:
+    """Raises RunError when `folder` holds other policies than these, or nothing readable."""
+    with restoring(folder):
+        found = msgspec.json.decode((folder / "learner.json").read_bytes())
+        if found != (own := msgspec.json.decode(msgspec.json.encode(_identity(specs)))):
+            raise RunError(f"{folder} holds the policies {found}, this run trains {own}.")
+
+
+def write_weights(folder: Path, policy: PolicyModel, ranks: Ranks) -> None:
+    """`<i>.safetensors`, by the first rank; each tensor is gathered in turn."""
+    state = {}
+    for name, tensor in policy.state().items():
+        gathered = whole(tensor)
+        if ranks.rank == 0:
+            state[name] = gathered
+    if ranks.rank == 0:
+        _write(folder / f"{policy.index}.safetensors", state)
+
+
+def read_weights(folder: Path, policy: PolicyModel) -> None:
+    from safetensors import safe_open
+
+    path = folder / f"{policy.index}.safetensors"
+    with safe_open(path, "pt") as file:
+        if set(file.keys()) != policy.state().keys():
+            raise RunError(f"{path} holds other tensors than policy {policy.spec.name!r}.", "Use another checkpoint.")
+        for name in file.keys():  # noqa: SIM118 - no mapping
+            policy.load({name: file.get_tensor(name)})
+
+
+def write_optimizer(folder: Path, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
+    parameters = policy.parameters()
+    state = _state(parameters, optimizer)
+    if any(is_sharded(parameter) for parameter in parameters.values()):
+        from cotune.trainer.learner.fsdp.checkpoint import write_sharded
+
+        write_sharded(folder / f"{policy.index}.optimizer", state)
+    else:
+        _write(folder / f"{policy.index}.optimizer.safetensors", state)
+
+
+def read_optimizer(folder: Path, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
+    """Restore moments and step counts, written by whichever learner, into this one's parts of the tensors."""
+    from safetensors import safe_open
+
+    parameters = policy.parameters()
+    optimizer.state.clear()
+    if (path := folder / f"{policy.index}.optimizer").is_dir():
+        from cotune.trainer.learner.fsdp.checkpoint import read_sharded, sharded_names
+
+        _open_state(parameters, optimizer, sharded_names(path))
+        read_sharded(path, _state(parameters, optimizer))
+        return
+    with safe_open(folder / f"{policy.index}.optimizer.safetensors", "pt") as file:
+        _open_state(parameters, optimizer, file.keys())
+        for name, tensor in _state(parameters, optimizer).items():
+            fill(tensor, file.get_tensor(name))
+
+
+def write_progress(folder: Path, policy: PolicyModel, order: torch.Generator, steps: int) -> None:
+    _write(folder / f"{policy.index}.progress.safetensors", {"order": order.get_state(), "steps": torch.tensor(steps)})
+
+
+def read_progress(folder: Path, policy: PolicyModel, order: torch.Generator) -> int:
+    """Restore the order of rows; returns the steps made."""
+    from safetensors.torch import load_file
+
+    found = load_file(folder / f"{policy.index}.progress.safetensors")
+    order.set_state(found["order"])
+    return int(found["steps"])
+
+
+@contextmanager
+def restoring(folder: Path) -> Iterator[None]:
+    """Whatever breaks while `folder` is read becomes a RunError that names it."""
+    from safetensors import SafetensorError
+
+    broken = (OSError, LookupError, RuntimeError, ValueError, TypeError, AssertionError, SafetensorError)
+    try:
+        yield
+    except broken as error:
+        raise RunError(f"Cannot restore the learner from {folder}: {error}", "Use another checkpoint.") from error
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises OSError, as other ways to write a file do."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
+
+
+def _identity(specs: Sequence[PolicySpec]) -> dict[str, Any]:
+    return {spec.name: msgspec.to_builtins(spec) for spec in specs}
+
+
+def _open_state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+    """Give the parameters in these "kind/parameter" a blank state of AdamW, sharded like they are."""
+    for name in {name.partition("/")[2] for name in names}:
+        parameter = parameters[name]
+        moments = {kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS}
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        optimizer.state[parameter] = {"step": step, **moments}
+
+
+def _state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors as "kind/parameter"."""
+    return {
+        f"{kind}/{name}": tensor
+        for name, parameter in parameters.items()
+        for kind, tensor in optimizer.state.get(parameter, {}).items()
+    }

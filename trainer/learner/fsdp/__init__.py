@@ -1,0 +1,1 @@
+"""The learner on a cluster: FSDP2 over Ray actors."""

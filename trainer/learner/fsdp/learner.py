@@ -1,0 +1,178 @@
+"""The learner on a cluster: pools of Ray actors that divide weights and rows among them with FSDP2."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from cotune.algorithms.recipes import LossSpec
+from cotune.algorithms.samples import TrainRow
+from cotune.errors import ConfigError
+from cotune.integrations.ray.worker_group import RayGang
+from cotune.policies import Policies, PolicySpec
+from cotune.sampling.protocol import Weights
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.learner import files as files
+from cotune.trainer.learner.fsdp.worker import pack_rows
+from cotune.trainer.learner.local import check_loss, check_rows
+
+T = TypeVar("T")
+
+RANK = "cotune.trainer.learner.fsdp.worker:FsdpRank"
+
+
+class Pool:
+    """The ranks that train some of the policies together."""
+
+    def __init__(
+        self, names: Sequence[str], start: Callable[[], RayGang], opening: Sequence[Any], timeout: float
+    ) -> None:
+        self.names = tuple(names)
+        self._start = start
+        self._opening = opening
+        self._timeout = timeout
+        self.gang: RayGang | None = None
+
+    def open(self) -> None:
+        """Start the actors, let them find each other, and load the models."""
+        gang = self._start()
+        try:
+            settings: LearnerSettings = self._opening[2]
+            port = gang.call_first("listen", gang.host, self._timeout, timeout=self._timeout)
+            gang.call("join", gang.host, port, settings.device, self._timeout, timeout=self._timeout)
+            gang.call("open", *self._opening, list(self.names), timeout=self._timeout)
+        except BaseException:
+            gang.close()
+            raise
+        self.gang = gang
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return self.gang.call(method, *arguments, timeout=self._timeout)
+
+    def restart(self) -> None:
+        """Fresh actors in place of lost ones."""
+        if self.gang is not None and self.gang.lost is None:
+            return
+        if self.gang is not None:
+            self.gang.close()
+        self.open()
+
+    def close(self) -> None:
+        if self.gang is not None:
+            self.gang.close()
+
+
+class FsdpLearner:
+    """The `Learner` protocol over pools of Ray actors. Methods may be called from any thread.
+
+    Calls for policies of one pool run one after the other, those of different pools at once. When a rank dies or
+    hangs, the call raises LearnerError within the time-out and names it; the pool stays lost until `restart`. The
+    folder of a checkpoint must be visible under one path on all machines.
+    """
+
+    def __init__(self, specs: Sequence[PolicySpec], pools: Sequence[Pool]) -> None:
+        self._specs = list(specs)
+        self._pools = list(pools)
+        self._of = {name: pool for pool in pools for name in pool.names}
+
+    @classmethod
+    def open(
+        cls,
+        model: str,
+        policies: Policies,
+        settings: LearnerSettings,
+        loss: LossSpec,
+        *,
+        workers: int = 2,
+        pools: Literal["shared", "per_policy"] = "shared",
+        gpus_per_worker: float = 0,
+        cpus_per_worker: float = 1,
+        placement: str = "PACK",
+        runtime_env: Mapping[str, Any] | None = None,
+        timeout: float = 600,
+    ) -> FsdpLearner:
+        """Start `workers` actors per pool in this process's Ray and load `model` for every trained policy.
+
+        `pools`: "shared" trains all policies in one pool (adapters of one base share its weights), "per_policy" gives
+        each a pool of its own, so that they train at once. `timeout` bounds every call, in seconds. Raises ConfigError
+        for what does not fit into the cluster or cannot be trained, LearnerError when a worker fails.
+        """
+        check_loss(loss, settings)
+        if workers < 1:
+            raise ConfigError("cluster.learners", workers, "an integer of at least 1")
+        specs = [spec for spec in policies.specs.values() if spec.trained]
+        names = [spec.name for spec in specs]
+        groups = [names] if pools == "shared" else [[name] for name in names]
+
+        def start(group: Sequence[str]) -> RayGang:
+            return RayGang.start(
+                RANK,
+                workers,
+                name=", ".join(group),
+                cpus=cpus_per_worker,
+                gpus=gpus_per_worker,
+                placement=placement,
+                runtime_env=runtime_env,
+                timeout=timeout,
+            )
+
+        opening = (model, policies, settings, loss)
+        made = [Pool(group, lambda group=group: start(group), opening, timeout) for group in groups]
+        learner = cls(specs, made)
+        try:
+            learner._all(Pool.open)
+        except BaseException:
+            learner._all(Pool.close)
+            raise
+        return learner
+
+    def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
+        """All epochs and mini-batches of one step, as `LocalLearner.update`, with the same metrics."""
+        check_rows(rows)
+        return self._pool(policy).call("update", policy, pack_rows(rows), lr_scale)
+
+    def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
+        """log pi_train of each row's response tokens at the row's temperature, in nats, without gradients."""
+        check_rows(rows)
+        return [np.array(part) for part in self._pool(policy).call("logprobs", policy, pack_rows(rows))]
+
+    def weights(self, policy: str) -> Weights:
+        """Trainable weights as fp32 arrays, gathered from all ranks: names as of `LocalLearner.weights`."""
+        return {name: np.array(array) for name, array in self._pool(policy).call("weights", policy).items()}
+
+    def save(self, folder: Path) -> None:
+        """Write weights whole, optimizer states divided (see `learner_files`); all pools at once."""
+        files.write_identity(folder, self._specs)
+        self._all(lambda pool: pool.call("save", str(folder.absolute())))
+
+    def load(self, folder: Path, new: Collection[str] = ()) -> None:
+        """Restore what `save` or a `LocalLearner` wrote, with any number of workers, but for policies that are `new`.
+        Raises RunError."""
+        files.check_identity(folder, [spec for spec in self._specs if spec.name not in new])
+        self._all(lambda pool: pool.call("load", str(folder.absolute()), list(new)))
+
+    def restart(self) -> None:
+        """Fresh actors for the pools that lost one; then `load` the last checkpoint, which sets back all pools."""
+        self._all(Pool.restart)
+
+    async def aclose(self) -> None:
+        """End all actors; calls that still run fail."""
+        await asyncio.to_thread(self._all, Pool.close)
+
+    def _pool(self, policy: str) -> Pool:
+        if policy not in self._of:
+            raise ConfigError("policy", policy, f"a trained policy: {sorted(self._of)}")
+        return self._of[policy]
+
+    def _all(self, work: Callable[[Pool], T]) -> list[T]:
+        """`work` on every pool at once; the first error, once all are done."""
+        if not self._pools:
+            return []
+        with ThreadPoolExecutor(len(self._pools)) as threads:
+            return [done.result() for done in [threads.submit(work, pool) for pool in self._pools]]

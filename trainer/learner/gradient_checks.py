@@ -1,0 +1,181 @@
+"""Proof that an optimizer trains what it should: each tensor is in exactly one, gets a gradient, and moves, unless
+rounding swallows its steps, which is told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cotune.errors import LearnerError
+from cotune.trainer.learner.dist import Alone, Ranks, shard_of
+
+BFLOAT16 = 2.0**16
+"""A unit in the last place of bfloat16 in those of float32."""
+
+SURE = 2.0
+"""A step of more such halves moves its entry however the optimizer rounds on the way."""
+
+CHUNK = 1 << 22
+"""Entries looked at in one go: bounds the memory."""
+
+
+def check_optimizers(
+    trainable: Mapping[str, Mapping[str, nn.Parameter]], optimizers: Mapping[str, torch.optim.Optimizer]
+) -> None:
+    """Raises LearnerError unless each policy's tensors are in its optimizer, and in no other one.
+
+    `trainable` gives the tensors of each policy by name.
+    """
+    held = {
+        policy: Counter(id(p) for group in optimizer.param_groups for p in group["params"])
+        for policy, optimizer in optimizers.items()
+    }
+    for policy, parameters in trainable.items():
+        for name, parameter in parameters.items():
+            holders = [owner for owner, ids in held.items() for _ in range(ids[id(parameter)])]
+            if holders != [policy]:
+                raise LearnerError(
+                    f"Tensor {name} of policy {policy!r} is in the optimizers of {holders or 'no policy'}.",
+                    "Build one optimizer per policy, after its adapter has been added, over its own tensors only.",
+                )
+
+
+class Movement:
+    """Watches a policy's tensors until each has moved once; costs nothing afterwards.
+
+    The entry whose step is largest in units in the last place, on whichever rank holds it, stands for its tensor. Where
+    even that one is under half a unit, float32 rounds the whole step away, as it may early in a warm-up: the tensor is
+    in `lost` and watched on. B of a LoRA starts at zero, so A has no gradient before the second step.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.AdamW,
+        ranks: Ranks | None = None,
+        *,
+        dtype: str = "float32",
+    ) -> None:
+        self.pending = dict(parameters)
+        self.lost: dict[str, float] = {}
+        """Tensors that a step has not moved: the largest step in halves of a unit in the last place, under 1."""
+        self.steps = 0
+        self._optimizer = optimizer
+        self._dtype = dtype
+        self._ranks = ranks or Alone()
+        self._marks: dict[str, tuple[float, tuple[int, float] | None]] = {}
+        self._counts = torch.zeros(3, dtype=torch.float64)
+        self._news: dict[str, float] = {}
+        self._told: set[str] = set()
+
+    def before_step(self) -> None:
+        """Note where each tensor that has a gradient stands, and how far its step will reach."""
+        names = list(self.pending)
+        reaches = [_reach(self.pending[name], self._optimizer) for name in names]
+        largest = self._ranks.max(torch.tensor([reach.largest for reach in reaches])).tolist()
+        counts = torch.tensor([reach.counts for reach in reaches], dtype=torch.float64).reshape(-1, 3)
+        self._counts = self._counts + self._ranks.sum(counts.sum(0))
+        self._marks = {}
+        for name, reach, peak in zip(names, reaches, largest, strict=True):
+            if peak > 0:
+                held = reach.largest == peak
+                mark = (reach.index, _entry(self.pending[name], reach.index)) if held else None
+                self._marks[name] = (peak, mark)
+
+    def after_step(self) -> None:
+        """Raises LearnerError when a tensor stands where it stood though its step does not round away."""
+        absent = all(parameter.grad is None for parameter in self.pending.values())
+        self.steps += bool(self._marks) or absent
+        stood = [
+            mark is not None and _entry(self.pending[name], mark[0]) == mark[1]
+            for name, (_, mark) in self._marks.items()
+        ]
+        still = self._ranks.max(torch.tensor(stood, dtype=torch.float32)).tolist()
+        for (name, (reach, _)), stands in zip(self._marks.items(), still, strict=True):
+            if stands and reach > SURE:
+                raise LearnerError(
+                    f"Tensor {name} has a gradient but did not move in its first optimizer step, which reaches "
+                    f"{reach:.3g} times half a unit in the last place.",
+                    "The optimizer does not hold what is trained: report this with the versions of torch and peft.",
+                )
+            if self._dtype == "bfloat16" and reach < BFLOAT16:
+                self._news[f"lost_bfloat16/{name}"] = reach / BFLOAT16
+            if stands:
+                self.lost[name] = self._news[f"lost/{name}"] = reach
+            else:
+                self.lost.pop(name, None)
+                del self.pending[name]
+
+    def after_update(self, policy: str) -> dict[str, float]:
+        """Figures of the tensors that are watched: `lost_tensors`, how many no step has moved yet; where any was
+        watched, `lost_share`, that of their entries with a step under half a unit in the last place; and once of each
+        tensor of which that holds throughout, `lost/<tensor>`: its largest step in such halves. The same with
+        `_bfloat16` for forward passes in it, which see the steps when they have added up in float32.
+
+        Raises LearnerError when a tensor has had no gradient though it should.
+        """
+        late = [name for name in self.pending if name not in self.lost and (self.steps > 1 or ".lora_A." not in name)]
+        if late and self.steps:
+            raise LearnerError(
+                f"{len(late)} tensors of policy {policy!r} got no gradient from its first update: {late[:3]}",
+                "Check lora.targets: the loss must depend on every target module.",
+            )
+        found = {"lost_tensors": float(len(self.lost))}
+        entries, lost, unseen = self._counts.tolist()
+        if entries:
+            found["lost_share"] = lost / entries
+            if self._dtype == "bfloat16":
+                found["lost_share_bfloat16"] = unseen / entries
+        found |= {name: reach for name, reach in self._news.items() if name not in self._told}
+        self._told |= self._news.keys()
+        self._counts, self._news = torch.zeros(3, dtype=torch.float64), {}
+        return found
+
+
+class _Reach(NamedTuple):
+    """The coming step of this rank's part of a tensor, in halves of a unit in the last place of float32: the largest
+    and where it is, and how many entries there are with a step, under one such half, and under one of bfloat16."""
+
+    index: int
+    largest: float
+    counts: tuple[int, int, int]
+
+
+def _reach(parameter: nn.Parameter, optimizer: torch.optim.AdamW) -> _Reach:
+    index, largest, counts = 0, 0.0, torch.zeros(3, dtype=torch.int64)
+    if parameter.grad is None:
+        return _Reach(index, largest, (0, 0, 0))
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    state = optimizer.state.get(parameter, {})
+    parts = [parameter.detach(), parameter.grad, *(state[name] for name in ("exp_avg", "exp_avg_sq") if state)]
+    taken = int(state["step"]) if state else 0
+    for start, pieces in enumerate(zip(*(shard_of(p).reshape(-1).split(CHUNK) for p in parts), strict=True)):
+        if not pieces[0].numel():
+            continue
+        value, size = pieces[0], _adam_step(group, taken, *pieces).abs()
+        unit = torch.nextafter(value.abs(), value.new_tensor(torch.inf)) - value.abs()
+        reach = size / (unit / 2).clamp(min=torch.finfo(torch.float32).tiny)
+        place = int(reach.argmax())
+        if reach[place] > largest:
+            index, largest = start * CHUNK + place, float(reach[place])
+        there = size > 0
+        counts += torch.stack([there.sum(), (there & (reach < 1)).sum(), (there & (reach < BFLOAT16)).sum()]).cpu()
+    return _Reach(index, largest, tuple(counts.tolist()))
+
+
+def _adam_step(
+    group: Mapping[str, Any], taken: int, value: Tensor, gradient: Tensor, first: Any = 0.0, second: Any = 0.0
+) -> Tensor:
+    """What AdamW will subtract (decoupled weight decay, arXiv 1711.05101), its moments after `taken` steps given."""
+    beta1, beta2 = group["betas"]
+    mean = (beta1 * first + (1 - beta1) * gradient) / (1 - beta1 ** (taken + 1))
+    square = (beta2 * second + (1 - beta2) * gradient**2) / (1 - beta2 ** (taken + 1))
+    return group["lr"] * (mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * value)
+
+
+def _entry(parameter: nn.Parameter, index: int) -> float:
+    return shard_of(parameter.detach()).reshape(-1)[index].item()

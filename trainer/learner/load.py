@@ -1,0 +1,121 @@
+"""Loads the models of a run's trained policies: one PEFT model per base for all its adapters, a model per `full`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from cotune.errors import ConfigError
+from cotune.integrations.models.folder import loading_weights, reading
+from cotune.policies import Policies, PolicySpec
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.learner.logprob_model import Scorer
+from cotune.trainer.learner.policy_model import PolicyModel
+
+log = logging.getLogger(__name__)
+
+SEED_STRIDE = 7919
+"""Sets the seeds of a run's policies so far apart that neighbouring seeds of two runs share none."""
+
+
+def open_policy_models(
+    model: str, policies: Policies, settings: LearnerSettings, *, reference: bool, names: Collection[str] | None = None
+) -> dict[str, PolicyModel]:
+    """The trained policies by name, or those of them in `names`; frozen and provider policies are left out.
+
+    `reference` keeps a frozen copy of each `full` model (an adapter's reference is its base). A policy starts from the
+    same weights whatever else is opened with it. Raises ConfigError for a model that cannot be trained this way.
+    """
+    device = _device(settings.device)
+    trained = [spec for spec in policies.specs.values() if spec.trained]
+    opened: dict[str, PolicyModel] = {}
+    shared: dict[str, tuple[Any, Scorer]] = {}
+    with torch.random.fork_rng(devices=[]):
+        for index, spec in enumerate(trained):
+            if names is not None and spec.name not in names:
+                continue
+            torch.manual_seed(settings.seed + SEED_STRIDE * index)
+            path = spec.model or model
+            if spec.kind == "full":
+                network = Scorer(_load(path, "float32", device, settings))
+                copy = Scorer(_load(path, "float32", device, settings).requires_grad_(False)) if reference else None
+                opened[spec.name] = PolicyModel(spec, index, network, settings, frozen_copy=copy)
+            else:
+                adapter = f"policy{index}"
+                if path in shared:
+                    shared[path][0].add_adapter(adapter, _lora_config(spec))
+                else:
+                    base = _wrap(_load(path, settings.dtype, device, settings), spec, adapter)
+                    shared[path] = (base, Scorer(base.get_base_model()))
+                base, network = shared[path]
+                opened[spec.name] = PolicyModel(spec, index, network, settings, peft=base, adapter=adapter)
+    if not opened:
+        raise ConfigError("policies", {n: s.kind for n, s in policies.specs.items()}, "at least one lora or full")
+    for policy in {id(p.network): p for p in opened.values()}.values():
+        _prepare(policy, settings)
+    return opened
+
+
+def _load(path: str, dtype: str, device: torch.device, settings: LearnerSettings) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    with reading(path):
+        network = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **loading_weights())
+    return network.to(device).eval()
+
+
+def _lora_config(spec: PolicySpec) -> Any:
+    from peft import LoraConfig
+
+    lora = spec.lora
+    if "lm_head" in lora.targets:
+        raise ConfigError("lora.targets", lora.targets, "linear layers below the output embedding", "Remove lm_head.")
+    return LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), lora_dropout=0.0, task_type="CAUSAL_LM"
+    )
+
+
+def _wrap(network: Any, spec: PolicySpec, adapter: str) -> Any:
+    from peft import get_peft_model
+
+    try:
+        return get_peft_model(network, _lora_config(spec), adapter_name=adapter)
+    except ValueError as error:
+        raise ConfigError("lora.targets", spec.lora.targets, f"names of linear layers of the model ({error})") from None
+
+
+def _prepare(policy: PolicyModel, settings: LearnerSettings) -> None:
+    """Switch activation checkpointing on where asked for, and check that the head is all that makes the logits."""
+    network = policy.network
+    if settings.activation_checkpointing:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for module in network.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = True  # only the layer's own flag: dropout inside stays off
+    ids = torch.tensor([[0, 1]], device=policy.device)
+    head = network.get_output_embeddings()
+    with torch.no_grad():
+        logits = network(input_ids=ids, use_cache=False).logits
+        states = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        same = torch.allclose(torch.nn.functional.linear(states, head.weight, head.bias), logits, atol=1e-3, rtol=1e-2)
+    if not same:
+        kind = type(network).__name__
+        raise ConfigError("model", kind, "a model whose logits are its output embedding times the last hidden state")
+    if settings.shared_prompts and not policy.shares_prompts:
+        log.warning("Prompts are computed once per candidate: activation checkpointing is on, or not all is attention.")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except RuntimeError as error:
+        raise ConfigError("learner.device", name, f"a torch device of this machine ({error})") from None

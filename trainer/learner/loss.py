@@ -1,0 +1,181 @@
+"""The policy losses as pure functions of per-token tensors, configured by a recipe's `LossSpec`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cotune.algorithms.recipes import LossSpec
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The response tokens of one pass that count, flattened over rows; every tensor has shape [N].
+
+    `new`, `sampler`, `old` are log-probabilities in nats: of the weights being trained (with gradient), of the sampler,
+    and of the policy before the update; `old` None takes the ratio straight against the sampler. `row` numbers the
+    row of each token from 0. `weight` is the token's share of the loss (`token_weights`). `entropy` (with gradient)
+    and `reference` are needed by their loss terms only.
+    """
+
+    new: Tensor
+    sampler: Tensor
+    advantage: Tensor
+    weight: Tensor
+    row: Tensor
+    old: Tensor | None = None
+    entropy: Tensor | None = None
+    reference: Tensor | None = None
+
+
+class LossParts(NamedTuple):
+    """The loss (a scalar), and of each token [N], detached: the ratio, whether the clip holds it, whether the
+    correction was truncated, and k3 of KL(policy || reference), None where no reference is given."""
+
+    loss: Tensor
+    ratio: Tensor
+    clipped: Tensor
+    truncated: Tensor
+    kl: Tensor | None
+
+
+KL_SLOPE = 10.0
+"""How steep k3 gets, at most, where the policy is less likely than the reference: as at a quotient of this size."""
+
+
+def token_weights(spec: LossSpec, lengths: Tensor, trajectories: Tensor | None = None) -> Tensor:
+    """Share of every token in the loss of a mini-batch whose rows have these `lengths` [R] of tokens that count, rows
+    in order.
+
+    token_mean: 1 / tokens of the mini-batch. sequence_mean: 1 / (rows * tokens of the row). trajectory_mean: 1 /
+    (trajectories * tokens of the trajectory), whose tokens `trajectories` [R] gives for each row; of a trajectory that
+    is not wholly in the mini-batch, what is there counts as that share of one. constant: 1 / (rows * constant_length),
+    Dr. GRPO's sum without length bias. The loss of a mini-batch is then a plain sum over its tokens,
+    in whatever micro-batches they come.
+    """
+    if spec.aggregation == "token_mean":
+        per_row = torch.full(lengths.shape, 1.0 / int(lengths.sum()))
+    elif spec.aggregation == "sequence_mean":
+        per_row = 1.0 / (len(lengths) * lengths.float())
+    elif spec.aggregation == "trajectory_mean":
+        assert trajectories is not None
+        per_row = 1.0 / ((lengths / trajectories).sum() * trajectories.float())
+    else:
+        per_row = torch.full(lengths.shape, 1.0 / (len(lengths) * spec.constant_length))
+    return per_row.repeat_interleave(lengths)
+
+
+def trusted(spec: LossSpec, mismatch: Tensor, row: Tensor) -> Tensor:
+    """Which tokens [N] the recipe's mask leaves in. `mismatch` [N] is log pi_old - log pi_sampler of each.
+
+    token: exp of its own mismatch is within the bounds. sequence: that of its row's sum is. geometric: of its mean.
+    """
+    low, high = spec.mask_bounds
+    if spec.mask == "sequence":
+        mismatch = _row_sum(mismatch, row)
+    elif spec.mask == "geometric":
+        mismatch = _row_mean(mismatch, row)
+    quotient = mismatch.exp()
+    return (quotient >= low) & (quotient <= high)
+
+
+def policy_loss(spec: LossSpec, tokens: Tokens) -> LossParts:
+    """Weighted sum over tokens of w * (policy loss + kl * k3) - entropy * H.
+
+    r = exp(new - old) per token, or its geometric mean over the row (ratio "sequence", GSPO), and
+    w = min(exp(old - sampler), tis_cap), detached, corrects for a sampler that disagrees with the trainer.
+    Straight against the sampler (`old` None) r itself carries that correction, so w = 1 and r is truncated instead:
+    above the cap it counts as the cap, with gradient cap * d new.
+
+    ppo: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). cispo: -stop_gradient(clip(r)) A new. none: -r A.
+    ppo with dual_clip c: never above c |A| where A < 0. Without a ratio: -A new with w = min(exp(new - sampler),
+    tis_cap). k3 = exp(q) - q - 1 with q = reference - new, continued along its tangent above exp(q) = KL_SLOPE.
+    With kl_in "reward" there is no k3; A is less by kl * (old - reference), the sampler standing for an `old` of None.
+    """
+    if tokens.reference is not None and spec.kl_in == "reward":
+        before = tokens.sampler if tokens.old is None else tokens.old
+        tokens = replace(tokens, advantage=tokens.advantage - spec.kl * (before - tokens.reference))
+    ratio, correction, truncated = _ratio(spec, tokens)
+    gain, clipped = _gain(spec, tokens, ratio)
+    per_token = -correction * gain
+    kl = None
+    if tokens.reference is not None:
+        kl = _k3(tokens.reference - tokens.new)
+        if spec.kl_in == "loss":
+            per_token = per_token + _importance(spec, tokens, ratio, correction) * spec.kl * kl
+    if spec.entropy:
+        per_token = per_token - spec.entropy * tokens.entropy
+    loss = (tokens.weight * per_token).sum()
+    return LossParts(loss, ratio.detach(), clipped, truncated, None if kl is None else kl.detach())
+
+
+def _ratio(spec: LossSpec, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """Ratio (with gradient), correction weight (without), and where either was truncated."""
+    cap = float("inf") if spec.tis_cap is None else spec.tis_cap
+    if spec.ratio == "none":
+        ratio = (tokens.new.detach() - tokens.sampler).exp()
+        correction = torch.ones_like(ratio) if spec.tis_cap is None else ratio.clamp(max=cap)
+        return ratio, correction, ratio > cap
+    change = tokens.new - (tokens.sampler if tokens.old is None else tokens.old)
+    if spec.ratio == "sequence":
+        change = _row_mean(change, tokens.row)
+    ratio = change.exp()
+    if tokens.old is None or spec.tis_cap is None:
+        return ratio, torch.ones_like(ratio), ratio.detach() > (cap if tokens.old is None else float("inf"))
+    mismatch = tokens.old - tokens.sampler
+    if spec.ratio == "sequence":
+        mismatch = _row_mean(mismatch, tokens.row)
+    mismatch = mismatch.exp()
+    return ratio, mismatch.clamp(max=cap), mismatch > cap
+
+
+def _gain(spec: LossSpec, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """What each token gains before weights (the negative policy loss), and where the clip holds it."""
+    advantage = tokens.advantage
+    none = torch.zeros_like(ratio, dtype=torch.bool)
+    if spec.ratio == "none":
+        return advantage * tokens.new, none
+    value = ratio.detach()
+    bounded = ratio
+    if tokens.old is None and spec.tis_cap is not None:
+        bounded = ratio * (spec.tis_cap / value).clamp(max=1.0)
+    if spec.style == "none":
+        return bounded * advantage, none
+    low, high = 1.0 - spec.clip_low, 1.0 + spec.clip_high
+    if spec.style == "cispo":
+        return bounded.detach().clamp(low, high) * advantage * tokens.new, (value < low) | (value > high)
+    clipped = ((advantage > 0) & (value > high)) | ((advantage < 0) & (value < low))
+    gain = torch.minimum(bounded * advantage, ratio.clamp(low, high) * advantage)
+    if spec.dual_clip is not None:
+        floor = spec.dual_clip * advantage
+        beyond = (advantage < 0) & (gain.detach() < floor)
+        gain, clipped = torch.where(beyond, floor, gain), clipped | beyond
+    return gain, clipped
+
+
+def _importance(spec: LossSpec, tokens: Tokens, ratio: Tensor, correction: Tensor) -> Tensor:
+    """The truncated weight of a token that the sampler drew, without gradient."""
+    if tokens.old is None and spec.ratio != "none" and spec.tis_cap is not None:
+        return ratio.detach().clamp(max=spec.tis_cap)
+    return correction
+
+
+def _k3(gap: Tensor) -> Tensor:
+    """exp(q) - q - 1; where exp(q) is above KL_SLOPE the tangent there, whose slope is KL_SLOPE - 1."""
+    bounded = gap.clamp(max=math.log(KL_SLOPE))
+    return bounded.exp() * (1.0 + gap - bounded) - gap - 1.0
+
+
+def _row_mean(values: Tensor, row: Tensor) -> Tensor:
+    """Mean over each row, given back to each of its tokens."""
+    return _row_sum(values, row) / _row_sum(torch.ones_like(values), row)
+
+
+def _row_sum(values: Tensor, row: Tensor) -> Tensor:
+    """Sum over each row, given back to each of its tokens."""
+    rows = int(row.max()) + 1
+    return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, row, values)[row]

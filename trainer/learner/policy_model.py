@@ -1,0 +1,122 @@
+"""One trained policy: its weights, and its forward pass over training rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cotune.algorithms.samples import TrainRow
+from cotune.policies import PolicySpec
+from cotune.sampling.protocol import Weights
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.learner.dist import fill, whole
+from cotune.trainer.learner.forward import can_share
+from cotune.trainer.learner.logprob_model import Scorer
+
+COPY = {"dtype": torch.float32, "device": "cpu", "copy": True}
+
+
+@dataclass
+class PolicyModel:
+    """A causal LM of its own (`adapter` None), or one adapter of a PEFT model that several policies may share.
+
+    `index` is its number among the trained policies, `frozen_copy` the untrained model of a policy without an adapter.
+    """
+
+    spec: PolicySpec
+    index: int
+    scorer: Scorer
+    settings: LearnerSettings
+    peft: Any = None
+    adapter: str | None = None
+    frozen_copy: Scorer | None = None
+
+    @property
+    def network(self) -> Any:
+        """The causal LM, with all its adapters inside."""
+        return self.scorer.network
+
+    @property
+    def device(self) -> torch.device:
+        return self.network.get_input_embeddings().weight.device
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether rows of one prompt compute it once: asked for, and possible with this model and checkpointing."""
+        settings = self.settings
+        return settings.shared_prompts and not settings.activation_checkpointing and can_share(self.network)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters by the names they have inside the network."""
+        if self.adapter is None:
+            return dict(self.network.named_parameters())
+        mark = f".{self.adapter}."
+        return {name: p for name, p in self.peft.named_parameters() if mark in name}
+
+    def activate(self) -> None:
+        """Make the network compute, and take gradients for, this policy."""
+        if self.adapter is not None and self.peft.active_adapter != self.adapter:
+            self.peft.set_adapter(self.adapter)
+
+    def token_logprobs(self, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of each response token, rows in order; both [tokens], float32, in nats."""
+        self.activate()
+        return self._run(self.scorer, rows)
+
+    def logprobs(self, rows: Sequence[TrainRow]) -> Tensor:
+        """The log-probabilities of `token_logprobs` without gradients."""
+        self.activate()
+        return self._look(self.scorer, rows)
+
+    def reference_logprobs(self, rows: Sequence[TrainRow]) -> Tensor:
+        """What `logprobs` gives for the untrained policy."""
+        if self.adapter is None:
+            return self._look(self.frozen_copy, rows)
+        self.activate()
+        with self.peft.disable_adapter():
+            return self._look(self.scorer, rows)
+
+    def drawn(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
+        """The rows of an update: tokens that a grammar forced do not count. Masks of earlier rows are dropped."""
+        self.scorer.shapes.forget()
+        return self.scorer.shapes.drawn(rows, self.network.config.get_text_config().vocab_size)
+
+    def weights(self, *, keep: bool = True) -> Weights:
+        """Trainable weights as fp32 copies on the CPU: PEFT state-dict names for a LoRA, else parameter names.
+
+        Sharded tensors are gathered one by one, on all ranks; one that does not `keep` them returns none.
+        """
+        found = {}
+        for name, tensor in self.state().items():
+            gathered = whole(tensor)
+            if keep:
+                found[name] = gathered.to(**COPY).numpy()
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """Trainable tensors (not copies) by the names of `weights`; tied tensors once."""
+        if self.adapter is None:
+            return {name: p.detach() for name, p in self.network.named_parameters()}
+        from peft import get_peft_model_state_dict
+
+        return get_peft_model_state_dict(self.peft, adapter_name=self.adapter, save_embedding_layers=False)
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Copy whole tensors under the names of `state` into the policy."""
+        own = self.state()
+        with torch.no_grad():
+            for name, tensor in state.items():
+                fill(own[name], tensor)
+
+    def _run(self, scorer: Scorer, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
+        return scorer(rows, shared=self.shares_prompts, dtype=self.settings.dtype)
+
+    def _look(self, scorer: Scorer, rows: Sequence[TrainRow]) -> Tensor:
+        with torch.no_grad():
+            found = self._run(scorer, rows)[0]
+        scorer.release()
+        return found

@@ -1,0 +1,41 @@
+"""What updates weights. The local learner and the FSDP learner answer to the same protocol and the same tests."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cotune.algorithms.samples import TrainRow
+from cotune.sampling.protocol import Weights
+
+
+class Learner(Protocol):
+    """Holds the trainable weights of every policy and one optimizer per policy."""
+
+    def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
+        """Train one policy on its rows (all epochs and mini-batches of one step); return metrics by name."""
+        ...
+
+    def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
+        """log pi_train of each row's response tokens at the row's temperature, in nats, without gradients."""
+        ...
+
+    def weights(self, policy: str) -> Weights:
+        """Trainable weights as fp32 arrays on the CPU, under the names that `Sampler.publish` expects."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer and RNG state of all policies into an existing folder.
+
+        `weights` of the i-th trained policy (from 0, in the order of `Policies.specs`) go to `i.safetensors`.
+        """
+        ...
+
+    def load(self, folder: Path, new: Collection[str] = ()) -> None:
+        """Restore what `save` wrote, but for policies that are `new` and stay as they are. Raises RunError when it does
+        not fit this learner."""
+        ...

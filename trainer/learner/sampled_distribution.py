@@ -1,0 +1,96 @@
+"""What shaped the distribution that rows were drawn from, made again from the rows: grammars and token biases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cotune.algorithms.samples import TrainRow
+from cotune.errors import LearnerError, SamplerError
+from cotune.integrations.chat.grammar import Grammars
+from cotune.integrations.models.folder import loading
+from cotune.trainer.learner.logprobs import Shapes
+
+
+class RowShapes:
+    """Makes the `Shapes` of rows with the tokenizer of `model`, which is loaded when the first row has a grammar.
+
+    Masks are kept from one pass over the rows to the next, until `forget`.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._grammars: Grammars | None = None
+        self._numbers: dict[bytes, int] = {}
+        self._masks: list[npt.NDArray[np.int32]] = []
+        self._known: dict[tuple[str, tuple[int, ...]], npt.NDArray[np.int64]] = {}
+
+    def forget(self) -> None:
+        """Drop the masks of earlier rows."""
+        self._numbers, self._masks, self._known = {}, [], {}
+
+    def of(self, rows: Sequence[TrainRow], vocabulary: int, device: torch.device) -> Shapes | None:
+        """Shapes of all response tokens, rows in order; None where nothing shaped any.
+
+        Raises LearnerError for a reply that its own grammar does not allow.
+        """
+        if not any(row.grammar or row.logit_bias for row in rows):
+            return None
+        biases = {row.logit_bias: 0 for row in rows if row.logit_bias}
+        biases = {bias: number for number, bias in enumerate(biases)}
+        added_at = [np.full(len(row.response_ids), biases.get(row.logit_bias, -1)) for row in rows]
+        numbers = np.concatenate([self._replayed(row, vocabulary) for row in rows])
+        used, bits_at = np.unique(numbers[numbers >= 0], return_inverse=True)
+        numbers[numbers >= 0] = bits_at
+        bits = np.stack([self._masks[i] for i in used]) if len(used) else np.empty((0, 0), np.int32)
+        parts = bits, numbers, _added(list(biases), vocabulary), np.concatenate(added_at)
+        return Shapes(*(torch.from_numpy(part).to(device) for part in parts))
+
+    def drawn(self, rows: Sequence[TrainRow], vocabulary: int) -> list[TrainRow]:
+        """The rows with a loss mask that leaves out the tokens that their grammar forced: those were not drawn."""
+        return [self._drawn(row, vocabulary) if row.grammar else row for row in rows]
+
+    def _drawn(self, row: TrainRow, vocabulary: int) -> TrainRow:
+        numbers = self._replayed(row, vocabulary)
+        forced = np.array([int(np.unpackbits(self._masks[i].view(np.uint8)).sum()) == 1 for i in numbers])
+        counts = ~forced & np.array(row.loss_mask or (True,) * len(forced))
+        return msgspec.structs.replace(row, loss_mask=tuple(counts.tolist()))
+
+    def _replayed(self, row: TrainRow, vocabulary: int) -> npt.NDArray[np.int64]:
+        """The number of each response token's mask, -1 without a grammar."""
+        if not row.grammar:
+            return np.full(len(row.response_ids), -1)
+        key = row.grammar, row.response_ids
+        if key not in self._known:
+            try:
+                bits = self._opened(vocabulary).replay(*key)
+            except SamplerError as error:
+                raise LearnerError(f"Row {row.id} of role {row.role!r}: {error.cause}", error.remedy) from error
+            self._known[key] = np.array([self._number(mask) for mask in bits])
+        return self._known[key]
+
+    def _number(self, mask: npt.NDArray[np.int32]) -> int:
+        number = self._numbers.setdefault(mask.tobytes(), len(self._masks))
+        if number == len(self._masks):
+            self._masks.append(mask.copy())
+        return number
+
+    def _opened(self, vocabulary: int) -> Grammars:
+        if self._grammars is None:
+            from transformers import AutoTokenizer
+
+            self._grammars = Grammars(AutoTokenizer.from_pretrained(self._model, **loading()), vocabulary)
+        return self._grammars
+
+
+def _added(biases: Sequence[tuple[tuple[int, float], ...]], vocabulary: int) -> npt.NDArray[np.float32]:
+    """What each bias adds to the logits [biases, vocabulary]."""
+    added = np.zeros((len(biases), vocabulary), np.float32)
+    for row, bias in zip(added, biases, strict=True):
+        for token, value in bias:
+            row[token] += value
+    return added

@@ -1,0 +1,127 @@
+"""Publishing with proof: what was sent has arrived, has moved, and is what the sampler really samples from."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from cotune.algorithms.samples import TrainRow
+from cotune.errors import SyncError
+from cotune.policies import LoraSpec
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Sampler, SamplingParams, Weights, fingerprint
+
+PROBE = SamplingParams(temperature=1.0, max_tokens=16, seed=0)
+"""How the probe is sampled: untruncated, so that the trainer's log-probabilities are of the same distribution."""
+
+
+class Proof(msgspec.Struct, frozen=True, kw_only=True):
+    """Evidence that a version is served.
+
+    `norm` is the L2 norm of all weights, `norm_moved` its change since the previous version (0 for the first).
+    The probe gap is |log pi_sampler - log pi_train| in nats over `probe_tokens` sampled tokens.
+    """
+
+    policy: PolicyRef
+    fingerprint: str
+    norm: float
+    norm_moved: float = 0.0
+    probe_gap_mean: float = 0.0
+    probe_gap_max: float = 0.0
+    probe_tokens: int = 0
+
+
+def norm(weights: Weights) -> float:
+    """L2 norm over all tensors, summed in double precision."""
+    return math.sqrt(sum(float(np.square(array, dtype=np.float64).sum()) for array in weights.values()))
+
+
+async def prove_publish(
+    sampler: Sampler,
+    policy: PolicyRef,
+    weights: Weights,
+    lora: LoraSpec | None = None,
+    *,
+    previous: Proof | None = None,
+    trained: bool = True,
+    probe: Sequence[Sequence[int]] = (),
+    trainer_logprobs: Callable[[Sequence[TrainRow]], Sequence[npt.NDArray[Any]]] | None = None,
+    bound: float = 1e-2,
+    retire: Sequence[PolicyRef] = (),
+) -> Proof:
+    """Publish a version, prove that it is served, then retire older ones.
+
+    Checks, in order: the fingerprint of what arrived; that the weights are other than the `previous` proof's,
+    unless nothing was `trained`; and the mean probe gap against `bound`, on one sampled reply per `probe`
+    prompt (token ids). Raises SyncError with the figures.
+    """
+    proof = _moved(policy, weights, previous, trained)
+    arrived = await sampler.publish(policy, weights, lora)
+    if arrived != proof.fingerprint:
+        raise SyncError(
+            f"Policy {policy} arrived with fingerprint {arrived}; {proof.fingerprint} was sent.",
+            "Check the sampler's log: weights were lost or altered on the way.",
+        )
+    if probe and trainer_logprobs is not None:
+        proof = await _probe(sampler, proof, probe, trainer_logprobs, bound)
+    for old in retire:
+        await sampler.retire(old)
+    return proof
+
+
+def _moved(policy: PolicyRef, weights: Weights, previous: Proof | None, trained: bool) -> Proof:
+    proof = Proof(policy=policy, fingerprint=fingerprint(weights), norm=norm(weights))
+    if not math.isfinite(proof.norm):
+        raise SyncError(f"The weights of {policy} are not finite (norm {proof.norm}).", "Lower the learning rate.")
+    if previous is None:
+        return proof
+    if trained and proof.fingerprint == previous.fingerprint:
+        raise SyncError(
+            f"The weights of {policy} are those of {previous.policy} (fingerprint {proof.fingerprint}, norm "
+            f"{proof.norm:.6g}): the update changed nothing.",
+            "Check that the learning rate is above 0 and that groups have different rewards.",
+        )
+    return msgspec.structs.replace(proof, norm_moved=abs(proof.norm - previous.norm))
+
+
+async def _probe(
+    sampler: Sampler,
+    proof: Proof,
+    prompts: Sequence[Sequence[int]],
+    trainer_logprobs: Callable[[Sequence[TrainRow]], Sequence[npt.NDArray[Any]]],
+    bound: float,
+) -> Proof:
+    replies = await asyncio.gather(*(sampler.sample(ids, 1, PROBE, proof.policy) for ids in prompts))
+    rows = [
+        TrainRow(
+            id=f"probe.{i}",
+            role="",
+            prompt_ids=tuple(ids),
+            response_ids=reply.token_ids,
+            logprobs=reply.logprobs,
+            advantage=0.0,
+            version=proof.policy.version,
+        )
+        for i, (ids, (reply,)) in enumerate(zip(prompts, replies, strict=True))
+        if reply.token_ids
+    ]
+    if not rows:
+        raise SyncError(f"The probe of {proof.policy} came back empty.", "Probe with other prompts.")
+    trained = np.concatenate([np.asarray(a, dtype=np.float64) for a in await asyncio.to_thread(trainer_logprobs, rows)])
+    sampled = np.concatenate([np.asarray(row.logprobs, dtype=np.float64) for row in rows])
+    gap = np.abs(trained - sampled)
+    mean, worst = float(gap.mean()), float(gap.max())
+    if not mean <= bound:
+        raise SyncError(
+            f"Policy {proof.policy}: sampler and trainer differ by {mean:.3g} nats a token (at most {worst:.3g}) over "
+            f"{gap.size} tokens; the bound is {bound:g}.",
+            "The sampler does not serve the weights that were sent, or computes in lower precision: raise the bound "
+            "only for the latter.",
+        )
+    return msgspec.structs.replace(proof, probe_gap_mean=mean, probe_gap_max=worst, probe_tokens=int(gap.size))

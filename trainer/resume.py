@@ -1,0 +1,122 @@
+"""Resuming: what may be changed of a run that goes on, what must be as it was, and how that is found out."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.adapters.fingerprint import BaseFingerprint, base_fingerprint
+from cotune.errors import ConfigError, RunError
+from cotune.integrations.models.folder import locate_model
+from cotune.recording.records import Task
+from cotune.trainer.config.train import TrainConfig, assign, convert
+from cotune.trainer.run_folder import RunFolder
+
+MAY_CHANGE = (
+    "model", "roles", "steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "probe_bound",
+    "sampling.timeout", "sampling.threads", "learner.threads", "learner.device", "learner.micro_batch_tokens",
+    "learner.activation_checkpointing", "learner.shared_prompts", "evaluation", "cluster",
+)  # fmt: skip
+"""What a run may go on with otherwise: how long, how much at once, in which memory, on which machines. `model` is the
+same model elsewhere, and `roles` may name more."""
+
+Changes = Mapping[str, tuple[Any, Any]]
+"""Old and new value of each field that was changed, by its dotted name."""
+
+
+def changed(config: TrainConfig, typed: Mapping[str, Any], *, done: int) -> tuple[TrainConfig, Changes]:
+    """`config` with the settings that were `typed` (dotted names or nested tables), and what is new of them.
+
+    `done` is how many steps the run has made. Raises ConfigError, with the old and the new value, for what would make
+    it another run.
+    """
+    before = msgspec.to_builtins(config)
+    table = msgspec.to_builtins(config)
+    for name, value in leaves(typed):
+        assign(table, name, value)
+    new = convert(table)
+    old, now = dict(leaves(before)), dict(leaves(msgspec.to_builtins(new)))
+    found = {name: (old.get(name), now.get(name)) for name in {**old, **now} if old.get(name) != now.get(name)}
+    for name, (was, value) in found.items():
+        if not any(name == field or name.startswith(f"{field}.") for field in MAY_CHANGE):
+            raise ConfigError(
+                name,
+                value,
+                f"{was!r}, with which the run was started",
+                f"Leave it out to go on, or start a new run. What may change: {', '.join(MAY_CHANGE)}.",
+            )
+    if new.steps < done:
+        raise ConfigError("steps", new.steps, f"{done} or more: so many the run has made", "Leave it out to go on.")
+    if lost := sorted(set(config.roles) - set(new.roles)):
+        raise ConfigError("roles", list(new.roles), f"with {', '.join(lost)}, which the run has", "Name them too.")
+    return new, found
+
+
+def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Fields of nested tables by their dotted names."""
+    for name, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        elif not isinstance(value, Mapping):
+            yield prefix + name, value
+
+
+def counts(config: TrainConfig, changes: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """How many tasks a step takes, by the first step for which that holds; `changes` as in run.json."""
+    made = [(at["step"], at["changed"]["tasks_per_step"]) for at in changes if "tasks_per_step" in at["changed"]]
+    first = made[0][1][0] if made else config.tasks_per_step
+    return list({0: first, **{step: new for step, (_, new) in made}}.items())
+
+
+def tasks_digest(tasks: Sequence[Task]) -> str:
+    """What tells two lists of tasks apart, in hex: ids and inputs, in order."""
+    told = [(task.id, task.input) for task in tasks]
+    content = msgspec.json.encode(told, enc_hook=lambda value: type(value).__name__)
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def check_tasks(described: Mapping[str, Any], tasks: Sequence[Task]) -> None:
+    """Raises RunError unless the tasks are those that the run was started with."""
+    held = described.get("held") or {}
+    if "tasks" in held and held["tasks"] != tasks_digest(tasks):
+        raise RunError(
+            f"The tasks are other than the run was started with: {held['count']} then, {len(tasks)} now.",
+            f"Give it the same tasks ({described['tasks'] or 'as in Python'}), or start a new run.",
+        )
+
+
+def base_of(model: str) -> dict[str, str]:
+    """Digests of the base model; reads all its weights."""
+    found: dict[str, str] = msgspec.to_builtins(base_fingerprint(locate_model(model)))
+    return found
+
+
+def hold_base(folder: RunFolder, base: Mapping[str, str]) -> None:
+    """Note the base model's digests in run.json. Raises RunError where it has those of another one."""
+    described = folder.described
+    held = described.get("held") or {}
+    if "base" not in held:
+        folder.describe_as({**described, "held": {**held, "base": dict(base)}})
+        return
+    then, now = (msgspec.convert(dict(digests), BaseFingerprint) for digests in (held["base"], base))
+    if other := then.differences(now):
+        raise RunError(
+            f"The base model is not the one that the run was started with: its {', '.join(other)} changed.",
+            "Put the old one back, name where it is with --model, or start a new run.",
+        )
+
+
+def found_again(path: str, described: Mapping[str, Any], run: Path) -> str:
+    """`path` of run.json where it is; else where it would be if it had moved together with the run."""
+    if Path(path).exists() or not Path(path).is_absolute():
+        return path
+    then = described.get("run")
+    for moved in (run / os.path.relpath(path, then) if then else None, run.parent / Path(path).name):
+        if moved is not None and moved.exists():
+            return str(moved.resolve())
+    return path

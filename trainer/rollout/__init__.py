@@ -1,0 +1,1 @@
+"""Episodes of a training run: in this process, or in rollout workers."""

@@ -1,0 +1,204 @@
+"""Looking around: a few episodes with the untrained model find the roles and every mistake worth finding early."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from cotune.algorithms.learning_signal import learns_from, outcome_unused
+from cotune.algorithms.recipes import Recipe
+from cotune.errors import ConfigError, CotuneError, WorkflowError
+from cotune.policies import UNTRAINED, Policies
+from cotune.recording.episodes import Outcome, run_episode
+from cotune.recording.records import Call, PolicyRef, Task, candidate_id
+from cotune.sampling.plans import Plan
+from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
+from cotune.sampling.responder import PolicyResponder
+from cotune.storage.protocol import Store
+from cotune.trainer.config.train import TrainConfig
+from cotune.workflows import Workflow
+
+EPISODES = 3
+MOST_EPISODES = 16
+"""Looked at while every one fails by what the untrained model says: on a hard task most do."""
+MOST_SECONDS = 60.0
+"""From here on no episode is looked at beyond the first ones."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a look around found: `rewards` are the names of the components that the scorer of each role returned, with
+    an entry for every role; `outcome` those of the episodes; `notes` what the user should know."""
+
+    rewards: Mapping[str, Collection[str]]
+    outcome: Sequence[str]
+    notes: Sequence[str]
+
+    @property
+    def roles(self) -> list[str]:
+        return list(self.rewards)
+
+    def lessons(self, policies: Policies, recipe: Recipe) -> list[str]:
+        """What each trained role learns from, and what nobody does."""
+        trained = {role: names for role, names in self.rewards.items() if policies.of(role).trained}
+        said = [f"{role} {text}" for role, text in learns_from(trained, self.outcome, recipe).items()]
+        return [*said, " ".join(filter(None, outcome_unused(trained, self.outcome, recipe)))]
+
+
+class _Base(dict[str, PolicyRef]):
+    """Plays every role with the untrained model, but for those left to the provider."""
+
+    def __init__(self, provider: Sequence[str]) -> None:
+        super().__init__()
+        self._provider = provider
+
+    def get(self, role: str, default: PolicyRef | None = None) -> PolicyRef | None:  # type: ignore[override]
+        return default if role in self._provider else UNTRAINED
+
+
+async def look_around(
+    config: TrainConfig,
+    workflow: Workflow,
+    tasks: Sequence[Task],
+    plan: Plan,
+    recipe: Recipe,
+    store: Store,
+    sampler: Sampler,
+    chat: ChatFormat,
+    say: Callable[[str], None],
+) -> Seen:
+    """Run the first tasks once, and further ones while each fails by the policy's doing; return what was seen. `say` is
+    told of each before it begins.
+
+    Raises WorkflowError for an application that makes no call, a workflow that fails on every task, a scorer that
+    fails on every call; ConfigError for a scorer of a role that never calls.
+    """
+    provider = [role for policy in config.policy if policy.kind == "provider" for role in policy.roles]
+    responder = PolicyResponder(
+        sampler,
+        chat,
+        _Base(provider),
+        plan=msgspec.structs.replace(plan, k=2),
+        scorers=workflow.scorers,
+        attribution=recipe.attribution,
+        defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.sampling.timeout),
+        override={"temperature": config.sampling.temperature},
+        provider_roles=provider,
+        seed=config.seed,
+    )
+    outcomes: list[Outcome] = []
+    started = time.monotonic()
+    usual = min(EPISODES, len(tasks))
+    for number in range(MOST_EPISODES):
+        rollout, place = divmod(number, len(tasks))
+        if number >= usual and not (_worth_another_look(outcomes) and time.monotonic() - started < MOST_SECONDS):
+            break
+        of = usual if number < usual else f"at most {MOST_EPISODES}, as each has failed"
+        say(f"looking at the application: episode {number + 1} of {of} ...")
+        options = {"phase": "check", "rollout": rollout, "timeout": config.episode_timeout}
+        outcomes.append(await run_episode(workflow, tasks[place], sink=store, responder=responder, **options))
+    store.flush()
+    calls = [call for outcome in outcomes for call in store.calls(outcome.episode.id)]
+    rewards = rewards_by_role(store, calls)
+    for fault in faults(workflow, outcomes, calls, rewards, config.roles):
+        raise fault
+    return Seen(
+        rewards=rewards,
+        outcome=sorted({name for outcome in outcomes for name in outcome.rewards}),
+        notes=_notes(outcomes, calls),
+    )
+
+
+def _worth_another_look(outcomes: Sequence[Outcome]) -> bool:
+    """Whether the workflow raised in all of them after calls that were answered: what the model says may break it."""
+    return all(
+        outcome.episode.blame == "policy" and not outcome.live.failures and outcome.error and outcome.error.__cause__
+        for outcome in outcomes
+    )
+
+
+def rewards_by_role(store: Store, calls: Sequence[Call]) -> dict[str, set[str]]:
+    """Names of the components that the scorer of each role that calls has returned."""
+    found: dict[str, set[str]] = {role: set() for role in sorted({call.role for call in calls})}
+    for call in calls:
+        for named in store.rewards(candidate_id(call.id, c.index) for c in call.candidates).values():
+            found[call.role].update(named)
+    return found
+
+
+def faults(
+    workflow: Workflow,
+    outcomes: Sequence[Outcome],
+    calls: Sequence[Call],
+    rewards: Mapping[str, Collection[str]],
+    rare: Sequence[str] = (),
+) -> Iterator[CotuneError]:
+    """What would make training on these episodes pointless, worst first. `rewards` as in `Seen`; `rare` roles need not
+    have been seen."""
+    yield from _outcome_faults(workflow, outcomes, calls)
+    for role in workflow.scorers:
+        errors = [call.error for call in calls if call.role == role and call.status == "ok"]
+        if errors and all(errors) and not rewards.get(role):
+            yield WorkflowError(f"{errors[0]} So it went on all {len(errors)} calls.", "Nothing was trained.")
+    seen = sorted({call.role for call in calls})
+    for role in workflow.scorers:
+        if role not in seen and role not in rare:
+            yield ConfigError(
+                "scorer",
+                role,
+                f"a role of the application; seen in {len(outcomes)} episodes: {', '.join(seen)}",
+                f"{_nearest(role, seen)}Correct the name, or list it under `roles` in the configuration if it shows "
+                "only on some tasks.",
+            )
+
+
+def _outcome_faults(workflow: Workflow, outcomes: Sequence[Outcome], calls: Sequence[Call]) -> Iterator[CotuneError]:
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    failed = [call for call in calls if call.status != "ok"]
+    if len(errors) == len(outcomes):
+        yield _with_calls(_every_time(errors), failed)
+    elif not calls:
+        yield WorkflowError(
+            f"The workflow {workflow.name!r} made no LLM call that cotune can see.",
+            "Call models through the OpenAI SDK or a LangChain chat model, inside the workflow function.",
+        )
+    elif len(failed) == len(calls):
+        yield WorkflowError(
+            f"All {len(calls)} calls of the workflow {workflow.name!r} failed; the first: {failed[0].error}",
+            "Nothing was trained.",
+        )
+
+
+def _nearest(role: str, seen: Sequence[str]) -> str:
+    near = difflib.get_close_matches(role, seen, n=2, cutoff=0.5)
+    return f"Did you mean {' or '.join(near)}? " if near else ""
+
+
+def _every_time(errors: Sequence[CotuneError]) -> CotuneError:
+    if len(errors) <= EPISODES:
+        return errors[0]
+    remedy = f"{errors[0].remedy} If it is what the model says that breaks it: have the workflow return a low reward."
+    raised = WorkflowError(f"{errors[0].cause} All {len(errors)} episodes looked at failed.", remedy)
+    raised.__cause__ = errors[0]
+    return raised
+
+
+def _with_calls(error: CotuneError, failed: Sequence[Call]) -> CotuneError:
+    if not failed or error.cause in str(failed[0].error):
+        return error
+    raised = WorkflowError(f"{error.cause} The call of role {failed[0].role!r} failed: {failed[0].error}", error.remedy)
+    raised.__cause__ = error
+    return raised
+
+
+def _notes(outcomes: Sequence[Outcome], calls: Sequence[Call]) -> list[str]:
+    errors = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
+    notes = [f"{len(errors)} of {len(outcomes)} episodes failed while looking around: {errors[0]}"] if errors else []
+    faults = [call.error for call in calls if call.error is not None]
+    notes += [f"{len(faults)} of {len(calls)} calls failed while looking around: {faults[0]}"] if faults else []
+    roles: Mapping[str, int] = {role: sum(c.role == role for c in calls) for role in sorted({c.role for c in calls})}
+    return [*notes, "roles: " + ", ".join(f"{role} ({count} calls)" for role, count in roles.items())]

@@ -1,0 +1,42 @@
+"""Recorded episodes of a step that was interrupted: whole ones are used, those that lack records run again."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import msgspec
+
+from cotune.algorithms.collect import is_outcome
+from cotune.errors import RecordError
+from cotune.recording.records import Episode
+from cotune.storage.protocol import Store
+from cotune.trainer.run import Run
+
+
+def reusable(run: Run, step: int, tasks: Container[str]) -> tuple[list[Episode], int]:
+    """Recorded episodes of `tasks` in a step that came to an outcome, one for each rollout, and how many lack records.
+
+    Those that lack records are marked as cancelled, so that nothing takes them for whole.
+    """
+    done: dict[tuple[str, int], Episode] = {}
+    cut = []
+    for episode in run.store.episodes(phase="train", training_step=step):
+        if not is_outcome(episode) or episode.task.id not in tasks:
+            continue
+        if is_whole(run.store, episode):
+            done[episode.task.id, episode.rollout] = episode
+        else:
+            cut.append(episode)
+    run.store.write([msgspec.structs.replace(e, status="cancelled", error="its records were lost") for e in cut])
+    return list(done.values()), len(cut)
+
+
+def is_whole(store: Store, episode: Episode) -> bool:
+    """Whether all calls of an episode are on record, and the prompts of those that were answered."""
+    calls = store.calls(episode.id)
+    try:
+        for prompt in {call.prompt for call in calls if call.prompt is not None}:
+            store.token_ids(prompt)
+    except RecordError:
+        return False
+    return len(calls) == episode.calls

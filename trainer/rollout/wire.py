@@ -1,0 +1,158 @@
+"""What crosses between the driver and its rollout workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from cotune.algorithms.recipes import Attribution
+from cotune.recording.records import Call, Episode, Message, PolicyRef, Record, Task
+from cotune.sampling.plans import Plan
+from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
+from cotune.sampling.responder import PolicyResponder
+from cotune.trainer.rollout.app_source import AppSource
+from cotune.workflows import Workflow
+
+
+class Answering(msgspec.Struct, frozen=True, kw_only=True):
+    """How the calls of a rollout are answered: what `PolicyResponder` is made of, as plain values."""
+
+    policies: dict[str, PolicyRef]
+    plan: Plan | None = None
+    attribution: Attribution = Attribution()
+    defaults: SamplingParams = SamplingParams()
+    override: dict[str, Any] | None = None
+    provider_roles: tuple[str, ...] = ()
+    others: PolicyRef | None = None
+    seed: int | None = None
+    stream: str = ""
+
+    def responder(self, sampler: Sampler, chat: ChatFormat, workflow: Workflow) -> PolicyResponder:
+        """The responder, with the scorers of `workflow`."""
+        return PolicyResponder(
+            sampler,
+            chat,
+            self.policies,
+            plan=self.plan,
+            scorers=workflow.scorers,
+            attribution=self.attribution,
+            defaults=self.defaults,
+            override=self.override,
+            provider_roles=self.provider_roles,
+            others=self.others,
+            seed=self.seed,
+            stream=self.stream,
+        )
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker starts with. `mark` is in the environment of all that it starts."""
+
+    app: AppSource
+    mark: str
+    sampler: Any = None
+    """A Sampler that crosses processes, such as RaySampler; None leaves all calls to the application's provider."""
+    model: str = ""
+    """Folder or id whose chat template the workers use."""
+    tool_format: str = "auto"
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that is ready, and what it found the workflow to be."""
+
+    workflow: str
+    scorers: tuple[str, ...]
+    redactors: int
+    resident_mb: int
+    torch: bool
+    """Whether torch is loaded; only an application that imports it makes it so."""
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """One episode to run. `timeout` is in seconds."""
+
+    id: str
+    task: Task
+    phase: str
+    training_step: int | None
+    rollout: int
+    timeout: float | None
+    answering: Answering | None
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """All that an episode recorded, its end last; no end where it was cancelled before it began."""
+
+    records: bytes
+    lost: int
+    """Records that could not be sent."""
+    scorer_errors: dict[str, int]
+    passed_through: dict[str, int]
+    unlisted: dict[str, int]
+
+
+class Pulse(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker is. `blocked` is for how many seconds its event loop has not come round, `culprit` the order whose
+    code holds it up (None where that cannot be told), `where` that code. `overdue` counts plain functions that run on
+    in a thread although their episodes have ended."""
+
+    blocked: float
+    culprit: str | None
+    where: str
+    resident_mb: int
+    threads: int
+    processes: int
+    overdue: int
+
+
+def pack(records: Sequence[Record]) -> tuple[bytes, int]:
+    """Records as bytes, and how many of them could not be encoded. What is no JSON becomes what the store keeps."""
+    try:
+        return _packer.encode(records), 0
+    except Exception:  # noqa: BLE001
+        kept = []
+        for record in records:
+            try:
+                kept.append(msgspec.Raw(_packer.encode(_plain(record))))
+            except Exception:  # noqa: BLE001
+                continue  # counted in what is returned
+        return _packer.encode(kept), len(records) - len(kept)
+
+
+def unpack(packed: bytes) -> list[Record]:
+    """Inverse of `pack`. Raises msgspec.DecodeError."""
+    return _unpacker.decode(packed)
+
+
+_packer = msgspec.msgpack.Encoder(enc_hook=repr)
+_unpacker = msgspec.msgpack.Decoder(list[Record])
+_json = msgspec.json.Encoder(enc_hook=repr)
+
+
+def _plain(record: Record) -> Record:
+    """With JSON values only where an application may have put anything."""
+    replace = msgspec.structs.replace
+    match record:
+        case Message():
+            return replace(record, body=_as_json(record.body))
+        case Call():
+            candidates = tuple(replace(c, message=_as_json(c.message)) for c in record.candidates)
+            return replace(record, params=_as_json(record.params), candidates=candidates)
+        case Episode():
+            return replace(record, task=replace(record.task, input=_as_json(record.task.input)))
+    return record
+
+
+def _as_json(value: Any) -> Any:
+    return _short(msgspec.json.decode(_json.encode(value)))
+
+
+def _short(value: Any) -> Any:
+    """Integers of more than 64 bits as text."""
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _short(item) for key, item in value.items()}
+    return [_short(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,242 @@
+"""Rollout workers: the workflow in several Ray processes, behind the same call as `cotune.recording.rollout`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.errors import ConfigError, CotuneError
+from cotune.ids import new_id
+from cotune.recording.recorder import LiveEpisode, Sink
+from cotune.recording.records import Episode, Record, Task
+from cotune.recording.rollout import run_all
+from cotune.sampling.blame import Blame
+from cotune.sampling.protocol import Sampler
+from cotune.trainer.rollout.app_source import app_source
+from cotune.trainer.rollout.pool import WorkerLimits, WorkerLost, WorkerPool
+from cotune.trainer.rollout.process_reaper import MARK
+from cotune.trainer.rollout.queue import EpisodeLost
+from cotune.trainer.rollout.wire import Answering, Order, Pulse, Reply, Setup, Started, unpack
+from cotune.workflows import Workflow, load_workflow
+
+log = logging.getLogger("cotune")
+
+
+class RolloutWorkers:
+    """Processes that run episodes of one workflow; made by `open`, and used on the event loop that opened them.
+
+    Each has its own copy of the application and its own recorder. What an episode recorded comes back when it has
+    ended, and is stored here, once.
+    """
+
+    def __init__(self, workflow: Workflow, pool: WorkerPool) -> None:
+        self.scorer_errors: Counter[str] = Counter()
+        self.passed_through: Counter[str] = Counter()
+        self.unlisted: Counter[str] = Counter()
+        self._workflow = workflow
+        self._pool = pool
+
+    @classmethod
+    async def open(
+        cls,
+        workflow: str | Workflow,
+        *,
+        workers: int,
+        sampler: Sampler | None,
+        model: str,
+        tool_format: str = "auto",
+        path: str | None = None,
+        redact: str = "",
+        keep_token_ids: bool = False,
+        roles_by: str = "",
+        cpus: float = 1.0,
+        retries: int = 1,
+        env: Mapping[str, str] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        limits: WorkerLimits | None = None,
+        on_loss: Callable[[WorkerLost], None] | None = None,
+    ) -> RolloutWorkers:
+        """Start `workers` processes and import the workflow in each; Ray must be up (`open_ray`).
+
+        `workflow` is an import path, or a Workflow that has one (`path` says it where that cannot be seen). `redact`
+        names a redactor that it has beside its own, `roles_by` what names its roles. `sampler` must cross processes, as
+        RaySampler does; `model` is the one whose chat template is used, `tool_format` how it writes tool calls. The
+        workers get this process's folder, import paths and the environment variables in `PASSED_ON`, and those of
+        `env`; `runtime_env` is Ray's. `retries` is how often an episode that took its worker with it is run again.
+        Raises ConfigError, WorkflowError.
+        """
+        if MARK in os.environ:
+            raise ConfigError(
+                "workflow",
+                workflow if isinstance(workflow, str) else workflow.name,
+                "a module that starts no training when it is imported",
+                'Put the call under `if __name__ == "__main__":`.',
+            )
+        source = app_source(
+            path or workflow,
+            env=env or {},
+            runtime_env=runtime_env or {},
+            redact=redact,
+            keep_token_ids=keep_token_ids,
+            roles_by=roles_by,
+        )
+        if isinstance(workflow, str):
+            workflow = load_workflow(workflow).redacted(redact, keep_token_ids=keep_token_ids).named_by(roles_by)
+        flow = workflow
+        pool = WorkerPool(
+            Setup(
+                app=source,
+                mark="",
+                sampler=sampler,
+                model=str(Path(model).resolve()) if Path(model).exists() else model,
+                tool_format=tool_format,
+            ),
+            workers=workers,
+            cpus=cpus,
+            runtime_env=runtime_env or {},
+            retries=retries,
+            limits=limits or WorkerLimits(),
+            check=lambda started: _check_same(flow, source.path, started),
+            on_loss=on_loss,
+        )
+        await pool.open()
+        return cls(flow, pool)
+
+    async def __aenter__(self) -> RolloutWorkers:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Workers lost and replaced, episodes run again and lost, results dropped, records lost, processes killed."""
+        return self._pool.counters
+
+    @property
+    def started(self) -> Started:
+        """What the newest worker was when it was ready."""
+        return self._pool.started
+
+    @property
+    def pulses(self) -> Mapping[int, Pulse]:
+        """How each worker was when it was last asked, by number."""
+        return self._pool.pulses
+
+    async def rollout(
+        self,
+        tasks: Sequence[Task],
+        *,
+        sink: Sink,
+        answering: Answering | None,
+        phase: str,
+        training_step: int | None = None,
+        rollouts: int = 1,
+        concurrency: int = 64,
+        timeout: float | None = None,
+        done: Sequence[Episode] = (),
+        on_episode: Callable[[Episode], None] | None = None,
+    ) -> list[Episode]:
+        """As `cotune.recording.rollout.rollout`, with the same episodes for the same seed; several may run at once.
+
+        An episode whose worker is lost is run again, at most `retries` times, and then recorded as failed. Cancelled,
+        this cancels the episodes in all workers; finished ones are stored. Raises WorkflowError when workers are lost
+        again and again without any episode finishing.
+        """
+
+        async def one(task: Task, number: int) -> Episode:
+            order = Order(
+                id=new_id(),
+                task=task,
+                phase=phase,
+                training_step=training_step,
+                rollout=number,
+                timeout=timeout,
+                answering=answering,
+            )
+            return await self._episode(order, sink)
+
+        try:
+            return await run_all(one, tasks, rollouts, concurrency, done=done, on_episode=on_episode)
+        except BaseExceptionGroup as group:
+            known, _ = group.split(CotuneError)
+            raise (_first(known or group)) from group
+
+    async def aclose(self) -> None:
+        """End the workers and everything that their episodes have left running. Safe to call twice."""
+        await self._pool.aclose()
+
+    async def _episode(self, order: Order, sink: Sink) -> Episode:
+        job = self._pool.submit(order)
+        try:
+            reply = await asyncio.shield(job.ended)
+        except EpisodeLost as lost:
+            return self._failed(order, sink, str(lost), lost.blame)
+        except asyncio.CancelledError:
+            if (reply := await self._pool.cancel(job)) is not None:
+                self._store(reply, sink)
+            raise
+        episode = self._store(reply, sink)
+        return episode or self._failed(order, sink, "It came back from its worker without an end.", "infrastructure")
+
+    def _store(self, reply: Reply, sink: Sink) -> Episode | None:
+        """Store what came back, and count what came with it."""
+        self._pool.counters["records_lost"] += reply.lost
+        self.scorer_errors.update(reply.scorer_errors)
+        self.passed_through.update(reply.passed_through)
+        self.unlisted.update(reply.unlisted)
+        try:
+            records: list[Record] = unpack(reply.records)
+        except msgspec.DecodeError as error:
+            log.warning("The records of an episode cannot be read (%s).", error)
+            self._pool.counters["records_lost"] += 1
+            return None
+        try:
+            sink.write(records)
+        except Exception as broken:  # noqa: BLE001
+            log.warning("The store refused %d records (%r).", len(records), broken)
+            self._pool.counters["records_lost"] += len(records)
+        last = records[-1] if records else None
+        return last if isinstance(last, Episode) else None
+
+    def _failed(self, order: Order, sink: Sink, cause: str, blame: Blame) -> Episode:
+        """The record of an episode that no worker brought to its end."""
+        live = LiveEpisode(
+            sink,
+            order.task,
+            workflow=self._workflow.name,
+            phase=order.phase,
+            training_step=order.training_step,
+            rollout=order.rollout,
+            redactors=tuple(self._workflow.redactors),
+            keep_token_ids=self._workflow.keep_token_ids,
+        )
+        return live.end("error", error=cause, blame=blame)
+
+
+def _check_same(workflow: Workflow, path: str, started: Started) -> None:
+    """Raise ConfigError unless a worker found the workflow as it is here."""
+    here = (workflow.name, sorted(workflow.scorers), len(workflow.redactors))
+    there = (started.workflow, list(started.scorers), started.redactors)
+    if here != there:
+        what = "with name, scorers and redactors {!r}, {}, {}".format(*here)
+        raise ConfigError(
+            "workflow",
+            path,
+            f"the workflow of this process, {what}; a worker that imports it finds {there!r}",
+            "Add scorers and redactors in the module that defines the workflow, when it is imported.",
+        )
+
+
+def _first(group: BaseExceptionGroup[Any]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
