@@ -31,11 +31,14 @@ class Environment:
     tests: tuple[str, ...]
 
 
-_OPENAI = ("tests/integrations/test_openai_*.py",)
-_LANGGRAPH = ("tests/integrations/test_langgraph_*.py",)
-_AUTOGEN = ("tests/integrations/test_autogen_*.py",)
-_AGENTS = ("tests/integrations/test_agents_sdk.py",)
-_CREWAI = ("tests/integrations/test_crewai_*.py",)
+_OPENAI = (
+    "tests/integrations/openai/test_[!a]*.py",
+    "tests/integrations/openai/test_answers.py",
+)
+_LANGGRAPH = ("tests/integrations/langgraph/",)
+_AUTOGEN = ("tests/integrations/autogen/",)
+_AGENTS = ("tests/integrations/openai/test_agents_sdk.py",)
+_CREWAI = ("tests/integrations/crewai/",)
 _NEWEST = ("langgraph", "langchain-core", "langchain", "langchain-openai", "langgraph-swarm", "langgraph-supervisor")
 _OLDEST = (
     "langgraph==1.1.10",

@@ -15,7 +15,7 @@ from cotune.integrations.samplers.vllm.http import VllmHttpSampler
 from cotune.sampling.protocol import Sampler
 from tests.integrations.provider import Provider, serving
 from tests.integrations.recorded import Recorded
-from tests.integrations.vllm_server import vllm_server
+from tests.integrations.samplers.vllm_server import vllm_server
 
 
 @pytest.fixture
@@ -79,6 +79,6 @@ def vllm_full(ray_runtime: RayRuntime, contract_model: Path) -> Iterator[Sampler
 
 def vllm_actor(model: Path, **arguments: Any) -> Iterator[Sampler]:
     arguments = {"model": str(model), "engine_args": {"max_num_seqs": 64}, **arguments}
-    sampler = asyncio.run(start_sampler("tests.integrations.vllm_probe:open", arguments))
+    sampler = asyncio.run(start_sampler("tests.integrations.samplers.vllm_probe:open", arguments))
     yield sampler
     asyncio.run(sampler.aclose())

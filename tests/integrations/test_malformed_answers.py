@@ -13,7 +13,7 @@ import pytest
 import cotune
 from cotune.cli.main import main
 from cotune.storage.sqlite_store import SqliteStore
-from tests.integrations.gateway_client import bench
+from tests.integrations.gateway.client import bench
 from tests.integrations.provider import completion, event
 
 

@@ -20,7 +20,7 @@ import cotune
 from cotune.cli.main import main
 from cotune.recording.lineage import Outputs
 from cotune.recording.records import Message
-from tests.core.whole_file import copied
+from tests.core.storage.whole_file import copied
 from tests.integrations.provider import Provider, completion, event, json_reply
 from tests.integrations.recorded import Recorded, Sink, answer, episode
 

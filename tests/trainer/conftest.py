@@ -16,8 +16,8 @@ from cotune.integrations.ray.runtime import RayRuntime
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.trainer.train import RunSummary, resume, train
 from cotune.workflows import WorkflowFunction
-from tests.trainer.fsdp_ranks import OpenRanks
-from tests.trainer.learner_rows import build_learner_base
+from tests.trainer.learner.fsdp_ranks import OpenRanks
+from tests.trainer.learner.learner_rows import build_learner_base
 from tests.trainer.tiny_app import TASKS, build_base
 
 

@@ -22,7 +22,7 @@ from cotune.trainer.learner.files import write_progress
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.trace import trace
 from tests.trainer.conftest import Trainer
-from tests.trainer.learner_rows import FAST, SMALL, make_rows
+from tests.trainer.learner.learner_rows import FAST, SMALL, make_rows
 from tests.trainer.tiny_app import TASKS, application, letters
 
 ROOT = Path(__file__).parents[2]

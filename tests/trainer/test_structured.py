@@ -21,7 +21,7 @@ from cotune.trainer.check.dry_run import check
 from cotune.trainer.config.train import convert
 from cotune.trainer.learner.local import LocalLearner
 from tests.integrations.tiny_models import build, tokenizer
-from tests.trainer.learner_rows import FAST
+from tests.trainer.learner.learner_rows import FAST
 from tests.trainer.tiny_app import application, ask
 
 SCHEMA = {

@@ -1,0 +1,230 @@
+"""Recipes: the settings of each, advantages worked out by hand, and overrides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cotune.algorithms.advantages import advantages
+from cotune.algorithms.filters import REASONS
+from cotune.algorithms.recipes import RECIPES, Attribution, Filters, LossSpec, Recipe, Term, recipe
+from cotune.algorithms.samples import Sample
+from cotune.errors import ConfigError
+from cotune.recording.records import PolicyRef
+
+# Two episodes of one task. Episode e: role a calls twice, b once, outcome 1. Episode f: a once, b once, outcome 0.
+# Episode g: a once, b twice, outcome 0.
+ROLLOUTS = [
+    ("e", "a", 0, 1.0),
+    ("e", "a", 1, 1.0),
+    ("e", "b", 0, 1.0),
+    ("f", "a", 0, 0.0),
+    ("f", "b", 0, 0.0),
+    ("g", "a", 0, 0.0),
+    ("g", "b", 0, 0.0),
+    ("g", "b", 1, 0.0),
+]
+
+
+def rollouts() -> list[Sample]:
+    return [
+        Sample(
+            id=f"{rollout}{role}{turn}.0",
+            task="q",
+            rollout=rollout,
+            role=role,
+            turn=turn,
+            step=turn,
+            branch="p",
+            prompt="p",
+            policy=PolicyRef(role),
+            tokens=4,
+            outcome={"team": team},
+        )
+        for rollout, role, turn, team in ROLLOUTS
+    ]
+
+
+def siblings(components: list[dict[str, float]]) -> list[Sample]:
+    return [
+        Sample(
+            id=f"c.{i}",
+            task="q",
+            rollout="e",
+            role="a",
+            turn=0,
+            step=0,
+            branch="e",
+            prompt="p",
+            policy=PolicyRef("a"),
+            tokens=4,
+            rewards=rewards,
+            chosen=i == 0,
+        )
+        for i, rewards in enumerate(components)
+    ]
+
+
+def of(name: str, samples: list[Sample], **overrides):
+    """Advantages, to be compared with four decimals."""
+    return pytest.approx(advantages(samples, recipe(name, **overrides).terms)[0].tolist(), abs=1e-4)
+
+
+def test_at_grpo():
+    # r = team + local = 1.5, 1, 0, -0.5; mean 0.5; deviations 1, .5, -.5, -1; variance 2.5 / 3
+    group = siblings(
+        [
+            {"team": 1.0, "local": 0.5},
+            {"team": 1.0, "local": 0.0},
+            {"team": 0.0, "local": 0.0},
+            {"team": 0.0, "local": -0.5},
+        ]
+    )
+    assert of("at_grpo", group) == [1.0954, 0.5477, -0.5477, -1.0954]
+
+
+def test_at_grpo_alpha_weighs_the_team():
+    # r = 2 * team + local = 2.5, 0.5; mean 1.5, deviation 1, standard deviation sqrt 2
+    group = siblings([{"team": 1.0, "local": 0.5}, {"team": 0.0, "local": 0.5}])
+    assert of("at_grpo", group, alpha=2.0) == [0.7071, -0.7071]
+    assert of("at_grpo", group, alpha=0.0) == [0.0, 0.0]
+
+
+def test_grpo():
+    # rollouts 1, 0, 0: mean 1/3, variance (4/9 + 1/9 + 1/9) / 2 = 1/3; (2/3) / 0.57735 and (-1/3) / 0.57735
+    assert of("grpo", rollouts()) == [1.1547, 1.1547, 1.1547, -0.5774, -0.5774, -0.5774, -0.5774, -0.5774]
+
+
+def test_dr_grpo():
+    assert of("dr_grpo", rollouts()) == [0.6667, 0.6667, 0.6667, -0.3333, -0.3333, -0.3333, -0.3333, -0.3333]
+
+
+def test_rloo():
+    # the others' means: (0 + 0) / 2 for e, (1 + 0) / 2 for f and g
+    assert of("rloo", rollouts()) == [1.0, 1.0, 1.0, -0.5, -0.5, -0.5, -0.5, -0.5]
+
+
+def test_dr_mas():
+    # a acts in 4 steps, rewards 1, 1, 0, 0: mean 1/2, deviation 1/2, so +-1.
+    # b acts in 4 steps, rewards 1, 0, 0, 0: mean 1/4, variance 3/16: 0.75 / 0.4330 and -0.25 / 0.4330
+    assert of("dr_mas", rollouts()) == [1.0, 1.0, 1.7321, -1.0, -0.5774, -1.0, -0.5774, -0.5774]
+
+
+@pytest.mark.parametrize("name", ["gspo", "dapo", "cispo"])
+def test_recipes_of_a_loss_take_the_advantages_of_grpo(name):
+    assert of(name, rollouts()) == [1.1547, 1.1547, 1.1547, -0.5774, -0.5774, -0.5774, -0.5774, -0.5774]
+    group = siblings([{"local": 1.0}, {"local": 0.0}])
+    assert of(name, group, plan="tree") == [0.7071, -0.7071]
+
+
+def test_loss_settings():
+    assert {name: r.loss for name, r in RECIPES.items()} == {
+        "at_grpo": LossSpec(
+            ratio="token",
+            clip_low=0.2,
+            clip_high=0.2,
+            style="ppo",
+            dual_clip=None,
+            tis_cap=2.0,
+            kl=0.0,
+            entropy=0.0,
+            aggregation="token_mean",
+        ),
+        "grpo": LossSpec(aggregation="trajectory_mean"),
+        "dr_grpo": LossSpec(aggregation="constant", constant_length=None),
+        "rloo": LossSpec(aggregation="constant", constant_length=None),
+        "dr_mas": LossSpec(aggregation="token_mean"),
+        "gspo": LossSpec(ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="trajectory_mean"),
+        "dapo": LossSpec(clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
+        "cispo": LossSpec(style="cispo", clip_low=1.0, clip_high=4.0, aggregation="token_mean"),
+    }
+
+
+def test_plans_keys_and_filters():
+    assert {name: (r.plan, r.key, r.filters.zero_variance) for name, r in RECIPES.items()} == {
+        "at_grpo": ("tree", ("task", "role", "turn", "branch"), True),
+        "grpo": ("independent", ("task",), False),
+        "dr_grpo": ("independent", ("task",), False),
+        "rloo": ("independent", ("task",), False),
+        "dr_mas": ("independent", ("task", "role"), False),
+        "gspo": ("independent", ("task",), False),
+        "dapo": ("independent", ("task",), True),
+        "cispo": ("independent", ("task",), True),
+    }
+
+
+def test_overrides_go_where_the_setting_lives():
+    changed = recipe("at_grpo", alpha=0.5, eps=1e-4, clip_high="0.28", entropy=0.01, mean_range=[0.2, 0.8])
+    assert changed == Recipe(
+        name="at_grpo",
+        plan="tree",
+        terms=(Term(attribution=Attribution(alpha=0.5), eps=1e-4),),
+        filters=Filters(zero_variance=True, mean_range=(0.2, 0.8)),
+        loss=LossSpec(clip_high=0.28, entropy=0.01),
+    )
+    assert RECIPES["at_grpo"].loss.clip_high == 0.2
+
+
+def test_a_tree_has_no_trajectories_to_take_a_mean_over():
+    assert recipe("gspo", plan="tree").loss.aggregation == "sequence_mean"
+    with pytest.raises(ConfigError, match="aggregation = 'trajectory_mean': allowed is token_mean, "):
+        recipe("at_grpo", aggregation="trajectory_mean")
+
+
+def test_naming_weights_leaves_the_rest_out_unless_told():
+    assert recipe("dr_mas", weights={"correct": 0.9}).attribution.weight("team") == 0.0
+    assert recipe("dr_mas", weights={"correct": 0.9}, other=0.5).attribution.weight("team") == 0.5
+    assert recipe("dr_mas").attribution.weight("team") == 1.0
+
+
+def test_at_grpo_over_independent_rollouts_takes_in_the_outcome():
+    assert recipe("at_grpo", plan="independent").attribution == Attribution(outcome=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        (
+            "at_grop",
+            {},
+            "recipe = 'at_grop': allowed is one of at_grpo, cispo, dapo, dr_grpo, dr_mas, grpo, gspo, rloo",
+        ),
+        ("grpo", {"clip": 0.2}, r"recipe.clip = 0.2: allowed is one of absent, aggregation, alpha, "),
+        ("grpo", {"plan": "tree"}, "compares whole rollouts"),
+        ("grpo", {"plan": "forest"}, "recipe.plan = 'forest': allowed is tree or independent"),
+        ("grpo", {"baseline": "median"}, "recipe.baseline = 'median': allowed is one of none, mean, leave_one_out"),
+        ("grpo", {"key": ["task", "rolle"]}, "key = 'rolle': allowed is one of task, rollout, role"),
+        ("grpo", {"clip_low": 1.5}, "clip_low = 1.5: allowed is between 0 and 1"),
+        ("grpo", {"clip_high": float("nan")}, "clip_high = nan"),
+        ("grpo", {"kl": -1}, "kl = -1.0: allowed is 0 or more"),
+        ("grpo", {"ddof": 2}, "ddof = 2"),
+        ("grpo", {"overlong_penalty": -1}, "overlong_penalty = -1.0: allowed is 0 or more"),
+        (
+            "at_grpo",
+            {"timeout_penalty": 1},
+            "timeout_penalty = 1.0: allowed is 0 where candidates answer for their own",
+        ),
+        ("grpo", {"overlong_buffer": 8}, "overlong_buffer = 8: allowed is 0, as overlong_penalty is 0"),
+        ("grpo", {"eps": -1.0}, "eps = -1.0"),
+        ("grpo", {"tis_cap": 0}, "tis_cap = 0.0"),
+        ("grpo", {"dual_clip": 1.0}, "dual_clip = 1.0"),
+        ("grpo", {"constant_length": 0}, "constant_length = 0"),
+        ("grpo", {"alpha": "much"}, "recipe.alpha = 'much'"),
+    ],
+)
+def test_wrong_settings_are_named_with_what_is_allowed(name, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        recipe(name, **overrides)
+
+
+def test_key_of_a_tree_must_hold_the_call():
+    with pytest.raises(ConfigError, match="compares whole rollouts"):
+        recipe("at_grpo", key=["task", "role"])
+
+
+def test_documentation_names_every_recipe_setting_and_reason():
+    text = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text()
+    settings = {name for part in (Attribution, Filters, LossSpec, Term) for name in part.__struct_fields__}
+    for name in {*RECIPES, *REASONS, *settings} - {"attribution", "weight"}:
+        assert f"`{name}`" in text, name

@@ -1,0 +1,238 @@
+"""The router over real engines: processes and Ray actors that are killed and stopped in the middle of a burst."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from cotune.errors import SamplerError
+from cotune.integrations.ray.router.sampler import RoutedSampler
+from cotune.integrations.ray.router.settings import RouterSettings, RouterStats
+from cotune.integrations.ray.runtime import RayRuntime
+from cotune.integrations.ray.sampler import RaySampler, start_sampler
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import Completion, Sampler, SamplingParams
+from tests.integrations.ray.fake_engines import BASE_MARK, Site, weights_of
+from tests.integrations.samplers.test_contract import LORA, Reference, reference  # noqa: F401
+
+PLANNER, CODER, BASE = PolicyRef("planner", 1), PolicyRef("coder", 1), PolicyRef("anyone")
+ADAPTER = {PLANNER: "planner", CODER: "coder", BASE: None}
+PROMPTS = [[1, *range(20 + i, 60 + i)] for i in range(16)]
+HOW = SamplingParams(max_tokens=48)
+LONG = SamplingParams(max_tokens=160)
+"""So long that an engine is broken before it has answered."""
+QUICK = RouterSettings(health_every=0.5, health_timeout=10.0, close_timeout=30.0, backoff=0.1, vocabulary=512)
+
+Burst = list[tuple[PolicyRef, list[int], list[Completion]]]
+
+
+async def burst(sampler: Sampler, count: int, how: SamplingParams = HOW) -> Burst:
+    """So many requests at once, of all policies in turn."""
+    policies = list(ADAPTER)
+    asked = [(policies[i % len(policies)], PROMPTS[i % len(PROMPTS)]) for i in range(count)]
+    answers = await asyncio.gather(*(sampler.sample(prompt, 4, how, policy) for policy, prompt in asked))
+    return [(policy, prompt, answer) for (policy, prompt), answer in zip(asked, answers, strict=True)]
+
+
+def largest_gap(models: Reference, answers: Burst) -> float:
+    """Between the log-probabilities that came back and those of the version that was asked for, in nats."""
+    return max(
+        float(np.abs(models.logprobs(ADAPTER[policy], prompt, c.token_ids, 1.0) - np.array(c.logprobs)).max())
+        for policy, prompt, answer in answers
+        for c in answer
+    )
+
+
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 120.0, every: float = 0.2) -> None:
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        await asyncio.sleep(every)
+
+
+async def publish(sampler: Sampler, models: Reference) -> None:
+    for policy in (PLANNER, CODER):
+        await sampler.publish(policy, models.weights[policy.name], LORA)
+
+
+async def all_healthy(sampler: RoutedSampler) -> bool:
+    return all(replica.state == "healthy" for replica in (await sampler.stats()).replicas.values())
+
+
+async def served_since(sampler: RoutedSampler, before: RouterStats) -> dict[str, int]:
+    now = await sampler.stats()
+    return {name: r.answered - before.replicas[name].answered for name, r in now.replicas.items()}
+
+
+def test_a_process_is_killed_and_another_stopped_in_the_middle_of_a_burst(reference: Reference) -> None:  # noqa: F811
+    opened: list[TransformersSampler] = []
+
+    async def make() -> TransformersSampler:
+        opened.append(await TransformersSampler.open(reference.folder, host="process"))
+        return opened[-1]
+
+    def processes() -> list[int]:
+        return [sampler._host._process.pid for sampler in opened]
+
+    async def break_one(sampler: RoutedSampler, how: signal.Signals, victim: int) -> None:
+        asked = asyncio.create_task(burst(sampler, 48, LONG))
+
+        async def all_running() -> bool:
+            return all(replica.running for replica in (await sampler.stats()).replicas.values())
+
+        await until(all_running, every=0.01)
+        os.kill(victim, how)
+        assert largest_gap(reference, await asked) < 1e-4
+        await until(lambda: all_healthy(sampler))
+
+    async def scenario() -> None:
+        sampler = await RoutedSampler.open([make, make], QUICK)
+        await publish(sampler, reference)
+        await break_one(sampler, signal.SIGKILL, processes()[0])
+        await break_one(sampler, signal.SIGSTOP, processes()[1])
+        before = await sampler.stats()
+        assert before.counters["restarts"] == before.counters["unhealthy"] == 2
+        assert before.counters["retried"] == before.counters["died"] >= 2
+        assert before.counters["failed"] == 0
+        assert largest_gap(reference, await burst(sampler, 24)) < 1e-4
+        assert all((await served_since(sampler, before)).values())
+        await sampler.aclose()
+
+    asyncio.run(scenario())
+    assert len(opened) == 4
+    assert [pid for pid in processes() if Path(f"/proc/{pid}").exists()] == []
+
+
+async def open_router_over_ray(model: str) -> RoutedSampler:
+    """Runs in the router's own actor, and starts an actor for each engine."""
+    factory = "cotune.integrations.samplers.transformers.sampler:TransformersSampler.open"
+    make = functools.partial(start_sampler, factory, {"model": model, "host": "thread"})
+    return await RoutedSampler.open([make, make], msgspec.structs.replace(QUICK, close_timeout=5.0))
+
+
+def engine_actors(hosted: Any) -> list[Any]:
+    """Handles of the engines' actors, asked of the router in its actor."""
+    return [replica.engine.sampler._actor for replica in hosted._sampler._router._replicas]
+
+
+@pytest.mark.timeout(900)
+def test_ray_actors_are_killed_and_stopped_in_the_middle_of_a_burst(
+    ray_runtime: RayRuntime,
+    reference: Reference,  # noqa: F811
+) -> None:
+    import ray
+
+    async def scenario() -> None:
+        path = f"{__name__}:open_router_over_ray"
+        sampler = await start_sampler(path, {"model": str(reference.folder)}, num_cpus=0)
+        await publish(sampler, reference)
+        engines = await asyncio.to_thread(ray.get, sampler._actor.__ray_call__.remote(engine_actors))
+        pids = [await engine.__ray_call__.remote(lambda hosted: os.getpid()) for engine in engines]
+        for restarts, (how, victim) in enumerate(zip((signal.SIGKILL, signal.SIGSTOP), pids, strict=True), start=1):
+            asked = asyncio.create_task(burst(sampler, 48, LONG))
+            await until(functools.partial(all_running, sampler), every=0.01)
+            os.kill(victim, how)
+            assert largest_gap(reference, await asked) < 1e-4
+
+            async def back(restarts: int = restarts) -> bool:
+                again = (await sampler.info()).counters["restarts"] >= restarts
+                return again and await states(sampler) == ["healthy", "healthy"]
+
+            await until(back)
+            counters = (await sampler.info()).counters
+            assert (counters["restarts"], counters["unhealthy"]) == (restarts, restarts)
+        assert counters["retried"] == counters["died"] >= 2
+        assert counters["failed"] == 0
+        assert largest_gap(reference, await burst(sampler, 24)) < 1e-4
+        await cancelled_everywhere(sampler)
+        await sampler.aclose()
+
+    asyncio.run(scenario())
+
+
+async def cancelled_everywhere(sampler: RaySampler) -> None:
+    """What is cancelled here ends in the router's process and in the engines'."""
+    endless = SamplingParams(max_tokens=400)
+    doomed = [asyncio.create_task(sampler.sample(prompt, 8, endless, BASE)) for prompt in PROMPTS[:8]]
+    engines = await sampler._actor.__ray_call__.remote(engine_actors)
+
+    async def working() -> int:
+        return sum(
+            [await engine.__ray_call__.remote(lambda hosted: len(hosted._sampler._pending)) for engine in engines]
+        )
+
+    async def begun() -> bool:
+        return await working() == 8
+
+    async def ended() -> bool:
+        return await working() == 0 and (await sampler.info()).counters["cancelled"] == 8
+
+    await until(begun)
+    for task in doomed:
+        task.cancel()
+    await until(ended)
+
+
+async def all_running(sampler: RaySampler) -> bool:
+    def read(hosted: Any) -> bool:
+        return all(replica.engine.running for replica in hosted._sampler._router._replicas)
+
+    return await sampler._actor.__ray_call__.remote(read)
+
+
+async def states(sampler: RaySampler) -> list[str]:
+    def read(hosted: Any) -> list[str]:
+        return [replica.state for replica in hosted._sampler._router._replicas]
+
+    return await sampler._actor.__ray_call__.remote(read)
+
+
+def test_callers_from_several_loops_share_one_router() -> None:
+    """Requests from four threads with a loop each, while an engine dies; cancelled ones make way."""
+
+    async def open_() -> tuple[RoutedSampler, Site]:
+        site = Site(2, pace=0.05)
+        site.start_seconds = 0.05
+        return await RoutedSampler.open(site.makes(), QUICK), site
+
+    sampler, site = asyncio.run(open_())
+    answers: list[int] = []
+
+    async def ask() -> None:
+        doomed = asyncio.create_task(sampler.sample(PROMPTS[0], 1, HOW, PLANNER))
+        answered = await asyncio.gather(*(sampler.sample(prompt, 2, HOW, PLANNER) for prompt in PROMPTS))
+        doomed.cancel()
+        await asyncio.gather(doomed, return_exceptions=True)
+        answers.extend(answer[0].token_ids[0] for answer in answered)
+
+    asyncio.run(sampler.publish(PLANNER, weights_of(11), LORA))
+    threads = [threading.Thread(target=lambda: asyncio.run(ask())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    site.now(0).break_down("dead")
+    for thread in threads:
+        thread.join()
+    assert answers == [11] * 64
+    stats = asyncio.run(sampler.stats())
+    assert stats.counters["requests"] == 68
+    assert stats.counters["answered"] + stats.counters["cancelled"] == 68
+    asyncio.run(sampler.retire(PLANNER))
+    assert asyncio.run(sampler.sample(PROMPTS[0], 1, HOW, BASE))[0].token_ids[0] == BASE_MARK
+    asyncio.run(sampler.aclose())
+    asyncio.run(sampler.aclose())
+    with pytest.raises(SamplerError, match="closed"):
+        asyncio.run(sampler.sample(PROMPTS[0], 1, HOW, BASE))
+    assert all(engine.closed for engine in site.all())
+    assert not [thread for thread in threading.enumerate() if thread.name == "cotune-router"]

@@ -1,0 +1,168 @@
+"""`cotune eval`, `export`, `deployed` and `serve` of a run, on an application with one role more than it trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import cotune
+from cotune.adapters.manifest import read_manifest
+from cotune.adapters.serving import serving
+from cotune.cli.main import main
+from cotune.storage.sqlite_store import SqliteStore
+from tests.integrations.provider import Provider
+from tests.integrations.provider import serving as serving_provider
+from tests.trainer.conftest import Trainer
+from tests.trainer.tiny_app import application, ask, converse, letters
+
+TASKS = [{"id": str(i), "letter": letter} for i, letter in enumerate("abcd")]
+ME = "tests.trainer.evaluation.test_command"
+
+
+async def late(task: Any) -> dict[str, Any]:
+    """The critic is asked on the last task only; the first role asks for its own temperature and seed."""
+    if task["letter"] == "d":
+        await ask("critic", "check")
+    said = await ask("first", f"say {task['letter']}", temperature=0.25, top_p=0.5, seed=7)
+    return {**await converse(task), "success": task["letter"] in said}
+
+
+async def broken(task: Any) -> bool:
+    raise ValueError(f"no {task['letter']}" if task["letter"] == "d" else "not at all")
+
+
+async def half_broken(task: Any) -> bool:
+    """Fails without its own provider."""
+    if "re:" not in await ask("first", "say a"):
+        raise ValueError("where is my provider?")
+    return True
+
+
+SOLVE, BROKEN, HALF = application(late, first=letters), application(broken), application(half_broken)
+
+
+@pytest.fixture(scope="module")
+def run(module_trainer: Trainer) -> Path:
+    """A run of one step that never saw the critic."""
+    module_trainer(SOLVE, TASKS[:3], steps=1, to="eval", sampling={"max_tokens": 4})
+    (module_trainer.folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    return module_trainer.folder / "eval"
+
+
+@pytest.fixture
+def provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[Provider]:
+    with serving_provider() as made:
+        monkeypatch.setenv("OPENAI_BASE_URL", made.url)
+        yield made
+
+
+def evaluated(run: Path, app: str, *more: str) -> int:
+    return main(["eval", f"{ME}:{app}", "--tasks", str(run.parent / "tasks.jsonl"), "--run", str(run), *more])
+
+
+def test_today_stands_beside_base_and_trained_with_what_they_cost(
+    run: Path, provider: Provider, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--modes", "base,trained,as_deployed,today", "--price", "m=1000/2000", "--out", str(tmp_path / "out")]
+    assert evaluated(run, "SOLVE", *words) == 0
+    written = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    today = written["evaluations"]["today"]
+    # 13 calls of 7 + 3 tokens each: 13 * (7 * 1000 + 3 * 2000) / 1e6
+    assert today["use"] | {"seconds": None} == {
+        "calls": 13, "prompt_tokens": 91, "completion_tokens": 39, "uncounted": 0, "seconds": None,
+        "cost": pytest.approx(0.169), "unpriced": 0,
+    }  # fmt: skip
+    assert len(provider.requests) == 13
+    assert today["roles"]["first"]["policies"] == ["provider"]
+    assert written["evaluations"]["trained"]["use"]["cost"] is None
+    assert [(c["label"], c["against"]) for c in written["comparisons"]] == [
+        ("trained", "base"), ("as_deployed", "base"), ("trained", "today"), ("as_deployed", "today"),
+    ]  # fmt: skip
+    said = " ".join(capsys.readouterr().out.split())
+    assert "0.042250" in said
+    assert "Role 'critic' has no policy: the untrained model answered its 3 calls (other_roles)." in said
+    assert all(c["verdict"] in said for c in written["comparisons"])
+    with SqliteStore.open(tmp_path / "out", read_only=True) as store:
+        sampled = {
+            mode: {c.sampling["temperature"] for e in store.episodes(phase=f"eval-{mode}") for c in store.calls(e.id)}
+            for mode in ("base", "trained", "as_deployed")
+        }
+        seeds = [
+            {
+                (e.task.id, c.role, c.turn): c.sampling["seed"]
+                for e in store.episodes(phase=p)
+                for c in store.calls(e.id)
+            }
+            for p in ("eval-base", "eval-trained")
+        ]
+    assert sampled == {"base": {1.0}, "trained": {1.0}, "as_deployed": {0.25, 1.0}}
+    assert seeds[0] == seeds[1] and len(set(seeds[0].values())) == 13
+
+
+def test_all_episodes_failed_is_an_error_that_names_the_commonest_cause(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluated(run, "BROKEN", "--modes", "base,trained") == 1
+    heard = capsys.readouterr()
+    assert "All 8 episodes failed, so there is nothing to evaluate; the commonest cause, 6 times: error: " in heard.err
+    assert "not at all" in heard.err and "No success rate" not in heard.out
+
+
+def test_a_mode_in_which_all_failed_is_exit_status_1_too(
+    run: Path, provider: Provider, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluated(run, "HALF", "--modes", "trained,today") == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "All 4 episodes of trained failed, most often of: error: " in said and "where is my provider?" in said
+
+
+def test_a_folder_with_other_records_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (run / "records.db").stat().st_mtime_ns
+    assert evaluated(run, "SOLVE", "--out", str(run)) == 1
+    assert "allowed is a folder without records; this one has records.db" in capsys.readouterr().err
+    assert (run / "records.db").stat().st_mtime_ns == before
+
+
+def test_trace_prints_the_success_rate(provider: Provider, run: Path, tmp_path: Path, capsys: Any) -> None:
+    provider.reply = lambda body, number: (500, "text/plain", ["no"]) if number == 0 else said_a(body)
+    words = ["trace", f"{ME}:SOLVE", "--tasks", str(run.parent / "tasks.jsonl"), "--out", str(tmp_path / "traced")]
+    assert main([*words, "--concurrency", "1"]) == 0
+    assert "success 25.0% (1 of 4 episodes)" in capsys.readouterr().out
+
+
+def said_a(body: dict[str, Any]) -> tuple[int, str, list[Any]]:
+    from tests.integrations.provider import completion, json_reply
+
+    return json_reply(completion({"role": "assistant", "content": "b"}))
+
+
+@pytest.mark.parametrize("others", ["frozen", "provider"])
+def test_a_role_without_a_policy_is_played_alike_in_deployed_and_serve(
+    run: Path, provider: Provider, others: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = json.loads((run / "run.json").read_text())
+    described["config"]["other_roles"] = others
+    (run / "run.json").write_text(json.dumps(described))
+    assert main(["export", str(run), "--to", str(tmp_path / "adapters")]) == 0
+    assert read_manifest(tmp_path / "adapters").other_roles == others
+    deployment = cotune.deployed(tmp_path / "adapters")
+
+    async def inside() -> None:
+        async with deployment:
+            await late(TASKS[3])
+
+    asyncio.run(inside())
+    own = others == "provider"
+    assert (dict(deployment.unlisted), dict(deployment.passed_through)) == ({"critic": 1}, {"critic": 1} if own else {})
+    assert len(provider.requests) == int(own)
+    with serving(tmp_path / "adapters") as endpoint:
+        asked = {"model": "critic", "messages": [{"role": "user", "content": "check"}], "max_tokens": 2}
+        answer = httpx.post(f"{endpoint.url}/chat/completions", json=asked, timeout=60)
+        unlisted = httpx.get(endpoint.url.removesuffix("/v1") + "/health", timeout=60).json()["unlisted"]
+    assert (answer.status_code, unlisted) == ((404, {}) if own else (200, {"critic": 1}))

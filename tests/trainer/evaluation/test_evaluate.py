@@ -1,0 +1,126 @@
+"""`evaluate` on a real sampler: an export and a run folder of tiny adapters on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cotune
+from cotune.adapters.export import write_export
+from cotune.adapters.trained import TrainedPolicy
+from cotune.algorithms.recipes import LossSpec
+from cotune.context import Mark, current_episode
+from cotune.errors import ConfigError, RunError
+from cotune.policies import LoraSpec, policies_for
+from cotune.recording.records import Episode
+from cotune.trainer.checkpoint import Checkpoint, save_checkpoint
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.config.train import convert
+from cotune.trainer.evaluation.evaluate import evaluate
+from cotune.trainer.learner.local import LocalLearner
+from cotune.trainer.run_folder import RunFolder
+from cotune.workflows import Workflow
+from tests.core.storage.whole_file import copied
+from tests.integrations.tiny_models import build
+
+LORA = LoraSpec(rank=4, alpha=8.0)
+ROLES = ("first", "second")
+TASKS = [{"id": f"t{i}", "text": f"say {i}"} for i in range(3)]
+
+
+async def ask(role: str, text: str) -> str:
+    live = current_episode.get()
+    assert live is not None and live.responder is not None
+    call = live.start(Mark(role, "test"), {"messages": [{"role": "user", "content": text}], "max_tokens": 6})
+    answer = await live.responder.respond(call)
+    assert answer is not None
+    call.finish(answer)
+    return answer.candidates[answer.chosen].text
+
+
+async def talk(task: Mapping[str, Any]) -> dict[str, float]:
+    first = await ask("first", task["text"])
+    second = await ask("second", first)
+    letters = [ord(letter) for letter in first + second]
+    return {"team": sum(letters) / max(len(letters), 1), "success": len(letters) > 0}
+
+
+TALK = Workflow("talk", talk)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluate") / "base"
+    build("qwen3", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def learner(model: Path) -> LocalLearner:
+    return LocalLearner.open(str(model), policies_for("lora", ROLES, LORA), LearnerSettings(threads=1), LossSpec())
+
+
+def test_an_export_in_every_mode(model: Path, learner: LocalLearner, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    trained = [
+        TrainedPolicy(
+            name=role,
+            kind="lora",
+            version=5,
+            roles=(role,),
+            model=str(model),
+            weights={
+                name: generator.normal(0, 0.3, array.shape).astype(np.float32)
+                for name, array in learner.weights(role).items()
+            },
+            lora=LORA,
+        )
+        for role in ROLES
+    ]
+    write_export(tmp_path / "export", trained)
+    report = cotune.evaluate(tmp_path / "export", TALK, TASKS, out=tmp_path / "eval")
+    assert list(report.evaluations) == ["base", "trained", "base_greedy", "greedy", "swapped"]
+    players = {mode: [e.roles[role].policies for role in ROLES] for mode, e in report.evaluations.items()}
+    assert players["base"] == players["base_greedy"] == [("first@0",), ("second@0",)]
+    assert players["trained"] == players["greedy"] == [("first@5",), ("second@5",)]
+    assert players["swapped"] == [("second@5",), ("first@5",)]
+    greedy, base = report.evaluations["greedy"], report.evaluations["base_greedy"]
+    assert greedy.rewards != base.rewards
+    assert greedy.success is not None and (greedy.success.n, sum(greedy.failed.values())) == (3, 0)
+    written = json.loads((tmp_path / "eval" / "evaluation.json").read_text())
+    assert written == json.loads(json.dumps(report.to_json()))
+    with copied(tmp_path / "eval") as store:
+        episodes = list(store.episodes())
+    assert len(episodes) == 15 and {type(e) for e in episodes} == {Episode}
+    assert {e.phase for e in episodes} == {f"eval-{mode}" for mode in report.evaluations}
+
+
+def test_a_run_whose_adapters_have_not_moved_equals_its_base(
+    model: Path, learner: LocalLearner, tmp_path: Path
+) -> None:
+    config = convert({"model": str(model), "sampling": {"max_tokens": 6}})
+    run = RunFolder.create(tmp_path / "run", config, workflow="app:talk", tasks="tasks.jsonl")
+    run.close()
+    policies = policies_for("lora", ROLES, LORA)
+    checkpoint = Checkpoint(steps=1, versions=dict.fromkeys(ROLES, 1), policies=policies)
+    save_checkpoint(run.checkpoints, checkpoint, learner, keep=1)
+    report = evaluate(run.path, TALK, TASKS, modes=("base_greedy", "greedy"), limit=2)
+    greedy, base = report.evaluations["greedy"], report.evaluations["base_greedy"]
+    assert greedy.roles["first"].policies == ("first@1",)
+    assert greedy.rewards == base.rewards and sorted(greedy.rewards) == ["t0", "t1"]
+    (comparison,) = report.comparisons
+    assert comparison.reward is not None and (comparison.reward.mean, comparison.reward.n) == (0.0, 2)
+
+
+def test_bad_input_is_named_before_work_starts(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"run.json"):
+        evaluate(tmp_path, TALK, TASKS)
+    with pytest.raises(ConfigError, match="tasks"):
+        evaluate(tmp_path, TALK, tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="modes = 'best'"):
+        evaluate(tmp_path, TALK, TASKS, modes=("best",))

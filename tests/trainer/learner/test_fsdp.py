@@ -1,0 +1,398 @@
+"""FSDP on Ray actors: equal to the local learner, checkpoints for any number of workers, and lost workers."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import ray
+
+from cotune.algorithms.recipes import LossSpec, recipe
+from cotune.errors import ConfigError, LearnerError, LearnerLost, RunError
+from cotune.policies import LoraSpec, Policies, PolicySpec, policies_for
+from cotune.trainer.learner.batching import passes, rank_parts
+from cotune.trainer.learner.fsdp.learner import FsdpLearner
+from cotune.trainer.learner.fsdp.worker import pack_rows
+from cotune.trainer.learner.local import LocalLearner
+from tests.integrations.ray.group_member import alive
+from tests.trainer.learner.fsdp_ranks import RANK, TIMEOUT
+from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, on_policy, same, snapshot
+
+BOTH = Policies(
+    {"lora": PolicySpec(name="lora", lora=SMALL), "full": PolicySpec(name="full", kind="full")},
+    {"a": "lora", "b": "full"},
+)
+FINE = change(FAST, lr=1e-3, eps=1e-6)
+"""Steps that do not blow rounding up where a gradient is nearly zero."""
+
+AS_GRADIENT = change(FAST, lr=1.0, eps=1.0, grad_clip=0.0)
+"""The first step is then -g / (|g| + 1), from which g is read."""
+
+
+def apart(one, other):
+    assert one.keys() == other.keys()
+    return max(np.abs(one[name] - other[name]).max() for name in one)
+
+
+def gradients(learner, policy, rows):
+    start = snapshot(learner, policy)
+    metrics = learner.update(policy, rows)
+    steps = {name: start[name] - array for name, array in learner.weights(policy).items()}
+    return {name: step / (1 - np.abs(step)) for name, step in steps.items()}, metrics
+
+
+# -- who computes which rows
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("shared", [True, False])
+def test_every_row_is_computed_once_and_ranks_pass_equally_often(size, shared):
+    rows = make_rows(groups=5, k=3)
+    indices = [0, 2, 3, 4, 7, 8, 9, 10, 12, 13, 14]
+    found = [passes(rows, indices, 40, shared=shared, rank=rank, size=size) for rank in range(size)]
+    assert len({len(micros) for micros in found}) == 1
+    assert sorted(i for micros in found for micro in micros for i in micro) == indices
+
+
+def test_parts_are_of_like_size_and_keep_prompts_together_where_they_can():
+    rows = make_rows(groups=4, k=4, prompt=(8, 8), response=(2, 3))
+    parts = rank_parts(rows, range(16), 2)
+    assert sorted(map(len, parts)) == [8, 8]
+    assert all(len({rows[i].prompt_ids for i in part}) == 2 for part in parts)
+    alone = make_rows(groups=1, k=9, prompt=(2, 2), response=(6, 6))
+    assert [len(part) for part in rank_parts(alone, range(9), 3)] == [3, 3, 3]
+    assert sorted(map(len, rank_parts(alone, range(1), 3))) == [0, 0, 1]
+
+
+# -- equal to the local learner
+
+CASES = {
+    "an odd number of rows, token mean": (make_rows()[:-1], FAST, LossSpec()),
+    "sequence mean": (make_rows(groups=2, k=3), FAST, LossSpec(aggregation="sequence_mean")),
+    "constant": (make_rows(seed=2), FAST, LossSpec(aggregation="constant", constant_length=9)),
+    "fewer rows than workers": (make_rows(groups=1, k=1), FAST, LossSpec(ratio="none")),
+    "all responses of one token on one worker": (
+        [*make_rows(groups=1, response=(1, 1), prompt=(9, 9)), *make_rows(groups=1, seed=5)],
+        FAST,
+        LossSpec(),
+    ),
+    "many passes, all terms, no shared prompts": (
+        make_rows(groups=4, seed=3),
+        change(FAST, micro_batch_tokens=20, shared_prompts=False),
+        LossSpec(kl=0.1, entropy=0.05),
+    ),
+    "many passes, all terms": (
+        make_rows(groups=4, seed=3),
+        change(FAST, micro_batch_tokens=30),
+        msgspec.structs.replace(recipe("gspo").loss, kl=0.1, entropy=0.05),
+    ),
+    "activation checkpointing": (make_rows(), change(FAST, activation_checkpointing=True), LossSpec()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_and_metrics_of_two_workers_are_the_local_ones(base, two_ranks, case):
+    rows, settings, loss = CASES[case]
+    settings = change(settings, lr=AS_GRADIENT.lr, eps=AS_GRADIENT.eps, grad_clip=0.0)
+    local = LocalLearner.open(base, BOTH, settings, loss)
+    fsdp = two_ranks.learner(base, BOTH, settings, loss)
+    for policy in ("lora", "full"):
+        for _ in range(2 if policy == "lora" else 1):  # A of a LoRA has no gradient before the second step
+            assert apart(local.weights(policy), fsdp.weights(policy)) < 1e-5
+            expected, metrics = gradients(local, policy, rows)
+            found, divided = gradients(fsdp, policy, rows)
+            assert max(np.abs(g).max() for g in expected.values()) > 1e-2
+            assert apart(expected, found) < 1e-5
+            assert metrics.keys() == divided.keys()
+            for name in metrics.keys() - {"seconds"}:
+                assert divided[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("layout", ["lora", "full"])
+def test_weights_stay_equal_over_many_steps(base, two_ranks, layout):
+    settings = change(FINE, mini_batch=3, epochs=2, anchor="trainer", micro_batch_tokens=60)
+    policies = policies_for(layout, ("a", "b"), SMALL)
+    local = LocalLearner.open(base, policies, settings, LossSpec())
+    fsdp = two_ranks.learner(base, policies, settings, LossSpec())
+    rows = on_policy(local, "a", make_rows())[1:]
+    for policy in ("a", "b"):
+        metrics, divided = local.update(policy, rows, lr_scale=0.5), fsdp.update(policy, rows, lr_scale=0.5)
+        assert metrics["steps"] == divided["steps"] > 4
+        assert divided["ratio_max"] == pytest.approx(metrics["ratio_max"], abs=1e-5)
+        assert apart(local.weights(policy), fsdp.weights(policy)) < 1e-5
+        for one, other in zip(local.logprobs(policy, rows), fsdp.logprobs(policy, rows), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_mixed_precision_is_near_single_precision(base, two_ranks):
+    rows = make_rows()
+    norms = {}
+    for dtype in ("float32", "bfloat16"):
+        learner = two_ranks.learner(base, BOTH, change(FINE, dtype=dtype), LossSpec())
+        norms[dtype] = [learner.update(policy, rows)["grad_norm"] for policy in ("lora", "full")]
+        assert all(array.dtype == np.float32 for array in learner.weights("full").values())
+    assert norms["bfloat16"] == pytest.approx(norms["float32"], rel=0.05)
+    assert norms["bfloat16"] != norms["float32"]
+
+
+def test_each_worker_holds_a_part_of_the_weights(base, two_ranks):
+    two_ranks.learner(base, BOTH, FAST, LossSpec())
+    for policy in ("lora", "full"):
+        assert two_ranks.gang.call("share", policy, timeout=TIMEOUT) == pytest.approx(0.5, abs=0.02)
+
+
+def test_gradients_are_exchanged_in_the_last_pass_only(base, two_ranks):
+    exchanged = {}
+    for budget in (10_000, 1):
+        settings = change(FAST, micro_batch_tokens=budget, shared_prompts=False)
+        two_ranks.learner(base, BOTH, settings, LossSpec())
+        rows = pack_rows(make_rows())
+        exchanged[budget] = two_ranks.gang.call("update_counted", "full", rows, timeout=TIMEOUT)
+    assert exchanged == {10_000: 3, 1: 3}  # two layers, and all that is outside of them
+
+
+# -- checkpoints
+
+
+def trained(learner, folder):
+    """Save after an update of both policies; returns what the weights are then, and after one update more."""
+    for policy in ("lora", "full"):
+        learner.update(policy, make_rows())
+    learner.save(folder)
+    at_save = {policy: snapshot(learner, policy) for policy in ("lora", "full")}
+    return at_save, updated(learner)
+
+
+def updated(learner):
+    for policy in ("lora", "full"):
+        learner.update(policy, make_rows(seed=8))
+    return {policy: snapshot(learner, policy) for policy in ("lora", "full")}
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("two", "one"), ("one", "two"), ("two", "local"), ("local", "two"), ("two", "two")]
+)
+def test_a_checkpoint_goes_on_with_another_number_of_workers(base, request, tmp_path, writer, reader):
+    def opened(kind, settings):
+        if kind == "local":
+            return LocalLearner.open(base, BOTH, settings, LossSpec())
+        return request.getfixturevalue(f"{kind}_rank{'s' * (kind == 'two')}").learner(base, BOTH, settings, LossSpec())
+
+    settings = change(FINE, mini_batch=6)
+    at_save, then = trained(opened(writer, settings), tmp_path)
+    learner = opened(reader, change(settings, seed=99))  # other start and order, overwritten by load
+    learner.load(tmp_path)
+    assert all(same(at_save[policy], learner.weights(policy)) for policy in at_save)
+    found = updated(learner)
+    assert all(apart(then[policy], found[policy]) < 1e-5 for policy in then)
+
+
+def test_optimizer_states_are_written_in_parts_and_a_missing_part_is_noticed(base, two_ranks, tmp_path):
+    learner = two_ranks.learner(base, BOTH, FAST, LossSpec())
+    trained(learner, tmp_path)
+    parts = sorted((tmp_path / "1.optimizer").glob("*.safetensors"))
+    assert len(parts) == 2
+    assert parts[0].stat().st_size == pytest.approx(parts[1].stat().st_size, rel=0.1)
+    parts[1].unlink()
+    with pytest.raises(RunError, match="Use another checkpoint"):
+        learner.load(tmp_path)
+    learner.update("full", make_rows())  # the workers are well
+
+
+# -- errors
+
+
+def test_errors_of_all_workers_arrive_as_themselves(base, two_ranks):
+    learner = two_ranks.learner(base, BOTH, FAST, LossSpec())
+    before = snapshot(learner, "full")
+    with pytest.raises(LearnerError, match="No gradient of this update"):
+        learner.update("full", [msgspec.structs.replace(row, advantage=1e38) for row in make_rows()])
+    assert same(before, learner.weights("full"))
+    with pytest.raises(ConfigError, match=r"lora\.targets") as caught:
+        two_ranks.learner(base, policies_for("lora", ["a"], LoraSpec(targets=("nowhere",))), FAST, LossSpec())
+    assert caught.value.field == "lora.targets"
+    two_ranks.learner(base, BOTH, FAST, LossSpec()).update("full", make_rows())
+
+
+@pytest.mark.usefixtures("ray_runtime")
+def test_what_the_cluster_has_no_room_for_is_said_at_once(base):
+    started = time.monotonic()
+    for extra in ({"workers": 1000}, {"gpus_per_worker": 1}):
+        with pytest.raises(ConfigError, match=r"cluster\.learners"):
+            FsdpLearner.open(base, BOTH, FAST, LossSpec(), **extra)
+    with pytest.raises(ConfigError, match="at least 1"):
+        FsdpLearner.open(base, BOTH, FAST, LossSpec(), workers=0)
+    assert time.monotonic() - started < 10
+    assert "CPU" in ray.available_resources()
+
+
+# -- lost workers
+
+
+@pytest.fixture(scope="module")
+def saved(base, tmp_path_factory):
+    """A checkpoint after one update of both policies."""
+    folder = tmp_path_factory.mktemp("saved")
+    trained(LocalLearner.open(base, BOTH, FINE, LossSpec()), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pools(base, ray_runtime):
+    """Learners that are lost and restarted, by how their policies share workers."""
+    opened = {}
+
+    def get(kind):
+        if kind not in opened:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("cotune.trainer.learner.fsdp.learner.RANK", RANK)
+                workers = 2 if kind == "shared" else 1
+                opened[kind] = FsdpLearner.open(
+                    base, BOTH, FINE, LossSpec(), workers=workers, pools=kind, timeout=TIMEOUT
+                )
+        return opened[kind]
+
+    yield get
+    for learner in opened.values():
+        asyncio.run(learner.aclose())
+
+
+def check_restarted(learner, saved, base):
+    """Fresh workers go on from the checkpoint as a local learner does."""
+    with pytest.raises(LearnerLost):
+        learner.weights("lora")  # still lost
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cotune.trainer.learner.fsdp.learner.RANK", RANK)
+        learner.restart()
+    learner.load(saved)
+    local = LocalLearner.open(base, BOTH, FINE, LossSpec())
+    local.load(saved)
+    one, other = updated(local), updated(learner)
+    assert all(apart(one[policy], other[policy]) < 1e-5 for policy in one)
+
+
+def slow_update(learner):
+    """Runs an update of some minutes in a thread; returns its error and when it came."""
+    found = []
+
+    def work():
+        try:
+            learner.update("lora", make_rows(groups=400, k=4))
+        except LearnerError as error:
+            found.append((error, time.monotonic()))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread, found
+
+
+def test_a_worker_that_is_killed_in_an_update_is_named_and_the_other_does_not_hang(pools, saved, base):
+    learner = pools("shared")
+    gang = learner._pools[0].gang
+    pool = learner._pools[0]
+    pool.call("open", base, BOTH, change(FINE, micro_batch_tokens=1), LossSpec(), ["lora", "full"])
+    first, second = gang.processes
+    thread, found = slow_update(learner)
+    time.sleep(2.0)
+    assert thread.is_alive()
+    killed = time.monotonic()
+    os.kill(second, signal.SIGKILL)
+    thread.join(60)
+    (error, when), *_ = found
+    assert isinstance(error, LearnerLost)
+    assert f"Rank 1 of the learners lora, full (process {second} " in str(error)
+    assert "died" in str(error) and "'update'" in str(error)
+    assert when - killed < 30
+    assert not alive(first)
+    check_restarted(learner, saved, base)
+
+
+def test_a_worker_that_is_stopped_is_named_within_the_time_out(pools, saved, base):
+    learner = pools("shared")
+    processes = learner._pools[0].gang.processes
+    learner._pools[0]._timeout = 5.0
+    os.kill(processes[1], signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(LearnerLost, match=rf"within 5 s: Rank 1 .*process {processes[1]} .*does not answer; Rank 0 .*"):
+        learner.update("full", make_rows())
+    assert time.monotonic() - started < 45
+    assert not any(alive(pid) for pid in processes)
+    learner._pools[0]._timeout = TIMEOUT
+    check_restarted(learner, saved, base)
+
+
+def test_a_worker_that_breaks_alone_ends_the_others(pools):
+    learner = pools("shared")
+    pool = learner._pools[0]
+    processes = pool.gang.processes
+    with pytest.raises(LearnerLost, match=r"Rank 1 .* failed \(ZeroDivisionError: nothing is left\) in 'fail'"):
+        pool.call("fail", 1)
+    assert not any(alive(pid) for pid in processes)
+    with pytest.raises(LearnerLost, match="nothing is left"):
+        learner.weights("lora")
+
+
+def test_pools_of_their_own_update_at_once_and_are_lost_alone(pools, saved, base):
+    learner = pools("per_policy")
+    learner.load(saved)
+    local = LocalLearner.open(base, BOTH, FINE, LossSpec())
+    local.load(saved)
+    one, other = learner._pools
+    kept = other.gang.processes
+    one._timeout = 20.0
+    with ThreadPoolExecutor(1) as threads:
+        hanging = threads.submit(one.call, "hang", 0)
+        found = learner.update("full", make_rows(seed=8))
+        assert not hanging.done()
+        with pytest.raises(LearnerLost, match=r"Rank 0 of the learners lora .* is in hang \(fsdp_ranks\.py:\d+\)"):
+            hanging.result()
+    expected = local.update("full", make_rows(seed=8))
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    assert apart(local.weights("full"), learner.weights("full")) < 1e-5
+    one._timeout = TIMEOUT
+    check_restarted(learner, saved, base)
+    assert other.gang.processes == kept
+
+
+def test_nothing_is_left_after_closing(pools):
+    learner = pools("per_policy")
+    before = ray.available_resources().get("CPU", 0)
+    processes = [pid for pool in learner._pools for pid in pool.gang.processes]
+    ports = [port for pid in processes for port in listening(pid) - listening(parent(pid))]
+    assert ports
+    asyncio.run(learner.aclose())
+    asyncio.run(learner.aclose())
+    assert not any(alive(pid) for pid in processes)
+    for port in ports:
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+    deadline = time.monotonic() + 20
+    while ray.available_resources().get("CPU", 0) < before + 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ray.available_resources()["CPU"] == before + 2
+    with pytest.raises(LearnerError, match="were closed"):
+        learner.weights("full")
+
+
+def parent(pid):
+    """The process that started it, whose sockets it may have inherited."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def listening(pid):
+    """Ports that a process listens on."""
+    sockets = {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(int(fields[1].rpartition(":")[2], 16))
+    return found

@@ -1,0 +1,219 @@
+"""What is inside the local learner; what it promises to the outside is in test_contract.py."""
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from transformers import Qwen3ForCausalLM
+
+from cotune.algorithms.recipes import LossSpec
+from cotune.errors import ConfigError, LearnerError
+from cotune.policies import LoraSpec, policies_for
+from cotune.trainer.learner.forward import plain_states
+from cotune.trainer.learner.gradient_checks import Movement, check_optimizers
+from cotune.trainer.learner.local import LocalLearner
+from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, same, snapshot
+
+
+def opened(base, layout="lora", settings=FAST, loss=None, roles=("a", "b")):
+    return LocalLearner.open(base, policies_for(layout, roles, SMALL), settings, loss or LossSpec())
+
+
+# -- log-probabilities
+
+
+@pytest.mark.parametrize("layout", ["lora", "full"])
+@pytest.mark.parametrize("budget", [30, 10_000])
+def test_shared_prompts_give_the_gradients_of_the_plain_path(base, layout, budget):
+    rows = make_rows(groups=3)
+    loss = LossSpec(entropy=0.1, kl=0.05)
+    learner = opened(base, layout, change(FAST, micro_batch_tokens=budget, grad_clip=0.0), loss)
+    learner.update("a", rows)  # so that no LoRA matrix is zero
+    gradients = {}
+    for shared in (True, False):
+        model = learner._policies["a"]
+        model.settings = change(model.settings, shared_prompts=shared)
+        assert model.shares_prompts is shared
+        total = 0.0
+        for parameter in model.parameters().values():
+            parameter.grad = None
+        for micro in learner._micro_batches(model, rows, range(len(rows))):
+            logp, entropy = model.token_logprobs([rows[i] for i in micro])
+            pieces = logp.split([len(rows[i].response_ids) for i in micro])
+            part = sum((i + 1) * piece.sum() for i, piece in zip(micro, pieces, strict=True))
+            (part + 0.3 * entropy.sum()).backward()
+            total += part.item()
+        gradients[shared] = {name: p.grad.clone() for name, p in model.parameters().items()}, total
+    assert gradients[True][1] == pytest.approx(gradients[False][1], rel=1e-5)
+    for name, expected in gradients[False][0].items():
+        scale = expected.abs().max().item()
+        assert scale > 0
+        torch.testing.assert_close(gradients[True][0][name], expected, atol=1e-5 * scale, rtol=1e-5)
+
+
+def test_activation_checkpointing_changes_nothing_but_memory(base):
+    rows = make_rows()
+    plain = opened(base, "full", change(FAST, shared_prompts=False))
+    checkpointed = opened(base, "full", change(FAST, activation_checkpointing=True))
+    first, second = plain.update("a", rows), checkpointed.update("a", rows)
+    assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-6)
+    assert checkpointed._policies["a"].shares_prompts is False
+
+
+def test_activation_checkpointing_recomputes_layers(base):
+    learner = opened(base, "full", change(FAST, activation_checkpointing=True))
+    network = learner._policies["a"].network
+    calls = []
+    network.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    states = plain_states(network, make_rows())
+    assert len(calls) == 1
+    states.sum().backward()
+    assert len(calls) == 2
+
+
+# -- updates
+
+
+# -- the sampler's log-probabilities
+
+
+# -- several policies
+
+
+def test_two_policies_with_one_base_model_do_not_collapse_into_one(base):
+    learner = opened(base, "full")
+    start = snapshot(learner, "b")
+    learner.update("a", make_rows())
+    assert same(start, snapshot(learner, "b"))
+    moved = snapshot(learner, "a")
+    assert all(not np.array_equal(moved[name], start[name]) for name in start)
+    owned = [p.data_ptr() for policy in learner._policies.values() for p in policy.parameters().values()]
+    assert len(set(owned)) == len(owned)
+
+
+def test_a_shared_policy_has_one_set_of_weights_for_all_roles(base):
+    learner = opened(base, "shared", roles=("a", "b", "c"))
+    assert list(learner._policies) == ["shared"]
+
+
+# -- every tensor is trained
+
+
+def test_an_optimizer_built_before_the_adapter_never_trains_it(base):
+    network = Qwen3ForCausalLM.from_pretrained(base)
+    early = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    model = opened(base)._policies["a"]
+    with pytest.raises(LearnerError, match="in the optimizers of no policy"):
+        check_optimizers({"a": model.parameters()}, {"a": early})
+
+
+def test_a_tensor_in_two_optimizers_is_refused(base):
+    learner = opened(base, "full")
+    parameters = {name: model.parameters() for name, model in learner._policies.items()}
+    both = torch.optim.AdamW([*parameters["a"].values(), *parameters["b"].values()])
+    with pytest.raises(LearnerError, match=r"\['a', 'b'\]"):
+        check_optimizers(parameters, {"a": both, "b": learner._optimizers["b"]})
+
+
+def test_an_adapter_that_is_not_active_gets_no_gradient_and_is_noticed(base):
+    learner = opened(base)
+    learner._policies["a"].activate = lambda: learner._policies["b"].peft.set_adapter(learner._policies["b"].adapter)
+    with pytest.raises(LearnerError, match="policy 'a' got no gradient"):
+        learner.update("a", make_rows())
+
+
+def test_a_tensor_that_stands_though_its_step_does_not_round_away_is_an_error():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    watch = Movement({"w": parameter}, torch.optim.AdamW([parameter], lr=1e-6, weight_decay=0.0))
+    parameter.grad = torch.tensor([0.0, 2.0, 1.0])
+    watch.before_step()
+    with pytest.raises(LearnerError, match=r"w has a gradient but did not move .* reaches 16.8 times half a unit"):
+        watch.after_step()  # 1e-6 / 2 ** -24
+
+
+def test_a_step_that_rounding_swallows_is_told_and_watched_on():
+    """float32 is spaced 2 ** -23 above 1 and 2 ** -18 above 40; the first step of Adam is lr for every entry."""
+    small, large = torch.nn.Parameter(torch.tensor([1.0, 1.0, 2**-10])), torch.nn.Parameter(torch.full((2,), 40.0))
+    optimizer = torch.optim.AdamW([small, large], lr=5e-8, weight_decay=0.0)
+    watch = Movement({"small": small, "large": large}, optimizer, dtype="bfloat16")
+
+    def step():
+        small.grad, large.grad = torch.tensor([1.0, -1.0, 0.0]), torch.tensor([0.0, 3.0])
+        watch.before_step()
+        optimizer.step()
+        watch.after_step()
+        return watch.after_update("p")
+
+    found = step()  # of 1 upwards 2 ** -24 is half a unit: 5e-8 is lost; downwards the spacing is half as wide
+    assert large.tolist() == [40.0, 40.0]
+    assert found["lost/large"] == pytest.approx(5e-8 / 2**-19, rel=1e-3)
+    assert found["lost_bfloat16/large"] == pytest.approx(5e-8 / 2**-19 / 2**16, rel=1e-3)
+    assert found["lost_share"] == found["lost_share_bfloat16"] == 1.0
+    assert found["lost_tensors"] == len(watch.lost) >= 1
+    optimizer.param_groups[0]["lr"] = 1e-5
+    found = step()
+    assert found == {"lost_tensors": 0.0, "lost_share": 0.0, "lost_share_bfloat16": 1.0}  # each is told of once
+    assert not watch.pending
+
+
+def test_all_tensors_have_moved_after_two_steps(base):
+    learner = opened(base)
+    start = snapshot(learner, "a")
+    learner.update("a", make_rows())
+    assert len(learner._movement["a"].pending) == 14
+    assert all(".lora_A." in name for name in learner._movement["a"].pending)
+    learner.update("a", make_rows(seed=3))
+    assert not learner._movement["a"].pending
+    assert all(not np.array_equal(start[name], array) for name, array in learner.weights("a").items())
+
+
+# -- weights, save, load
+
+
+def test_lora_weights_are_a_peft_state_dict(base, tmp_path):
+    learner = opened(base)
+    learner.update("a", make_rows())
+    weights = learner.weights("a")
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in weights
+    assert len(weights) == 2 * 7 * 2
+    assert all(array.dtype == np.float32 for array in weights.values())
+    learner._policies["a"].peft.save_pretrained(tmp_path)
+    save_file(
+        {name: torch.from_numpy(array) for name, array in weights.items()},
+        tmp_path / learner._policies["a"].adapter / "adapter_model.safetensors",
+    )
+    fresh = PeftModel.from_pretrained(
+        Qwen3ForCausalLM.from_pretrained(base), tmp_path / learner._policies["a"].adapter
+    ).eval()
+    row = make_rows()[0]
+    with torch.no_grad():
+        logits = fresh(torch.tensor([row.prompt_ids + row.response_ids])).logits[0].log_softmax(-1)
+    found = logits[len(row.prompt_ids) - 1 : -1].gather(1, torch.tensor(row.response_ids)[:, None]).squeeze(1)
+    np.testing.assert_allclose(learner.logprobs("a", [row])[0], found.numpy(), atol=1e-5)
+
+
+# -- bad input
+
+
+def test_bad_settings_name_the_field(base, tmp_path):
+    for fields in ({"mini_batch": 0}, {"epochs": 0}, {"lr": 0.0}, {"grad_clip": -1.0}, {"threads": 0}):
+        with pytest.raises(ConfigError, match=rf"learner\.{next(iter(fields))}"):
+            change(FAST, **fields)
+    with pytest.raises(ConfigError, match=r"learner\.device"):
+        opened(base, settings=change(FAST, device="abacus"))
+    with pytest.raises(ConfigError, match="model"):
+        opened(str(tmp_path))
+    with pytest.raises(ConfigError, match="constant_length"):
+        opened(base, loss=LossSpec(aggregation="constant"))
+    with pytest.raises(ConfigError, match=r"lora\.targets"):
+        spec = policies_for("lora", ["a"], LoraSpec(targets=("nowhere",)))
+        LocalLearner.open(base, spec, FAST, LossSpec())
+
+
+def test_opening_leaves_the_global_random_state_alone(base):
+    torch.manual_seed(7)
+    expected = torch.rand(1).item()
+    torch.manual_seed(7)
+    opened(base)
+    assert torch.rand(1).item() == expected
