@@ -6,7 +6,7 @@ import functools
 import json
 import struct
 from collections.abc import Container, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -16,12 +16,16 @@ from cotune.ids import pack_ids, unpack_ids
 from cotune.recording.records import Call, Candidate, Episode, Message, Record, Reward
 
 Row = tuple[Any, ...]
+Timed = TypeVar("Timed", Call, Episode)
 
 VERSION = 1
 """`user_version` of a records file; raised when the schema changes."""
 
 APPLICATION = 0x636F7475
 """`application_id` of a records file ("cotu")."""
+
+_LATEST = 9e9
+"""Seconds: two of these are still less than 64 bits of nanoseconds."""
 
 SCHEMA = f"""
 CREATE TABLE messages (id TEXT PRIMARY KEY, body TEXT NOT NULL);
@@ -173,7 +177,7 @@ def call_from(body: str, candidates: str, token_ids: bytes, logprobs: bytes) -> 
         found.append(candidate)
     if (at_id, at_value) != (len(ids), len(values)):
         raise ValueError("the arrays have other lengths than the candidates")
-    call = _calls.decode(body)
+    call = _in_time(_calls.decode(body))
     return replace(call, candidates=tuple(found)) if found else call
 
 
@@ -182,12 +186,19 @@ def episode_from(body: str, metrics: str) -> Episode:
 
     Raises ValueError or TypeError for broken ones.
     """
-    episode = _episodes.decode(body)
+    episode = _in_time(_episodes.decode(body))
     if metrics == "{}":
         return episode
     found = msgspec.convert(json.loads(metrics), dict[str, float])
     "".join(found).encode()  # which raises for names that are no text
     return replace(episode, metrics=found)
+
+
+def _in_time(record: Timed) -> Timed:
+    """The record. Raises ValueError where its times are none that 64 bits of nanoseconds hold."""
+    if not (0 <= record.started < _LATEST and 0 <= record.latency < _LATEST):
+        raise ValueError("a time that no clock shows")
+    return record
 
 
 def join_path(segment_id: str, rows: Iterable[tuple[str, str | None, bytes]]) -> tuple[int, ...]:

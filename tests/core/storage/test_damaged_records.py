@@ -97,6 +97,17 @@ def test_a_cycle_of_segments_ends(run: Path):
     assert "2 prompt_not_stored" in done.stdout
 
 
+@pytest.mark.parametrize("table", ["calls", "episodes"])
+@pytest.mark.parametrize("latency", [1e308, -1.0])
+def test_a_time_that_no_clock_shows_breaks_its_row_alone(run: Path, table: str, latency: float, capsys):
+    with contextlib.closing(sqlite3.connect(run / "records.db")) as db:
+        db.execute(f"UPDATE {table} SET body = json_set(body, '$.latency', ?, '$.started', 1e308)", (latency,))
+        db.commit()
+    assert main(["otel", "export", str(run), "--to", str(run / "spans")]) in (0, 1)
+    assert main(["show", str(run)]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_a_call_whose_episode_is_no_text_is_shown(run: Path, capsys):
     with contextlib.closing(sqlite3.connect(run / "records.db")) as db:
         db.execute("UPDATE calls SET episode = x'00ff' WHERE rowid = 1")
