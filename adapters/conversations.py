@@ -14,7 +14,7 @@ from typing import Any
 
 from cotune.ids import canonical, pack_ids, unpack_ids
 from cotune.integrations.chat.token_reuse import text_of
-from cotune.runtime.bounded_cache import Bounded
+from cotune.runtime.bounded_cache import BoundedCache
 
 ENTRIES, BYTES, REPLIES = 4096, 64 << 20, 64
 """Most requests, bytes of all, and replies of one request that are kept."""
@@ -49,7 +49,7 @@ class Conversations:
     """
 
     def __init__(self, entries: int = ENTRIES, size: int = BYTES) -> None:
-        self._turns: Bounded[_Turn] = Bounded(entries, size)
+        self._turns: BoundedCache[_Turn] = BoundedCache(entries, size)
 
     def find(self, name: str, messages: Sequence[Mapping[str, Any]]) -> Place:
         """The place of a request to `name`, with the paths of the earlier requests and replies that it repeats.

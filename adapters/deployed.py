@@ -15,7 +15,7 @@ from typing import Any
 
 from cotune.adapters.conversations import Conversations
 from cotune.adapters.open_policies import Local, Served, open_local
-from cotune.context import Mark, current_episode
+from cotune.context import CallerContext, current_episode
 from cotune.errors import CotuneError
 from cotune.recording.episodes import activators
 from cotune.recording.recorder import Answer, LiveCall, LiveEpisode
@@ -164,7 +164,7 @@ class Deployment:
 class _Unrecorded(LiveEpisode):
     """An episode without an end: each call is its own, so that nothing of earlier calls is kept."""
 
-    def start(self, mark: Mark, body: Mapping[str, Any]) -> LiveCall:
+    def start(self, mark: CallerContext, body: Mapping[str, Any]) -> LiveCall:
         if self.forked:
             return super().start(mark, body)
         alone = LiveEpisode(

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cotune.context import Mark
+from cotune.context import CallerContext
 from cotune.recording.recorder import Answer, LiveEpisode
 from cotune.recording.records import Candidate, PolicyRef, Task
 from cotune.storage.sqlite_store import SqliteStore
@@ -62,7 +62,7 @@ def record(store: SqliteStore, calls: int, prompts: Iterator[tuple[Tokens, Token
             system = {"role": "system", "content": "You are the navigator."}
             user = {"role": "user", "content": f"Task {number}, call {step}: where to?"}
             call = live.start(
-                Mark("navigator", "bench"), {"model": "m", "messages": [system, user], "temperature": 1.0}
+                CallerContext("navigator", "bench"), {"model": "m", "messages": [system, user], "temperature": 1.0}
             )
             prompt, reply = next(prompts)
             said = {"role": "assistant", "content": f"north {number} {step}"}

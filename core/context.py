@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cotune.recording.recorder import LiveCall, LiveEpisode
 
 
-class Mark(msgspec.Struct):
+class CallerContext(msgspec.Struct):
     """Who is about to make an LLM call. `state` is what scorers see as `call.state`.
 
     A framework may end a mark in a copied context, where a reset would be lost; so `done` is a flag on the
@@ -27,7 +27,7 @@ class Mark(msgspec.Struct):
     """Ids that name earlier outputs this call reads (LangChain message ids); resolved to parent calls."""
     output: str | None = None
     """Id under which the framework will know this call's output."""
-    unit: Hashable = None
+    scope_id: Hashable = None
     """What the enclosing scope is that names this mark, where it is one: two marks of the same scope have the same."""
     given: bool = False
     """Whether the application itself names the role (`role`, the gateway's header): nothing overrules it."""
@@ -37,23 +37,23 @@ class Mark(msgspec.Struct):
 
 
 current_episode: ContextVar[LiveEpisode | None] = ContextVar("cotune_episode", default=None)
-current_mark: ContextVar[Mark | None] = ContextVar("cotune_mark", default=None)
+current_mark: ContextVar[CallerContext | None] = ContextVar("cotune_mark", default=None)
 opened_call: ContextVar[LiveCall | None] = ContextVar("cotune_call", default=None)
 """A call that a model class has opened; the wire request it makes, if any, belongs to that call."""
 _override: ContextVar[str | None] = ContextVar("cotune_role", default=None)
 
-scopes: list[Callable[[], Mark | None]] = []
+scopes: list[Callable[[], CallerContext | None]] = []
 """Integrations add a function that names the enclosing scope (a graph node, a flow step) where no mark is set."""
 _asking: ContextVar[bool] = ContextVar("cotune_asking", default=False)
 
 
-def units_around(scope: Callable[[], Mark | None]) -> list[Hashable]:
+def scope_ids_around(scope: Callable[[], CallerContext | None]) -> list[Hashable]:
     """Units of the scopes of other frameworks around this point; none for a scope that is asked while another asks."""
     if _asking.get():
         return []
     token = _asking.set(True)
     try:
-        return [found.unit for other in scopes if other is not scope and (found := other()) is not None]
+        return [found.scope_id for other in scopes if other is not scope and (found := other()) is not None]
     finally:
         _asking.reset(token)
 
@@ -68,19 +68,19 @@ def role(name: str) -> Iterator[None]:
         _override.reset(token)
 
 
-def identify() -> Mark:
+def identify() -> CallerContext:
     """Explicit override first, then the newest live mark, then the enclosing scope, then the role `app`."""
     mark = current_mark.get()
     if mark is None or mark.done:
-        mark = _scope_around() or Mark("app", "openai")
+        mark = _scope_around() or CallerContext("app", "openai")
     name = _override.get()
     if name is None:
         return mark
     mark.calls += 1
-    return Mark(name, "override", state=mark.state, read=mark.read, output=mark.output, given=True)
+    return CallerContext(name, "override", state=mark.state, read=mark.read, output=mark.output, given=True)
 
 
-def _scope_around() -> Mark | None:
+def _scope_around() -> CallerContext | None:
     """A fault of an integration costs the call its role, never the application the call."""
     try:
         return next((found for scope in scopes if (found := scope()) is not None), None)

@@ -26,7 +26,7 @@ from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.publish import Proof, prove_publish
 from cotune.trainer.resume import counts
-from cotune.trainer.rollout.preflight import look_around
+from cotune.trainer.rollout.preflight import preflight
 from cotune.trainer.run_folder import RunFolder
 from cotune.trainer.schedule import TaskSchedule
 from cotune.workflows import Workflow
@@ -144,7 +144,7 @@ async def opened(
         sampler, chat = await _model(config, stack, cluster, say)
         notes: list[str] = []
         if saved is None:
-            seen = await look_around(config, workflow, tasks, plan, recipe, store, sampler, chat, say)
+            seen = await preflight(config, workflow, tasks, plan, recipe, store, sampler, chat, say)
             policies = config.resolve_policies(
                 seen.roles, scored=list(workflow.scorers) if plan.kind == "tree" else None
             )
@@ -202,11 +202,11 @@ def _cluster(
     stack: contextlib.AsyncExitStack,
     say: Callable[[str], None],
 ) -> Cluster:
-    from cotune.integrations.ray.crash_notice import last_words
+    from cotune.integrations.ray.crash_notice import crash_notice
     from cotune.trainer.cluster import Cluster
 
     killed = "The run was ended from outside: killed, out of memory, or Ray has lost a node that it cannot do without."
-    stack.enter_context(last_words(f"{killed} Go on with: cotune train --resume {folder.path}"))
+    stack.enter_context(crash_notice(f"{killed} Go on with: cotune train --resume {folder.path}"))
     return Cluster(config, workflow, folder.workflow, stack, say)
 
 

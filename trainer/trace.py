@@ -12,7 +12,7 @@ from cotune.integrations.otel.exporter import LiveExport, otlp_exporter
 from cotune.integrations.otel.spans import Detail
 from cotune.recording.records import Episode
 from cotune.recording.rollout import rollout
-from cotune.runtime.run_sync import run_anywhere
+from cotune.runtime.run_sync import run_sync
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tasks import load_tasks
 from cotune.terminal import terminal
@@ -54,7 +54,7 @@ def trace(
     live = LiveExport(store, exporter, detail=Detail(content=otlp_content)) if exporter else None
     try:
         with episode_bar(console, len(listed)) as advance:
-            episodes = run_anywhere(
+            episodes = run_sync(
                 rollout(
                     flow,
                     listed,

@@ -18,7 +18,7 @@ from cotune.integrations.models.folder import locate_model
 from cotune.recording.records import Task
 from cotune.runtime.interrupts import asking
 from cotune.runtime.process_exit import go_on
-from cotune.runtime.run_sync import run_anywhere
+from cotune.runtime.run_sync import run_sync
 from cotune.tasks import as_tasks, load_tasks
 from cotune.trainer.checkpoint import load_checkpoint
 from cotune.trainer.config.train import TrainConfig, convert
@@ -80,7 +80,7 @@ def train(
         held={"tasks": tasks_digest(listed), "count": len(listed)},
     )
     try:
-        return run_anywhere(_train(folder, chosen, flow, listed, console))
+        return run_sync(_train(folder, chosen, flow, listed, console))
     except BaseException:
         folder.discard_unbegun()
         raise
@@ -119,7 +119,7 @@ def resume(
         flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids).named_by(config.roles_by)
         stack.pop_all()
     said = [f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in found.items()]
-    return run_anywhere(_train(folder, config, flow, listed, console, said))
+    return run_sync(_train(folder, config, flow, listed, console, said))
 
 
 def _resumed_app(

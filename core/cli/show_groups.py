@@ -36,7 +36,7 @@ class Cell(msgspec.Struct):
     trained: int = 0
 
 
-class Tally(msgspec.Struct):
+class GroupCounts(msgspec.Struct):
     """Groups of several training steps, by role and turn (None where the recipe's key has neither)."""
 
     cells: dict[tuple[str | None, int | None], Cell] = {}
@@ -57,7 +57,7 @@ def show_groups(store: SqliteStore, limit: int) -> Iterable[RenderableType]:
     steps = [step for (step,) in reversed(found)] or [None]
     (total,) = store.rows("SELECT count(DISTINCT training_step) FROM episodes WHERE phase = 'train'")[0]
     chosen, why = recipe_of(store)
-    tally = Tally()
+    tally = GroupCounts()
     consumed = store.consumed()
     for step in steps:
         _count(tally, store, chosen, phase, step, consumed.keys())
@@ -92,7 +92,7 @@ def _config_of(store: SqliteStore) -> dict[str, Any]:
 
 
 def _count(
-    tally: Tally, store: SqliteStore, chosen: Recipe, phase: str | None, step: int | None, consumed: Iterable[str]
+    tally: GroupCounts, store: SqliteStore, chosen: Recipe, phase: str | None, step: int | None, consumed: Iterable[str]
 ) -> None:
     episodes = store.episodes(phase=phase, training_step=step)
     config = _config_of(store)
@@ -122,7 +122,7 @@ def _count(
         cell.trained += group.id in consumed
 
 
-def _table(tally: Tally) -> RenderableType:
+def _table(tally: GroupCounts) -> RenderableType:
     from rich.text import Text
 
     table = grid(
@@ -145,7 +145,7 @@ def _table(tally: Tally) -> RenderableType:
     return table
 
 
-def _reasons(tally: Tally) -> RenderableType:
+def _reasons(tally: GroupCounts) -> RenderableType:
     from rich.text import Text
 
     table = grid("reason", "candidates>", "share>", "why")

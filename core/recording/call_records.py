@@ -11,7 +11,7 @@ from cotune.ids import address, canonical
 from cotune.recording.lineage import BYTES, Outputs
 from cotune.recording.prompt_tree import PromptTree
 from cotune.recording.records import Call, CallStatus, Message, Record, Reward, Segment, Usage, candidate_id
-from cotune.recording.redaction import Redaction, Told
+from cotune.recording.redaction import RedactedCall, Redaction
 from cotune.runtime.bounded_cache import bytes_of
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class CallRecords:
             tools = self._named(offered, [told.tools], records)[0] if offered else None
             if grammar:
                 sampling["grammar"] = self._named([canonical({"grammar": grammar})], [grammar], records)[0]
-            prompt, segments = self._prompt(call.role, answer, told.withheld)
+            prompt, segments = self._prompt(call.role, answer, told.tokens_withheld)
             records.extend(segments)
             if answer and answer.candidates:
                 forgotten = self.outputs.add(call.id, answer.candidates[answer.chosen].message, call.mark.output)
@@ -83,7 +83,7 @@ class CallRecords:
         """What is recorded of a call whose content could not be."""
         if self._redaction is None:
             return [_call(call, _as_is(call, None, f"not recorded: {broken!r}"), "malformed")]
-        return [_call(call, Told(error=f"not recorded: {type(broken).__name__}"), "malformed")]
+        return [_call(call, RedactedCall(error=f"not recorded: {type(broken).__name__}"), "malformed")]
 
     def _named(self, said: list[bytes], bodies: list[Any], records: list[Record]) -> tuple[str, ...]:
         """The content addresses of messages; those that are the episode's first like it are among the records."""
@@ -105,25 +105,25 @@ class CallRecords:
             self._names_size = 0
         self._names[key] = name
 
-    def _prompt(self, role: str, answer: Answer | None, withheld: bool) -> tuple[str | None, list[Segment]]:
+    def _prompt(self, role: str, answer: Answer | None, tokens_withheld: bool) -> tuple[str | None, list[Segment]]:
         """The segment of an answer's prompt, and the segments that are new: of those whose ids may be stored."""
         if answer is None or not answer.prompt_ids:
             return None, []
         chosen = answer.candidates[answer.chosen].token_ids if answer.candidates else ()
         prompt, segments = self._prompts.add(role, answer.prompt_ids, chosen)
-        if not withheld and not self._withheld:
+        if not tokens_withheld and not self._withheld:
             return prompt, segments
         kept: list[Segment] = []
         for segment in segments:
-            if withheld or segment.parent in self._withheld:
+            if tokens_withheld or segment.parent in self._withheld:
                 self._withheld.add(segment.id)
             else:
                 kept.append(segment)
-        return (None if withheld or prompt in self._withheld else prompt), kept
+        return (None if tokens_withheld or prompt in self._withheld else prompt), kept
 
 
-def _as_is(call: LiveCall, answer: Answer | None, error: str | None) -> Told:
-    return Told(
+def _as_is(call: LiveCall, answer: Answer | None, error: str | None) -> RedactedCall:
+    return RedactedCall(
         messages=call.messages,
         tools=call.tools,
         params=call.params,
@@ -131,13 +131,13 @@ def _as_is(call: LiveCall, answer: Answer | None, error: str | None) -> Told:
         error=error,
         answer=answer,
         changed=False,
-        withheld=False,
+        tokens_withheld=False,
     )
 
 
 def _call(
     call: LiveCall,
-    told: Told,
+    told: RedactedCall,
     status: CallStatus,
     messages: tuple[str, ...] = (),
     tools: str | None = None,

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cotune.ids import message_id
-from cotune.runtime.bounded_cache import Bounded, bytes_of
+from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
 _SHORT = 512
 """Characters from which on a text is remembered by its digest."""
@@ -20,7 +20,7 @@ class Outputs:
     """Answers of the calls that have ended: the least recently read are forgotten for want of room."""
 
     def __init__(self) -> None:
-        self._calls: Bounded[str] = Bounded(ENTRIES, BYTES)
+        self._calls: BoundedCache[str] = BoundedCache(ENTRIES, BYTES)
 
     def add(self, call: str, message: Mapping[str, Any], name: str | None) -> int:
         """Remember what a call said, also under the `name` a framework gives it. Returns how many are forgotten."""

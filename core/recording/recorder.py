@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from cotune.context import Mark, current_episode
+from cotune.context import CallerContext, current_episode
 from cotune.errors import CotuneError, RecordError
 from cotune.ids import new_id
 from cotune.recording.app_parts import Parts
@@ -76,7 +76,9 @@ class LiveCall:
         "params", "parents", "role", "stage", "started", "step", "streamed", "tools", "turn",
     )  # fmt: skip
 
-    def __init__(self, episode: LiveEpisode, mark: Mark, step: int, turn: int, body: Mapping[str, Any]) -> None:
+    def __init__(
+        self, episode: LiveEpisode, mark: CallerContext, step: int, turn: int, body: Mapping[str, Any]
+    ) -> None:
         self.id = new_id()
         self.episode = episode
         self.role = mark.role
@@ -90,7 +92,7 @@ class LiveCall:
         self.ended = False
         self.on_wire = False
         """Whether a wire request has been made for it."""
-        self.obstacle = ""
+        self.unsupported_reason = ""
         """What in the request no policy can serve, so that only the application's own provider can answer it."""
         self.stage = "no answer yet"
         """How far it is, in words."""
@@ -213,7 +215,7 @@ class LiveEpisode:
         """Whether this is a copy in a child process that the application forked: nothing can be recorded in it."""
         survives_fork(self)
 
-    def start(self, mark: Mark, body: Mapping[str, Any]) -> LiveCall:
+    def start(self, mark: CallerContext, body: Mapping[str, Any]) -> LiveCall:
         """Open a call; step and turn are taken here, under the lock. Raises RecordError once the episode has ended."""
         if self.roles is not None:
             mark = named(self.roles, mark, body, self)

@@ -32,8 +32,8 @@ _json = msgspec.json.Encoder(enc_hook=repr)
 """As the store encodes what is no JSON."""
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be stored of a call. `changed`: anything differs; `withheld`: so does what its prompt is made of."""
+class RedactedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """What may be stored of a call. `changed`: anything differs; `tokens_withheld`: its prompt does too."""
 
     messages: list[dict[str, Any]] = []
     tools: Any = None
@@ -42,7 +42,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     answer: Answer | None = None
     changed: bool = True
-    withheld: bool = True
+    tokens_withheld: bool = True
 
 
 def check_redactor(fn: Any) -> Redactor:
@@ -137,23 +137,23 @@ class Redaction:
         found = self.content("params", dict(table))
         return found if isinstance(found, dict) else {"redacted": found}
 
-    def told(self, call: LiveCall, answer: Answer | None, error: str | None) -> Told:
+    def told(self, call: LiveCall, answer: Answer | None, error: str | None) -> RedactedCall:
         """What may be stored of a call that has ended."""
         tools = self._as_message("tools", call.tools) if call.tools else None
         messages = [self._seen(message) for message in call.messages]
-        withheld = any(changed for _, changed in messages) or (tools is not None and self.changes(tools))
+        tokens_withheld = any(changed for _, changed in messages) or (tools is not None and self.changes(tools))
         params, said = self.table(call.params), self.text(error)
         formed = params != call.params or (tools is not None and self.changes(tools))
         answered = None if answer is None else self._answer(answer, formed)
-        return Told(
+        return RedactedCall(
             messages=[message for message, _ in messages],
             tools=None if tools is None else self.message(tools).get("content"),
             params=params,
             attempts=[str(self.text(attempt)) for attempt in call.attempts],
             error=said,
             answer=answered,
-            changed=withheld or answered != answer or params != call.params or said != error,
-            withheld=withheld and not self.keep_token_ids,
+            changed=tokens_withheld or answered != answer or params != call.params or said != error,
+            tokens_withheld=tokens_withheld and not self.keep_token_ids,
         )
 
     def _answer(self, answer: Answer, formed: bool) -> Answer:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from cotune.context import Mark
+from cotune.context import CallerContext
 from cotune.errors import WorkflowError
 from cotune.runtime.callers import Function, follow_tasks, functions_around
 
@@ -97,7 +97,7 @@ def by_model(call: CallRequest) -> str | None:
     return call.model or None
 
 
-def named(roles: RolesFunction, mark: Mark, body: Mapping[str, Any], episode: LiveEpisode) -> Mark:
+def named(roles: RolesFunction, mark: CallerContext, body: Mapping[str, Any], episode: LiveEpisode) -> CallerContext:
     """The mark of a call under the role that `roles` gives it.
 
     A fault of the function fails the episode, not the call: the application has its answer, under the old role.
@@ -121,7 +121,7 @@ def named(roles: RolesFunction, mark: Mark, body: Mapping[str, Any], episode: Li
     if role is None:
         return mark
     mark.calls += 1
-    return Mark(role, "roles", state=mark.state, read=mark.read, output=mark.output)
+    return CallerContext(role, "roles", state=mark.state, read=mark.read, output=mark.output)
 
 
 def _warn_by_caller(request: CallRequest, episode: LiveEpisode) -> None:

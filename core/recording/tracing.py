@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
-from cotune.context import Mark, current_episode
+from cotune.context import CallerContext, current_episode
 from cotune.errors import RecordError, WorkflowError
 from cotune.recording.episodes import activators
 from cotune.recording.recorder import LiveCall, LiveEpisode
@@ -188,7 +188,7 @@ class Within(LiveEpisode):
         self.outer = outer
         self.notes = outer.notes
 
-    def start(self, mark: Mark, body: Mapping[str, Any]) -> LiveCall:
+    def start(self, mark: CallerContext, body: Mapping[str, Any]) -> LiveCall:
         """The outer episode's call; one of its own ends when that does."""
         call = self.outer.start(mark, body)
         with contextlib.suppress(RecordError):  # calls made after the end of the block are the outer episode's alone

@@ -13,7 +13,7 @@ from cotune.runtime.forks import survives_fork
 V = TypeVar("V")
 
 
-class Bounded(Generic[V]):
+class BoundedCache(Generic[V]):
     """Values by key, of at most `entries` entries and `size` bytes together. Safe to use from several threads.
 
     Sizes are what `put` is told. A value that is larger than a fourth of all is not kept: it would push out the rest.

@@ -20,7 +20,7 @@ log = logging.getLogger("cotune")
 T = TypeVar("T")
 
 
-def run_anywhere(work: Coroutine[Any, Any, T]) -> T:
+def run_sync(work: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run`; in a thread of its own, with the caller's context, when this one has a running loop.
 
     `sys.exit` in a task of the application's and `loop.stop()` do not end the loop: that is logged, and goes on.

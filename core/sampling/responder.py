@@ -105,7 +105,7 @@ class PolicyResponder:
         return self.others
 
     def _require_answerable(self, call: LiveCall) -> None:
-        if call.obstacle:
+        if call.unsupported_reason:
             error = SamplerError(
                 f"Role {call.role!r} asks for {call.obstacle}, which no policy can answer.",
                 "Take it out of the request, or give the role a policy of kind provider.",

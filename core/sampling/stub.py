@@ -70,7 +70,7 @@ class StubResponder:
         made = _Made(self, call)
         provided = call.role in self.provider_roles
         if provided:
-            call.obstacle = ""
+            call.unsupported_reason = ""
         inner = PolicyResponder(
             cast(Sampler, made),
             made,

@@ -7,7 +7,13 @@ from typing import Any
 
 import msgspec
 
-from cotune.integrations.anthropic.requests import arguments_in, assistant_of, chat_of, keep_arguments, obstacle
+from cotune.integrations.anthropic.requests import (
+    arguments_in,
+    assistant_of,
+    chat_of,
+    keep_arguments,
+    unsupported_reason,
+)
 from cotune.integrations.openai.forms import Form
 from cotune.integrations.openai.response_body import ProviderFailed
 from cotune.integrations.openai.sse import events, grow, number
@@ -165,7 +171,7 @@ MESSAGES = Form(
     name="messages",
     path="/messages",
     chat=chat_of,
-    obstacle=obstacle,
+    unsupported_reason=unsupported_reason,
     body=message_of,
     events=to_events,
     answer=answer_of,

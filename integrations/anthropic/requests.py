@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from cotune.recording.recorder import LiveEpisode
-from cotune.runtime.bounded_cache import Bounded, bytes_of
+from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
 ENTRIES, BYTES = 100_000, 8 << 20
 """Most arguments of tool calls, and bytes of all, that are kept of one episode as they were written."""
@@ -58,7 +58,7 @@ def chat_of(asked: Mapping[str, Any], episode: LiveEpisode) -> dict[str, Any]:
     return body
 
 
-def obstacle(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
+def unsupported_reason(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
     """What in a request, given also as chat, only a provider can serve; "" when a policy can answer it."""
     found = [what for field, what in _UNANSWERED.items() if asked.get(field)]
     hosted = [str(tool.get("type")) for tool in chat.get("tools") or () if tool.get("type") != "function"]
@@ -81,10 +81,10 @@ class Written(Protocol):
     def get(self, name: str, /) -> str | None: ...
 
 
-def arguments_in(episode: LiveEpisode) -> Bounded[str]:
+def arguments_in(episode: LiveEpisode) -> BoundedCache[str]:
     """The arguments of the episode's tool calls as the model wrote them, by the id of the call."""
-    found: Bounded[str] | None = episode.notes.get("anthropic")
-    return found if found is not None else episode.notes.setdefault("anthropic", Bounded(ENTRIES, BYTES))
+    found: BoundedCache[str] | None = episode.notes.get("anthropic")
+    return found if found is not None else episode.notes.setdefault("anthropic", BoundedCache(ENTRIES, BYTES))
 
 
 def keep_arguments(episode: LiveEpisode, name: str, arguments: str) -> None:

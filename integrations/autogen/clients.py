@@ -12,18 +12,18 @@ from typing import Any
 from autogen_core import BaseAgent
 from autogen_core.models import ChatCompletionClient, CreateResult
 
-from cotune.context import Mark, current_episode, current_mark, opened_call
+from cotune.context import CallerContext, current_episode, current_mark, opened_call
 from cotune.ids import new_id
 from cotune.integrations.autogen.frames import NAME, AgentState, Names, current_frame
-from cotune.integrations.autogen.lineage import Said
+from cotune.integrations.autogen.lineage import Lineage
 from cotune.recording.recorder import LiveEpisode
 
 
-def said(episode: LiveEpisode) -> Said:
+def said(episode: LiveEpisode) -> Lineage:
     """What the calls of an episode said."""
     found = episode.notes.get(NAME)
     if found is None:
-        found = episode.notes.setdefault(NAME, Said())
+        found = episode.notes.setdefault(NAME, Lineage())
     return found
 
 
@@ -56,7 +56,7 @@ class AgentClient:
         """Ask the client for a streamed answer, in the owner's name at each step."""
         source = self._cotune_client.create_stream(messages, *args, **options)
         episode = current_episode.get()
-        mark = Mark("app", NAME) if episode is None else _mark(episode, self._cotune_owner, messages)
+        mark = CallerContext("app", NAME) if episode is None else _mark(episode, self._cotune_owner, messages)
         try:
             while (part := await _step(source, mark)) is not None:
                 if episode is not None and isinstance(part, CreateResult):
@@ -93,7 +93,7 @@ class AgentClient:
         return self._cotune_client.__reduce_ex__(protocol)
 
 
-async def _step(source: Any, mark: Mark) -> Any:
+async def _step(source: Any, mark: CallerContext) -> Any:
     mark_token, call_token = current_mark.set(mark), opened_call.set(None)
     try:
         return await anext(source, None)
@@ -134,7 +134,7 @@ class ClientAttribute:
         raise AttributeError(f"{type(owner).__name__!r} object has no attribute '_model_client'")
 
 
-def _mark(episode: LiveEpisode, owner: Any, messages: Any) -> Mark:
+def _mark(episode: LiveEpisode, owner: Any, messages: Any) -> CallerContext:
     frame = current_frame.get()
     try:
         mine = frame.of(owner) if frame else None
@@ -143,10 +143,10 @@ def _mark(episode: LiveEpisode, owner: Any, messages: Any) -> Mark:
         received = tuple(thread or ()) if thread is not None else (mine.received if mine else ())
         state = AgentState(owner, frame.team if frame else None, received, tuple(messages))
         read = said(episode).read([*_as_llm(thread or ()), *messages])
-        return Mark(role, NAME, state=state, read=read, output=new_id())
+        return CallerContext(role, NAME, state=state, read=read, output=new_id())
     except Exception as error:  # noqa: BLE001
         episode.warn("autogen", "The AutoGen integration could not tell what a call reads.", error)
-        return Mark(str(getattr(owner, "name", "app")), NAME)
+        return CallerContext(str(getattr(owner, "name", "app")), NAME)
 
 
 def _name(owner: Any, names: Names | None) -> str:
@@ -160,7 +160,7 @@ def _as_llm(thread: Any) -> Iterator[Any]:
     return (message.to_model_message() for message in thread if hasattr(message, "to_model_message"))
 
 
-def _note(episode: LiveEpisode, owner: Any, mark: Mark, result: Any) -> None:
+def _note(episode: LiveEpisode, owner: Any, mark: CallerContext, result: Any) -> None:
     """After a call: what it said, for the calls that will read it."""
     if not mark.calls:
         episode.warn(

@@ -16,7 +16,7 @@ from typing import Any
 
 from autogen_core.tools import StaticWorkbench
 
-from cotune.context import Mark, current_episode, current_mark, opened_call, scopes, units_around
+from cotune.context import CallerContext, current_episode, current_mark, opened_call, scope_ids_around, scopes
 from cotune.recording.app_parts import Part
 
 
@@ -103,7 +103,7 @@ def enter(owner: Any, name: str, *, part: bool = False, received: tuple[Any, ...
     if names is None and isinstance(owner, (*_chat_agents(), *_teams())):
         names = Names(owner)
         _tell(owner, names)
-    return Frame(owner, name, outer, names, part, received, around=tuple(units_around(scope)))
+    return Frame(owner, name, outer, names, part, received, around=tuple(scope_ids_around(scope)))
 
 
 def _tell(root: Any, names: Names) -> None:
@@ -139,13 +139,15 @@ def within(frame: Frame) -> Iterator[None]:
         current_frame.reset(tokens[0])
 
 
-def scope() -> Mark | None:
+def scope() -> CallerContext | None:
     """The current frame, for a call that no model client's owner announces; None where a scope of another framework
     was entered within it."""
     frame = current_frame.get()
-    if frame is None or any(unit not in frame.around for unit in units_around(scope)):
+    if frame is None or any(unit not in frame.around for unit in scope_ids_around(scope)):
         return None
-    return Mark(frame.role, NAME, state=AgentState(frame.owner, frame.team, frame.received, ()), unit=id(frame))
+    return CallerContext(
+        frame.role, NAME, state=AgentState(frame.owner, frame.team, frame.received, ()), scope_id=id(frame)
+    )
 
 
 def listen() -> None:

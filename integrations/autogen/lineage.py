@@ -14,7 +14,7 @@ _MOST = 10_000
 """Most texts that are kept of one episode: a deployed application is one without an end."""
 
 
-class Said:
+class Lineage:
     """Outputs of the calls of one episode, by who said them and what they say."""
 
     def __init__(self) -> None:

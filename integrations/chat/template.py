@@ -20,11 +20,11 @@ from cotune.integrations.chat.grammar import Grammars
 from cotune.integrations.chat.hermes import REASONING
 from cotune.integrations.chat.replies import Replies
 from cotune.integrations.chat.reply_grammar import Syntax, reply_grammar
-from cotune.integrations.chat.time_limit import TookTooLong, within
+from cotune.integrations.chat.time_limit import TookTooLong, time_limit
 from cotune.integrations.chat.token_reuse import EarlierIds
 from cotune.integrations.chat.tool_formats import AUTO, HERMES, ToolFormat, recognised, spelled_by, tool_format
 from cotune.integrations.models.folder import loading, reading
-from cotune.runtime.bounded_cache import Bounded
+from cotune.runtime.bounded_cache import BoundedCache
 
 log = logging.getLogger("cotune")
 
@@ -53,7 +53,7 @@ class ChatTemplate:
         them in which the template spells a reply in another way), "diverged" (earlier ids were given, and the prompt
         does not go on from them), "cached". Replies that the tokenizer's response template refuses: "unparsed", their
         text is kept as it is."""
-        self._rendered: Bounded[tuple[str, bytes]] = Bounded(cache, cache_bytes)
+        self._rendered: BoundedCache[tuple[str, bytes]] = BoundedCache(cache, cache_bytes)
         self._lock = threading.Lock()
         self._encoder = msgspec.json.Encoder()
         self.spelled: str | None = None
@@ -253,7 +253,7 @@ class ChatTemplate:
 
         try:
             chat, shown = [_for_template(m) for m in messages], list(tools) if tools else None
-            with within(PATIENCE):
+            with time_limit(PATIENCE):
                 return self.tokenizer.apply_chat_template(
                     chat, tools=shown, add_generation_prompt=generation, tokenize=False, **options
                 )

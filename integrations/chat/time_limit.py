@@ -68,7 +68,7 @@ _watch = _Watch()
 
 
 @contextmanager
-def within(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     """Raise TookTooLong in the body once it has run for about `seconds`. A call into C ends first, however long."""
     work = _Work(time.monotonic() + seconds)
     _watch.add(work)

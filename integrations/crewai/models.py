@@ -14,7 +14,7 @@ from typing import Any
 
 from crewai.llms.base_llm import BaseLLM
 
-from cotune.context import Mark, current_episode, current_mark, identify, opened_call
+from cotune.context import CallerContext, current_episode, current_mark, identify, opened_call
 from cotune.integrations.crewai.messages import answer_of, request_of, returned
 from cotune.integrations.crewai.scopes import calling, entered, mark_of, outside_call, part_scope
 from cotune.integrations.patching import each_subclass, replace_method
@@ -119,7 +119,7 @@ def _acall(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _named(asked: Mapping[str, Any]) -> Iterator[Mark]:
+def _named(asked: Mapping[str, Any]) -> Iterator[CallerContext]:
     """Mark the calls made inside with who makes them, which is the enclosing scope where no agent is named."""
     mark = mark_of(asked.get("from_agent"), asked.get("from_task")) or identify()
     tokens = current_mark.set(mark), calling.set(True)
@@ -136,7 +136,7 @@ def _on_waist(cls: type) -> bool:
     return any(base.__name__ == _SDK and base.__module__.startswith("crewai.") for base in cls.__mro__)
 
 
-def _seen(mark: Mark, model: Any, value: Any) -> Any:
+def _seen(mark: CallerContext, model: Any, value: Any) -> Any:
     episode = current_episode.get()
     if not mark.calls and episode is not None and opened_call.get() is None and _on_waist(type(model)):
         episode.warn(

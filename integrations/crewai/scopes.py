@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from cotune.context import Mark, current_mark, opened_call, scopes, units_around
+from cotune.context import CallerContext, current_mark, opened_call, scope_ids_around, scopes
 from cotune.ids import new_id
 
 NAME = "crewai"
@@ -99,7 +99,7 @@ def part_scope(name: str, *, inside: bool) -> Scope:
 @contextmanager
 def entered(scope: Scope) -> Iterator[None]:
     """Be in `scope`: whatever call was being made around it is not what the scope does."""
-    scope.units = tuple(units_around(_innermost))
+    scope.units = tuple(scope_ids_around(_innermost))
     tokens = (_current.set(scope), current_mark.set(None), opened_call.set(None), calling.set(False))
     try:
         yield
@@ -124,7 +124,7 @@ def outside_call() -> Iterator[None]:
         calling.reset(tokens[2])
 
 
-def mark_of(agent: Any, task: Any) -> Mark | None:
+def mark_of(agent: Any, task: Any) -> CallerContext | None:
     """The mark of a call that an agent makes; None where the call itself names no agent."""
     if agent is None:
         agent = getattr(task, "agent", None)
@@ -136,19 +136,19 @@ def mark_of(agent: Any, task: Any) -> Mark | None:
     return _mark(scope, output=scope.key)
 
 
-def _innermost() -> Mark | None:
+def _innermost() -> CallerContext | None:
     """The current scope, unless another framework's scope was entered within it."""
     scope = _current.get()
-    if scope is None or any(unit not in scope.units for unit in units_around(_innermost)):
+    if scope is None or any(unit not in scope.units for unit in scope_ids_around(_innermost)):
         return None
     return _mark(scope, output=None)
 
 
-def _mark(scope: Scope, output: str | None) -> Mark:
+def _mark(scope: Scope, output: str | None) -> CallerContext:
     led = (scope.outer.key,) if scope.outer is not None and scope.outer.agent is not None else ()
     given = scope.reads if output is not None else ()
     read = (*led, *given, scope.key)
-    return Mark(scope.role, NAME, state=_state(scope), read=read, output=output, unit=id(scope))
+    return CallerContext(scope.role, NAME, state=_state(scope), read=read, output=output, scope_id=id(scope))
 
 
 def _state(scope: Scope) -> CrewState:

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from cotune.context import Mark
+from cotune.context import CallerContext
 from cotune.errors import RecordError
 from cotune.ids import message_id
 from cotune.integrations.gateway.address import Identity
@@ -159,13 +159,13 @@ class Episodes:
             found = self._resume(key, retry)
             if found is not None:
                 return found
-        mark = Mark(who.role, "gateway", read=who.parents, given=who.named)
-        chat, obstacle = chat_of(form, asked, episode)
+        mark = CallerContext(who.role, "gateway", read=who.parents, given=who.named)
+        chat, unsupported_reason = chat_of(form, asked, episode)
         try:
             call = episode.start(mark, chat)
         except RecordError as error:
             raise RequestError(409, str(error), code="episode_ended") from None
-        call.mark.output, call.obstacle = call.id, obstacle
+        call.mark.output, call.unsupported_reason = call.id, unsupported_reason
         exchange = Exchange(call, form, asked, key, self._ended)
         self._exchanges.setdefault(episode.id, set()).add(exchange)
         return exchange

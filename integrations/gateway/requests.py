@@ -40,7 +40,7 @@ def chat_of(form: Form, asked: dict[str, Any], episode: LiveEpisode) -> tuple[di
     """A body as chat, and what in it no policy can serve. Raises RequestError (400) where it cannot be read."""
     try:
         chat = form.chat(asked, episode)
-        return chat, form.obstacle(asked, chat, episode)
+        return chat, form.unsupported_reason(asked, chat, episode)
     except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         raise RequestError(400, f"The request cannot be read: {error}.", code="invalid_value") from None
 

@@ -12,12 +12,12 @@ from uuid import uuid4
 
 from langchain_core.runnables.config import var_child_runnable_config
 
-from cotune.context import Mark, current_episode, current_mark, scopes
+from cotune.context import CallerContext, current_episode, current_mark, scopes
 from cotune.integrations.langchain.callbacks import on_end, on_start
 from cotune.integrations.langchain.middleware import around
 from cotune.integrations.langgraph.graphs import starting
 from cotune.integrations.langgraph.parts import nodes_of
-from cotune.integrations.langgraph.runs import Run, role_of
+from cotune.integrations.langgraph.runs import GraphRun, role_of
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.recorder import LiveEpisode
 
@@ -36,8 +36,8 @@ class _Notes:
 
     def __init__(self) -> None:
         self.ids: dict[str, str] = {}
-        self.runs: dict[int, Run] = {}
-        self.marks: dict[int, Mark] = {}
+        self.runs: dict[int, GraphRun] = {}
+        self.marks: dict[int, CallerContext] = {}
 
 
 def install() -> None:
@@ -80,12 +80,12 @@ def _chain_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
         starting.set(None)
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
     name = kwargs.get("name") if graph is None else graph.name
-    started = notes.runs[run.run_id.int] = Run.chain(_parent(notes, run), name, run.metadata, inputs, around.get())
+    started = notes.runs[run.run_id.int] = GraphRun.chain(_parent(notes, run), name, run.metadata, inputs, around.get())
     if episode.parts is not None:
         _tell(episode.parts, started, graph)
 
 
-def _tell(parts: Parts, run: Run, graph: Any) -> None:
+def _tell(parts: Parts, run: GraphRun, graph: Any) -> None:
     if run.kind == "node":
         parts.enter(role_of(run))
     if graph is not None:
@@ -96,12 +96,12 @@ def _tool_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: 
     notes = episode.notes.get(NAME) or _notes(episode)
     serialized = args[0] if args else kwargs.get("serialized")
     name = kwargs.get("name") or (serialized or {}).get("name")
-    notes.runs[run.run_id.int] = Run.tool(_parent(notes, run), name, run.metadata, around.get())
+    notes.runs[run.run_id.int] = GraphRun.tool(_parent(notes, run), name, run.metadata, around.get())
 
 
 def _retriever_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     notes = episode.notes.get(NAME) or _notes(episode)
-    notes.runs[run.run_id.int] = Run.chain(_parent(notes, run), "", run.metadata, None, around.get())
+    notes.runs[run.run_id.int] = GraphRun.chain(_parent(notes, run), "", run.metadata, None, around.get())
 
 
 def _run_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -112,7 +112,7 @@ def _run_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Map
 
 def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     notes = episode.notes.get(NAME) or _notes(episode)
-    made = Run.model(_parent(notes, run), run.metadata, around.get())
+    made = GraphRun.model(_parent(notes, run), run.metadata, around.get())
     read = []
     for message in args[1][0]:
         name = message.id
@@ -123,9 +123,9 @@ def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
     by = _entered_within(made) if len(scopes) > 1 else None
     output = f"lc_run--{run.run_id}"
     if by is None:
-        mark = Mark(role_of(made), NAME, state=made.state, read=tuple(read), output=output)
+        mark = CallerContext(role_of(made), NAME, state=made.state, read=tuple(read), output=output)
     else:
-        mark = Mark(by.role, by.integration, state=by.state, read=(*by.read, *read), output=output)
+        mark = CallerContext(by.role, by.integration, state=by.state, read=(*by.read, *read), output=output)
     notes.marks[run.run_id.int] = mark
     current_mark.set(mark)
 
@@ -151,48 +151,48 @@ def _model_fails(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: 
     _done(episode, run)
 
 
-def _done(episode: LiveEpisode, run: Any) -> Mark | None:
+def _done(episode: LiveEpisode, run: Any) -> CallerContext | None:
     # Where a model runs in a context of its own, resetting the ContextVar would be lost.
     notes = episode.notes.get(NAME) or _notes(episode)
-    mark: Mark | None = notes.marks.pop(run.run_id.int, None)
+    mark: CallerContext | None = notes.marks.pop(run.run_id.int, None)
     if mark is not None:
         mark.done = True
     return mark
 
 
-def _parent(notes: _Notes, run: Any) -> Run | None:
+def _parent(notes: _Notes, run: Any) -> GraphRun | None:
     """The run that a new one belongs to: the one told, or where the application replaced its callbacks, the one whose
     code runs here."""
     told = notes.runs.get(run.parent_run_id.int) if run.parent_run_id else None
     return told or _here(notes, var_child_runnable_config.get())
 
 
-def _here(notes: _Notes, config: Any) -> Run | None:
+def _here(notes: _Notes, config: Any) -> GraphRun | None:
     """The run whose code runs here."""
     run_id = getattr((config or {}).get("callbacks"), "parent_run_id", None)
     return notes.runs.get(run_id.int) if run_id else None
 
 
-def _scope() -> Mark | None:
+def _scope() -> CallerContext | None:
     """The node around a call that no chat model announces: the plain SDK, or a model called in a tool."""
     episode = current_episode.get()
     config = var_child_runnable_config.get()
     if episode is None or not config:
         return None
-    run = Run.model(_here(_notes(episode), config), config.get("metadata") or {}, around.get())
+    run = GraphRun.model(_here(_notes(episode), config), config.get("metadata") or {}, around.get())
     role = role_of(run)
-    return Mark(role, NAME, state=run.state, unit=_node_of(run)) if role != "app" else None
+    return CallerContext(role, NAME, state=run.state, scope_id=_node_of(run)) if role != "app" else None
 
 
-def _entered_within(run: Run) -> Mark | None:
+def _entered_within(run: GraphRun) -> CallerContext | None:
     """A scope of another framework (a crew's agent) that a model call was reached through, inside the call's node."""
     here = _scope()
-    if (here.unit if here else None) != _node_of(run):
+    if (here.scope_id if here else None) != _node_of(run):
         return None
     return next((found for other in scopes if other is not _scope and (found := other()) is not None), None)
 
 
-def _node_of(run: Run | None) -> str | None:
+def _node_of(run: GraphRun | None) -> str | None:
     """The innermost execution of a node around a run, by its namespace."""
     while run is not None and run.kind != "node":
         run = run.parent

@@ -15,12 +15,12 @@ _UNNAMED = "LangGraph"
 """What LangGraph calls a graph without a name."""
 
 
-class Run(msgspec.Struct):
+class GraphRun(msgspec.Struct):
     """A run in progress. `space` is the namespace of the node execution it belongs to; `agent` the agent name that the
     metadata claims, which is inherited and so may belong to an outer graph; `state` the input of the innermost node
     around it; `around` the call of a middleware that it was started in, by identity, which is inherited too."""
 
-    parent: Run | None
+    parent: GraphRun | None
     kind: Literal["chain", "node", "tool", "model"]
     name: str
     space: str
@@ -31,8 +31,8 @@ class Run(msgspec.Struct):
 
     @classmethod
     def chain(
-        cls, parent: Run | None, name: str | None, metadata: Mapping[str, Any], inputs: Any, around: Any = None
-    ) -> Run:
+        cls, parent: GraphRun | None, name: str | None, metadata: Mapping[str, Any], inputs: Any, around: Any = None
+    ) -> GraphRun:
         """A node when it is the first run in its namespace, else a graph or any other runnable."""
         space, agent = metadata.get(_SPACE) or "", metadata.get("lc_agent_name")
         node = metadata.get("langgraph_node")
@@ -43,13 +43,15 @@ class Run(msgspec.Struct):
         return cls(parent, "chain", name or "", space, agent, None, getattr(parent, "state", None), around)
 
     @classmethod
-    def tool(cls, parent: Run | None, name: str | None, metadata: Mapping[str, Any], around: Any = None) -> Run:
+    def tool(
+        cls, parent: GraphRun | None, name: str | None, metadata: Mapping[str, Any], around: Any = None
+    ) -> GraphRun:
         space, agent = metadata.get(_SPACE) or "", metadata.get("lc_agent_name")
         parent = parent or _from_namespace(space, agent)
         return cls(parent, "tool", name or "tool", space, agent, None, getattr(parent, "state", None), around)
 
     @classmethod
-    def model(cls, parent: Run | None, metadata: Mapping[str, Any], around: Any = None) -> Run:
+    def model(cls, parent: GraphRun | None, metadata: Mapping[str, Any], around: Any = None) -> GraphRun:
         """A model call; where the node is the model itself, or the runs around it are unknown, metadata name them."""
         space, agent = metadata.get(_SPACE) or "", metadata.get("lc_agent_name")
         parent = parent or _from_namespace(space, agent)
@@ -63,12 +65,12 @@ def is_own_node(name: str) -> bool:
     return not (name.startswith("__") or name in _PREBUILT or name in _HOOKS or name.endswith(_MIDDLEWARE))
 
 
-def role_of(run: Run) -> str:
+def role_of(run: GraphRun) -> str:
     """Role of a model call: names around it from the outside in, joined with `/`; `app` when there are none."""
     names: list[str] = []
     prebuilt = ""
     source = run.source
-    inner: Run | None = run
+    inner: GraphRun | None = run
     while inner is not None:
         if inner.kind == "tool":
             names.append(inner.name)
@@ -93,7 +95,7 @@ def role_of(run: Run) -> str:
     return "/".join(reversed(names)) or prebuilt or "app"
 
 
-def _agent(graph: Run | None, inside_agent: bool) -> str | None:
+def _agent(graph: GraphRun | None, inside_agent: bool) -> str | None:
     """Name of the agent whose graph this is. A claimed name counts where it is the graph's own, not an outer one's."""
     if graph is None or graph.kind != "chain":
         return None
@@ -103,12 +105,12 @@ def _agent(graph: Run | None, inside_agent: bool) -> str | None:
     return graph.name if inside_agent and graph.name not in ("", _UNNAMED) else None
 
 
-def _from_namespace(space: str, agent: str | None, whole: bool = True) -> Run | None:
+def _from_namespace(space: str, agent: str | None, whole: bool = True) -> GraphRun | None:
     """Nodes whose runs are unknown, because the application replaced its callbacks on the way; with the innermost node,
     or (not `whole`) without it. A namespace is `node:id|node:id`, with numbers for parallel graphs of one node."""
     parts = space.split("|") if space else []
-    run: Run | None = None
+    run: GraphRun | None = None
     for end in range(1, len(parts) + whole):
         if not parts[end - 1].isdigit():
-            run = Run(run, "node", parts[end - 1].partition(":")[0], "|".join(parts[:end]), agent)
+            run = GraphRun(run, "node", parts[end - 1].partition(":")[0], "|".join(parts[:end]), agent)
     return run

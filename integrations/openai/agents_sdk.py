@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from cotune.context import Mark, current_episode, current_mark, opened_call, scopes, units_around
+from cotune.context import CallerContext, current_episode, current_mark, opened_call, scope_ids_around, scopes
 from cotune.integrations.versions import missing_hook
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.recorder import LiveEpisode
@@ -103,12 +103,12 @@ class AgentModel:
         return getattr(self._cotune_model, name)
 
 
-def scope() -> Mark | None:
+def scope() -> CallerContext | None:
     """The tool at work, for a model that it calls itself; None where a scope of another framework was entered in it."""
     tool = _tool.get()
-    if tool is None or any(unit not in tool.around for unit in units_around(scope)):
+    if tool is None or any(unit not in tool.around for unit in scope_ids_around(scope)):
         return None
-    return Mark(f"{_name(tool.agent)}/{tool.name}", NAME, state=AgentState(tool.agent), unit=id(tool))
+    return CallerContext(f"{_name(tool.agent)}/{tool.name}", NAME, state=AgentState(tool.agent), scope_id=id(tool))
 
 
 def _get_model(original: Any) -> Any:
@@ -137,7 +137,7 @@ def _invoked(original: Any) -> Any:
     async def invoke(*, function_tool: Any, context: Any, **options: Any) -> Any:
         if current_episode.get() is None:
             return await original(function_tool=function_tool, context=context, **options)
-        tool = _ToolAtWork(getattr(context, "agent", None), function_tool.name, tuple(units_around(scope)))
+        tool = _ToolAtWork(getattr(context, "agent", None), function_tool.name, tuple(scope_ids_around(scope)))
         tokens = _tool.set(tool), current_mark.set(None), opened_call.set(None)
         try:
             return await original(function_tool=function_tool, context=context, **options)
@@ -149,8 +149,8 @@ def _invoked(original: Any) -> Any:
     return invoke
 
 
-def _mark(agent: Any) -> Mark:
-    return Mark(_name(agent), NAME, state=AgentState(agent))
+def _mark(agent: Any) -> CallerContext:
+    return CallerContext(_name(agent), NAME, state=AgentState(agent))
 
 
 def _name(agent: Any) -> str:
@@ -158,7 +158,7 @@ def _name(agent: Any) -> str:
 
 
 @contextmanager
-def _marked(mark: Mark) -> Iterator[None]:
+def _marked(mark: CallerContext) -> Iterator[None]:
     tokens = current_mark.set(mark), opened_call.set(None)
     try:
         yield
@@ -167,7 +167,7 @@ def _marked(mark: Mark) -> Iterator[None]:
         current_mark.reset(tokens[0])
 
 
-def _ended(mark: Mark) -> None:
+def _ended(mark: CallerContext) -> None:
     mark.done = True
     episode: LiveEpisode | None = current_episode.get()
     if episode is not None and not mark.calls:

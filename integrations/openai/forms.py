@@ -27,7 +27,7 @@ class Form:
     path: str
     chat: Callable[[Mapping[str, Any], LiveEpisode], dict[str, Any]]
     """The request as chat. Raises ValueError, TypeError or AttributeError when it cannot be read."""
-    obstacle: Callable[[Mapping[str, Any], Mapping[str, Any], LiveEpisode], str]
+    unsupported_reason: Callable[[Mapping[str, Any], Mapping[str, Any], LiveEpisode], str]
     """What in a request, given also as chat, only a provider can serve, or ""."""
     body: Callable[[LiveCall, Answer, Mapping[str, Any]], dict[str, Any]]
     events: Callable[[Mapping[str, Any], Mapping[str, Any]], bytes]
@@ -57,7 +57,7 @@ def _usage_wanted(asked: Mapping[str, Any]) -> bool:
     return bool((asked.get("stream_options") or {}).get("include_usage"))
 
 
-def _chat_obstacle(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
+def _chat_unsupported(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
     found = []
     if tools := chat.get("tools"):
         kinds = [str(tool.get("type")) for tool in tools if tool.get("type", "function") != "function"]
@@ -76,7 +76,7 @@ FORMS = (
         name="chat",
         path="/chat/completions",
         chat=lambda asked, episode: dict(asked),
-        obstacle=_chat_obstacle,
+        unsupported_reason=_chat_unsupported,
         body=lambda call, answer, asked: chat_completions.completion_of(call, answer),
         events=lambda body, asked: sse.to_stream(body, usage=_usage_wanted(asked)),
         answer=chat_completions.answer_of,
@@ -88,7 +88,7 @@ FORMS = (
         name="responses",
         path="/responses",
         chat=openai_responses.chat_of,
-        obstacle=openai_responses.obstacle,
+        unsupported_reason=openai_responses.unsupported_reason,
         body=openai_response_body.response_of,
         events=lambda body, asked: openai_response_events.to_events(body),
         answer=openai_response_body.answer_of,
@@ -100,7 +100,7 @@ FORMS = (
         name="completions",
         path="/completions",
         chat=lambda asked, episode: text_completions.chat_of(asked),
-        obstacle=lambda asked, chat, episode: text_completions.obstacle(asked, chat),
+        unsupported_reason=lambda asked, chat, episode: text_completions.unsupported_reason(asked, chat),
         body=lambda call, answer, asked: text_completions.completion_of(call, answer),
         events=lambda body, asked: text_completions.to_stream(body, usage=_usage_wanted(asked)),
         answer=text_completions.answer_of,

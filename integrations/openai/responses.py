@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from cotune.recording.recorder import LiveCall, LiveEpisode
-from cotune.runtime.bounded_cache import Bounded, bytes_of
+from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
 _NOTE = "openai_responses"
 ENTRIES, BYTES = 100_000, 64 << 20
@@ -43,14 +43,14 @@ class Conversation(NamedTuple):
     whole: bool = True
 
 
-class Said:
+class EarlierResponses:
     """The responses of an episode by id, and their items: what `previous_response_id` and item references name.
 
     The least recently used are forgotten when they take more than `BYTES`.
     """
 
     def __init__(self) -> None:
-        self._kept: Bounded[Any] = Bounded(ENTRIES, BYTES)
+        self._kept: BoundedCache[Any] = BoundedCache(ENTRIES, BYTES)
 
     def keep(self, call: LiveCall, asked: Mapping[str, Any], response: Mapping[str, Any]) -> None:
         """Remember the response to a call. Instructions are of one request only, so they are left out.
@@ -82,10 +82,10 @@ class Said:
         return found
 
 
-def said_in(episode: LiveEpisode) -> Said:
+def said_in(episode: LiveEpisode) -> EarlierResponses:
     """The episode's responses."""
-    found: Said | None = episode.notes.get(_NOTE)
-    return found if found is not None else episode.notes.setdefault(_NOTE, Said())
+    found: EarlierResponses | None = episode.notes.get(_NOTE)
+    return found if found is not None else episode.notes.setdefault(_NOTE, EarlierResponses())
 
 
 def chat_of(asked: Mapping[str, Any], episode: LiveEpisode) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def chat_of(asked: Mapping[str, Any], episode: LiveEpisode) -> dict[str, Any]:
     return body
 
 
-def obstacle(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
+def unsupported_reason(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
     """What in a request, given also as chat, only a provider can serve; "" when a policy can answer it."""
     found = [what for field, what in _UNANSWERED.items() if asked.get(field)]
     if not said_in(episode).before(asked).whole:

@@ -179,7 +179,7 @@ def _open(episode: LiveEpisode, form: Form, request: Any, exchange: _Exchange) -
     try:
         asked = asked_in(request)
         body = form.chat(asked, episode)
-        obstacle = form.obstacle(asked, body, episode)
+        unsupported_reason = form.unsupported_reason(asked, body, episode)
         opened = opened_call.get()
         if opened is not None and not opened.on_wire and not opened.ended:
             opened.read(body)
@@ -199,7 +199,7 @@ def _open(episode: LiveEpisode, form: Form, request: Any, exchange: _Exchange) -
             return _error_response(request, 400, f"the request cannot be read: {error!r}")
         return None
     call.on_wire = True
-    call.obstacle = obstacle
+    call.unsupported_reason = unsupported_reason
     exchange.call, exchange.asked = call, asked
     return call
 

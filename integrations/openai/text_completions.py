@@ -24,7 +24,7 @@ def chat_of(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "messages": [{"role": "user", "content": prompt}], "api": "completions"}
 
 
-def obstacle(asked: Mapping[str, Any], chat: Mapping[str, Any]) -> str:
+def unsupported_reason(asked: Mapping[str, Any], chat: Mapping[str, Any]) -> str:
     """What in a request, given also as chat, only a provider can serve; "" when a policy can answer it."""
     found = [f"the parameter {name}" for name in ("suffix", "echo") if asked.get(name)]
     if int(asked.get("best_of") or 1) > int(asked.get("n") or 1):

@@ -11,7 +11,7 @@ _WITNESS = "import sys; sys.stdin.buffer.read() or sys.stderr.write(sys.argv[1] 
 
 
 @contextmanager
-def last_words(text: str) -> Iterator[None]:
+def crash_notice(text: str) -> Iterator[None]:
     """Print `text` to stderr if this process ends while the block runs: by SIGKILL, for want of memory, or by Ray,
     which ends a process at once when it loses its node."""
     command = [sys.executable, "-I", "-S", "-c", _WITNESS, text]

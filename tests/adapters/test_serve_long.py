@@ -15,7 +15,7 @@ from cotune.adapters.open_policies import Local, Served
 from cotune.adapters.serving import Endpoint, serving_local
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.recording.records import PolicyRef
-from cotune.runtime.bounded_cache import Bounded
+from cotune.runtime.bounded_cache import BoundedCache
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams
 
 TOKENS = 3 << 20
@@ -96,7 +96,7 @@ def test_a_long_prompt_delays_nobody_else(base: Path) -> None:
 
 
 def test_a_memory_is_bounded_in_entries_and_bytes() -> None:
-    kept: Bounded[str] = Bounded(3, 100)
+    kept: BoundedCache[str] = BoundedCache(3, 100)
     for i in range(5):
         kept.put(bytes([i]), str(i), 10)
     assert (len(kept), kept.bytes, kept.get(b"\1"), kept.get(b"\2")) == (3, 30, None, "2")

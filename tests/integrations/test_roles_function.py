@@ -18,7 +18,7 @@ import pytest
 import cotune
 from cotune.errors import ConfigError, WorkflowError
 from cotune.recording.role_functions import CallRequest
-from cotune.runtime.run_sync import run_anywhere
+from cotune.runtime.run_sync import run_sync
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.workflows import load_roles, load_workflow
 from tests.integrations.recorded import Recorded
@@ -158,7 +158,7 @@ def test_what_the_callers_name_cannot_tell_is_said(provider, tmp_path: Path, mon
     assert t.warnings == {"ambiguous_role": 1}
 
     with cotune.trace(roles="caller") as t:
-        run_anywhere(openai.AsyncOpenAI().chat.completions.create(model="m", messages=[user("x")]))
+        run_sync(openai.AsyncOpenAI().chat.completions.create(model="m", messages=[user("x")]))
     assert [call.role for call in t.calls] == ["app"]
     assert t.warnings == {"unidentified_call": 1}
 

@@ -18,7 +18,7 @@ from cotune.cli.main import main
 from cotune.recording.episodes import run_episode
 from cotune.recording.records import Call, Record, Task
 from cotune.recording.role_functions import CallRequest
-from cotune.runtime.run_sync import run_anywhere
+from cotune.runtime.run_sync import run_sync
 from cotune.sampling.stub import StubResponder
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.evaluate import evaluate
@@ -151,5 +151,5 @@ def test_a_rollout_worker_names_the_roles_as_the_driver_does(
     source = app_source(f"{ME}:{app}", env={}, runtime_env={}, roles_by=roles_by)
     setup = msgspec.msgpack.decode(msgspec.msgpack.encode(Setup(app=source, mark="")), type=Setup)
     sink = Sink()
-    run_anywhere(run_episode(setup.app.load(), Task(id="a", input=TASKS[0]), sink=sink, responder=StubResponder()))
+    run_sync(run_episode(setup.app.load(), Task(id="a", input=TASKS[0]), sink=sink, responder=StubResponder()))
     assert sorted(record.role for record in sink if isinstance(record, Call)) == roles

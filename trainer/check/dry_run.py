@@ -22,7 +22,7 @@ from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, require
 from cotune.policies import Policies
 from cotune.recording.episodes import Outcome
 from cotune.recording.records import Call, candidate_id
-from cotune.runtime.run_sync import run_anywhere
+from cotune.runtime.run_sync import run_sync
 from cotune.sampling.plans import Plan
 from cotune.sampling.stub import StubResponder
 from cotune.storage.protocol import Store
@@ -92,7 +92,7 @@ def check(
         store = SqliteStore.open(Path(folder) / "records.db")
         try:
             with watched_connections() as connections:
-                runs = run_anywhere(run_tasks(flow, listed, store, stub, timeout))
+                runs = run_sync(run_tasks(flow, listed, store, stub, timeout))
             outcomes, seen = runs.outcomes, runs.seen
             rewarded = rewards_by_role(store, seen)
             found = [made_up(blocking(fault), seen) for fault in faults(flow, outcomes, seen, rewarded, config.roles)]

@@ -14,7 +14,7 @@ from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.policies import stand_in
 from cotune.recording.records import PolicyRef, Task
-from cotune.runtime.run_sync import run_anywhere
+from cotune.runtime.run_sync import run_sync
 from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
 from cotune.storage.protocol import Store
 from cotune.storage.sqlite_store import SqliteStore
@@ -103,7 +103,7 @@ def evaluate(
                 on_mode=progress.mode,
             )
 
-    report = run_anywhere(run())
+    report = run_sync(run())
     if out is not None:
         write_atomically(Path(out) / "evaluation.json", json.dumps(report.to_json(), indent=2).encode())
     report.require_some_episode()

@@ -22,7 +22,7 @@ class Ranks(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """A learner of one process."""
 
     rank = 0

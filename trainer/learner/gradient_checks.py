@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cotune.errors import LearnerError
-from cotune.trainer.learner.dist import Alone, Ranks, shard_of
+from cotune.trainer.learner.dist import Ranks, SingleProcess, shard_of
 
 BFLOAT16 = 2.0**16
 """A unit in the last place of bfloat16 in those of float32."""
@@ -44,7 +44,7 @@ def check_optimizers(
                 )
 
 
-class Movement:
+class GradientChecks:
     """Watches a policy's tensors until each has moved once; costs nothing afterwards.
 
     The entry whose step is largest in units in the last place, on whichever rank holds it, stands for its tensor. Where
@@ -66,7 +66,7 @@ class Movement:
         self.steps = 0
         self._optimizer = optimizer
         self._dtype = dtype
-        self._ranks = ranks or Alone()
+        self._ranks = ranks or SingleProcess()
         self._marks: dict[str, tuple[float, tuple[int, float] | None]] = {}
         self._counts = torch.zeros(3, dtype=torch.float64)
         self._news: dict[str, float] = {}

@@ -12,7 +12,7 @@ from cotune.errors import ConfigError
 from cotune.integrations.models.folder import loading_weights, reading
 from cotune.policies import Policies, PolicySpec
 from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.learner.logprob_model import Scorer
+from cotune.trainer.learner.logprob_model import LogprobModel
 from cotune.trainer.learner.policy_model import PolicyModel
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def open_policy_models(
     device = _device(settings.device)
     trained = [spec for spec in policies.specs.values() if spec.trained]
     opened: dict[str, PolicyModel] = {}
-    shared: dict[str, tuple[Any, Scorer]] = {}
+    shared: dict[str, tuple[Any, LogprobModel]] = {}
     with torch.random.fork_rng(devices=[]):
         for index, spec in enumerate(trained):
             if names is not None and spec.name not in names:
@@ -40,8 +40,10 @@ def open_policy_models(
             torch.manual_seed(settings.seed + SEED_STRIDE * index)
             path = spec.model or model
             if spec.kind == "full":
-                network = Scorer(_load(path, "float32", device, settings))
-                copy = Scorer(_load(path, "float32", device, settings).requires_grad_(False)) if reference else None
+                network = LogprobModel(_load(path, "float32", device, settings))
+                copy = (
+                    LogprobModel(_load(path, "float32", device, settings).requires_grad_(False)) if reference else None
+                )
                 opened[spec.name] = PolicyModel(spec, index, network, settings, frozen_copy=copy)
             else:
                 adapter = f"policy{index}"
@@ -49,7 +51,7 @@ def open_policy_models(
                     shared[path][0].add_adapter(adapter, _lora_config(spec))
                 else:
                     base = _wrap(_load(path, settings.dtype, device, settings), spec, adapter)
-                    shared[path] = (base, Scorer(base.get_base_model()))
+                    shared[path] = (base, LogprobModel(base.get_base_model()))
                 base, network = shared[path]
                 opened[spec.name] = PolicyModel(spec, index, network, settings, peft=base, adapter=adapter)
     if not opened:

@@ -21,11 +21,11 @@ from cotune.sampling.protocol import Weights
 from cotune.trainer.config.learner import FULL_LR, LORA_LR, LearnerSettings, check_anchor
 from cotune.trainer.learner import files as files
 from cotune.trainer.learner.batching import mini_batches, passes
-from cotune.trainer.learner.dist import Alone, Ranks, whole
-from cotune.trainer.learner.gradient_checks import Movement, check_optimizers
+from cotune.trainer.learner.dist import Ranks, SingleProcess, whole
+from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
 from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.loss import Tokens, policy_loss, token_weights, trusted
-from cotune.trainer.learner.metric_sums import Tally
+from cotune.trainer.learner.metric_sums import MetricSums
 from cotune.trainer.learner.policy_model import PolicyModel
 
 
@@ -50,14 +50,14 @@ class LocalLearner:
         self._policies = dict(policies)
         self._settings = settings
         self._loss = loss
-        self._ranks = ranks or Alone()
+        self._ranks = ranks or SingleProcess()
         self._lock = threading.RLock()
         self._order = {name: torch.Generator().manual_seed(settings.seed) for name in self._policies}
         self._optimizers = {name: _optimizer(policy, settings) for name, policy in self._policies.items()}
         trainable = {name: policy.parameters() for name, policy in self._policies.items()}
         check_optimizers(trainable, self._optimizers)
         self._movement = {
-            name: Movement(parameters, self._optimizers[name], self._ranks, dtype=settings.dtype)
+            name: GradientChecks(parameters, self._optimizers[name], self._ranks, dtype=settings.dtype)
             for name, parameters in trainable.items()
         }
 
@@ -95,7 +95,7 @@ class LocalLearner:
             used = [[i for i in batch if counted[i].any()] for epoch in epochs for batch in epoch]
             batches = [batch for batch in used if batch]
             trajectories = _trajectories(rows, counted)
-            tally = Tally([row.role for row in rows])
+            tally = MetricSums([row.role for row in rows])
             rejected = _rejected(rows, counted)
             if not batches:
                 none = dict.fromkeys(("steps", "skipped_steps", "idle_steps"), 0.0)
@@ -222,7 +222,7 @@ class LocalLearner:
         old: Sequence[Tensor] | None,
         counted: Sequence[Tensor],
         trajectories: Tensor,
-        tally: Tally,
+        tally: MetricSums,
         *,
         first: bool,
     ) -> float:

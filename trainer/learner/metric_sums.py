@@ -16,7 +16,7 @@ MAXIMA = ("ratio_max", "sampler_gap_max")
 SUMS = ("tokens", "first_tokens", *MEANS, *FIRST)
 
 
-class Tally:
+class MetricSums:
     """Adds up what `policy_loss` reports, token by token, by the role of each row."""
 
     def __init__(self, roles: Sequence[str]) -> None:

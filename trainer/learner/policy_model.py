@@ -15,7 +15,7 @@ from cotune.sampling.protocol import Weights
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.dist import fill, whole
 from cotune.trainer.learner.forward import can_share
-from cotune.trainer.learner.logprob_model import Scorer
+from cotune.trainer.learner.logprob_model import LogprobModel
 
 COPY = {"dtype": torch.float32, "device": "cpu", "copy": True}
 
@@ -29,11 +29,11 @@ class PolicyModel:
 
     spec: PolicySpec
     index: int
-    scorer: Scorer
+    scorer: LogprobModel
     settings: LearnerSettings
     peft: Any = None
     adapter: str | None = None
-    frozen_copy: Scorer | None = None
+    frozen_copy: LogprobModel | None = None
 
     @property
     def network(self) -> Any:
@@ -112,10 +112,10 @@ class PolicyModel:
             for name, tensor in state.items():
                 fill(own[name], tensor)
 
-    def _run(self, scorer: Scorer, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
+    def _run(self, scorer: LogprobModel, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
         return scorer(rows, shared=self.shares_prompts, dtype=self.settings.dtype)
 
-    def _look(self, scorer: Scorer, rows: Sequence[TrainRow]) -> Tensor:
+    def _look(self, scorer: LogprobModel, rows: Sequence[TrainRow]) -> Tensor:
         with torch.no_grad():
             found = self._run(scorer, rows)[0]
         scorer.release()

@@ -10,7 +10,7 @@ from cotune.recording.records import Episode, Task
 from cotune.recording.rollout import rollout
 from cotune.sampling.plans import Plan
 from cotune.sampling.protocol import UNSHAPED, SamplingParams
-from cotune.trainer.rollout.wire import Answering
+from cotune.trainer.rollout.wire import ResponderConfig
 from cotune.trainer.run import Run
 
 
@@ -22,7 +22,7 @@ async def run_episodes(
     Returns the episodes, the errors of scorers and the calls of roles without a policy, both counted.
     """
     config = run.config
-    answering = Answering(
+    answering = ResponderConfig(
         policies=run.served(),
         plan=plan,
         attribution=run.recipe.attribution,

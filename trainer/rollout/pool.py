@@ -16,7 +16,7 @@ from cotune.errors import ConfigError, CotuneError, WorkflowError
 from cotune.integrations.ray.process import ProcessGone, RayProcess
 from cotune.trainer.rollout.process_reaper import MARK
 from cotune.trainer.rollout.queue import EpisodeLost, Job, JobQueue, Loss
-from cotune.trainer.rollout.wire import Order, Pulse, Reply, Setup, Started
+from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult, Heartbeat, Setup, Started
 
 _WORKER = "cotune.trainer.rollout.worker:RolloutWorker"
 _PULSE_SECONDS = 5.0
@@ -96,7 +96,7 @@ class WorkerPool:
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.started: Started | None = None
-        self.pulses: dict[int, Pulse] = {}
+        self.pulses: dict[int, Heartbeat] = {}
         """The latest of each worker, by number."""
         self._setup = setup
         self._size = workers
@@ -122,7 +122,7 @@ class WorkerPool:
         for number, process in enumerate(up):
             self._spawn(self._keep(number, process))
 
-    def submit(self, order: Order) -> Job:
+    def submit(self, order: EpisodeRequest) -> Job:
         """Run an order as soon as a worker is free."""
         job = Job(order)
         if self._failure is not None:
@@ -134,7 +134,7 @@ class WorkerPool:
         self._dispatch()
         return job
 
-    async def cancel(self, job: Job) -> Reply | None:
+    async def cancel(self, job: Job) -> EpisodeResult | None:
         """Cancel a job; what it has recorded, if it had begun. A worker that does not stop it in time is replaced."""
         job.cancelled = True
         worker = next((w for w in self._workers if job.order.id in w.running), None)
@@ -249,7 +249,7 @@ class WorkerPool:
                 return stuck
             self._weigh(worker, beat.result())
 
-    def _stuck(self, worker: _Worker, pulse: Pulse) -> Loss | None:
+    def _stuck(self, worker: _Worker, pulse: Heartbeat) -> Loss | None:
         """A loss where one piece of code holds the worker up past the time-out of its episode."""
         what = f"its event loop was blocked for {pulse.blocked:.0f} s at {pulse.where}"
         culprit = worker.running.get(pulse.culprit or "")
@@ -262,7 +262,7 @@ class WorkerPool:
         limit = min(limits) if limits else None if worker.running else self._limits.heartbeat
         return Loss(what) if limit is not None and pulse.blocked > limit + _SLACK_SECONDS else None
 
-    def _weigh(self, worker: _Worker, pulse: Pulse) -> None:
+    def _weigh(self, worker: _Worker, pulse: Heartbeat) -> None:
         limits = self._limits
         if not worker.full and worker.finished:
             if limits.memory_mb and pulse.resident_mb > limits.memory_mb:
@@ -301,7 +301,7 @@ class WorkerPool:
 
     async def _run(self, worker: _Worker, job: Job) -> None:
         try:
-            answer: Reply | EpisodeLost = await worker.process.call("run", job.order)
+            answer: EpisodeResult | EpisodeLost = await worker.process.call("run", job.order)
         except ProcessGone as gone:
             return worker.lose(Loss(gone.cause))
         except CotuneError as error:
@@ -310,7 +310,7 @@ class WorkerPool:
             answer = EpisodeLost(f"Its worker could not run it: {error!r}.", "Report this.")
         self.deliver(worker, job, answer)
 
-    def deliver(self, worker: _Worker, job: Job, answer: Reply | EpisodeLost) -> None:
+    def deliver(self, worker: _Worker, job: Job, answer: EpisodeResult | EpisodeLost) -> None:
         """Take the answer of a worker; one from a worker that was given up, or a second one, is dropped."""
         if worker.gone.done() or worker.running.pop(job.order.id, None) is not job or job.ended.done():
             self.counters["results_dropped"] += 1

@@ -60,7 +60,7 @@ class _Base(dict[str, PolicyRef]):
         return default if role in self._provider else UNTRAINED
 
 
-async def look_around(
+async def preflight(
     config: TrainConfig,
     workflow: Workflow,
     tasks: Sequence[Task],

@@ -11,7 +11,7 @@ import msgspec
 
 from cotune.errors import CotuneError
 from cotune.sampling.blame import Blame
-from cotune.trainer.rollout.wire import Order, Reply
+from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult
 
 T = TypeVar("T")
 
@@ -36,9 +36,9 @@ class Loss(msgspec.Struct, frozen=True):
 class Job:
     """An episode on its way. `ended` gets its reply, or EpisodeLost."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: EpisodeRequest) -> None:
         self.order = order
-        self.ended: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[EpisodeResult] = asyncio.get_running_loop().create_future()
         self.losses = 0
         self.started = 0.0
         self.cancelled = False

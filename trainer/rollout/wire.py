@@ -16,7 +16,7 @@ from cotune.trainer.rollout.app_source import AppSource
 from cotune.workflows import Workflow
 
 
-class Answering(msgspec.Struct, frozen=True, kw_only=True):
+class ResponderConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the calls of a rollout are answered: what `PolicyResponder` is made of, as plain values."""
 
     policies: dict[str, PolicyRef]
@@ -70,7 +70,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     """Whether torch is loaded; only an application that imports it makes it so."""
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class EpisodeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One episode to run. `timeout` is in seconds."""
 
     id: str
@@ -79,10 +79,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     training_step: int | None
     rollout: int
     timeout: float | None
-    answering: Answering | None
+    answering: ResponderConfig | None
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
     """All that an episode recorded, its end last; no end where it was cancelled before it began."""
 
     records: bytes
@@ -93,7 +93,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     unlisted: dict[str, int]
 
 
-class Pulse(msgspec.Struct, frozen=True, kw_only=True):
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker is. `blocked` is for how many seconds its event loop has not come round, `culprit` the order whose
     code holds it up (None where that cannot be told), `where` that code. `overdue` counts plain functions that run on
     in a thread although their episodes have ended."""

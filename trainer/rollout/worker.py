@@ -23,7 +23,7 @@ from cotune.recording.records import Record
 from cotune.sampling.protocol import ChatFormat
 from cotune.sampling.responder import PolicyResponder
 from cotune.trainer.rollout.process_reaper import kill_leftovers, leftovers, resident_mb, start_guard
-from cotune.trainer.rollout.wire import Order, Pulse, Reply, Setup, Started, pack
+from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult, Heartbeat, Setup, Started, pack
 from cotune.workflows import Workflow
 
 log = logging.getLogger("cotune")
@@ -55,7 +55,7 @@ class RolloutWorker:
         """Import the application and load the chat template. Raises ConfigError, WorkflowError."""
         return await asyncio.to_thread(self._start, setup)
 
-    async def run(self, order: Order) -> Reply:
+    async def run(self, order: EpisodeRequest) -> EpisodeResult:
         """Run one episode to its end; one that fails or is cancelled has records too."""
         running = self._running[order.id] = _Running(order)
         self._loop.call_soon_threadsafe(self._begin, running)
@@ -69,11 +69,11 @@ class RolloutWorker:
         if (running := self._running.get(order)) is not None:
             self._loop.call_soon_threadsafe(running.cancel)
 
-    async def pulse(self) -> Pulse:
+    async def pulse(self) -> Heartbeat:
         """How this process is. Answered whatever the application does, short of holding the interpreter lock."""
         blocked = time.monotonic() - self._ticked - _TICK_SECONDS
         culprit, where = self._holding_up() if blocked > _BUSY_SECONDS else (None, "")
-        return Pulse(
+        return Heartbeat(
             blocked=max(blocked, 0.0),
             culprit=culprit,
             where=where,
@@ -156,7 +156,7 @@ class RolloutWorker:
             return
         records, lost = pack(sink.records)
         running.reply.set_result(
-            Reply(
+            EpisodeResult(
                 records=records,
                 lost=lost,
                 scorer_errors=dict(responder.scorer_errors) if responder else {},
@@ -165,7 +165,7 @@ class RolloutWorker:
             )
         )
 
-    def _responder(self, order: Order) -> PolicyResponder | None:
+    def _responder(self, order: EpisodeRequest) -> PolicyResponder | None:
         """Each episode has its own: what it counts belongs to the episode."""
         if order.answering is None:
             return None
@@ -203,9 +203,9 @@ class RolloutWorker:
 class _Running:
     """An episode that this worker runs. `task` is set and cancelled on the episodes' loop."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: EpisodeRequest) -> None:
         self.order = order
-        self.reply: Future[Reply] = Future()
+        self.reply: Future[EpisodeResult] = Future()
         self.task: asyncio.Task[None] | None = None
 
     def cancel(self) -> None:

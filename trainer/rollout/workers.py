@@ -23,7 +23,15 @@ from cotune.trainer.rollout.app_source import app_source
 from cotune.trainer.rollout.pool import WorkerLimits, WorkerLost, WorkerPool
 from cotune.trainer.rollout.process_reaper import MARK
 from cotune.trainer.rollout.queue import EpisodeLost
-from cotune.trainer.rollout.wire import Answering, Order, Pulse, Reply, Setup, Started, unpack
+from cotune.trainer.rollout.wire import (
+    EpisodeRequest,
+    EpisodeResult,
+    Heartbeat,
+    ResponderConfig,
+    Setup,
+    Started,
+    unpack,
+)
 from cotune.workflows import Workflow, load_workflow
 
 log = logging.getLogger("cotune")
@@ -126,7 +134,7 @@ class RolloutWorkers:
         return self._pool.started
 
     @property
-    def pulses(self) -> Mapping[int, Pulse]:
+    def pulses(self) -> Mapping[int, Heartbeat]:
         """How each worker was when it was last asked, by number."""
         return self._pool.pulses
 
@@ -135,7 +143,7 @@ class RolloutWorkers:
         tasks: Sequence[Task],
         *,
         sink: Sink,
-        answering: Answering | None,
+        answering: ResponderConfig | None,
         phase: str,
         training_step: int | None = None,
         rollouts: int = 1,
@@ -152,7 +160,7 @@ class RolloutWorkers:
         """
 
         async def one(task: Task, number: int) -> Episode:
-            order = Order(
+            order = EpisodeRequest(
                 id=new_id(),
                 task=task,
                 phase=phase,
@@ -173,7 +181,7 @@ class RolloutWorkers:
         """End the workers and everything that their episodes have left running. Safe to call twice."""
         await self._pool.aclose()
 
-    async def _episode(self, order: Order, sink: Sink) -> Episode:
+    async def _episode(self, order: EpisodeRequest, sink: Sink) -> Episode:
         job = self._pool.submit(order)
         try:
             reply = await asyncio.shield(job.ended)
@@ -186,7 +194,7 @@ class RolloutWorkers:
         episode = self._store(reply, sink)
         return episode or self._failed(order, sink, "It came back from its worker without an end.", "infrastructure")
 
-    def _store(self, reply: Reply, sink: Sink) -> Episode | None:
+    def _store(self, reply: EpisodeResult, sink: Sink) -> Episode | None:
         """Store what came back, and count what came with it."""
         self._pool.counters["records_lost"] += reply.lost
         self.scorer_errors.update(reply.scorer_errors)
@@ -206,7 +214,7 @@ class RolloutWorkers:
         last = records[-1] if records else None
         return last if isinstance(last, Episode) else None
 
-    def _failed(self, order: Order, sink: Sink, cause: str, blame: Blame) -> Episode:
+    def _failed(self, order: EpisodeRequest, sink: Sink, cause: str, blame: Blame) -> Episode:
         """The record of an episode that no worker brought to its end."""
         live = LiveEpisode(
             sink,

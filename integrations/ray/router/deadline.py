@@ -19,7 +19,9 @@ class Interrupted(Exception):
     """What was waited for is of no more use: the `unless` future came first."""
 
 
-async def within(seconds: float, work: Coroutine[Any, Any, T], unless: asyncio.Future[str] | None = None) -> T:
+async def run_with_deadline(
+    seconds: float, work: Coroutine[Any, Any, T], unless: asyncio.Future[str] | None = None
+) -> T:
     """The result of `work`, which is cancelled, and not waited for any longer, when it is not there in time.
 
     Raises TimeoutError after `seconds`, Interrupted when `unless` is done first, and what `work` raises;

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Literal
 
 from cotune.errors import CotuneError
-from cotune.integrations.ray.router.deadline import Interrupted, within
+from cotune.integrations.ray.router.deadline import Interrupted, run_with_deadline
 from cotune.integrations.ray.router.latency import Pace
 from cotune.integrations.ray.router.settings import RouterSettings
 from cotune.integrations.ray.router.versions import Published, Version, differences
@@ -110,7 +110,7 @@ class Engine:
         work = self.sampler.publish(version.policy, version.weights, version.lora)
         self._arriving = version
         try:
-            arrived = await within(self._settings.publish_timeout, work, unless=self.down)
+            arrived = await run_with_deadline(self._settings.publish_timeout, work, unless=self.down)
         finally:
             self._arriving = None
         self.versions[str(version.policy)] = version
@@ -121,7 +121,9 @@ class Engine:
         if self.versions.pop(str(version.policy), None) is None:
             return
         try:
-            await within(self._settings.publish_timeout, self.sampler.retire(version.policy), unless=self.down)
+            await run_with_deadline(
+                self._settings.publish_timeout, self.sampler.retire(version.policy), unless=self.down
+            )
         except Interrupted:
             return
         except Exception as error:  # noqa: BLE001
@@ -130,7 +132,7 @@ class Engine:
     async def rest(self, deed: Literal["sleep", "wake"]) -> None:
         """Sleep or wake. An engine that does not is taken out."""
         try:
-            await within(self._settings.publish_timeout, getattr(self.sampler, deed)(), unless=self.down)
+            await run_with_deadline(self._settings.publish_timeout, getattr(self.sampler, deed)(), unless=self.down)
         except Interrupted:
             return
         except Exception as error:  # noqa: BLE001
@@ -145,7 +147,7 @@ class Engine:
     async def _wrong(self) -> str | None:
         before, arriving = self._published.served(), self._arriving
         try:
-            self.info = await within(self._settings.health_timeout, self.sampler.info(), unless=self.down)
+            self.info = await run_with_deadline(self._settings.health_timeout, self.sampler.info(), unless=self.down)
         except Interrupted as gone:
             return str(gone)
         except TimeoutError:

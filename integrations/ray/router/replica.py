@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from cotune.errors import ConfigError, SamplerError, SyncError
-from cotune.integrations.ray.router.deadline import within
+from cotune.integrations.ray.router.deadline import run_with_deadline
 from cotune.integrations.ray.router.engine import Engine, said
 from cotune.integrations.ray.router.settings import ReplicaStats, RouterSettings
 from cotune.integrations.ray.router.versions import Published, Version
@@ -135,7 +135,7 @@ class Replica:
         return True
 
     async def _start(self) -> None:
-        sampler = await within(self._settings.start_timeout, self._made())
+        sampler = await run_with_deadline(self._settings.start_timeout, self._made())
         engine = Engine(
             self.name, sampler, self._settings, self._published, self._counters, lambda _: self._taken_out()
         )

@@ -12,13 +12,13 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from cotune.errors import CotuneError, RequestRefused, SamplerError, SampleTimeout, SyncError
-from cotune.integrations.ray.router.deadline import CancelledByItself, Interrupted, within
+from cotune.integrations.ray.router.deadline import CancelledByItself, Interrupted, run_with_deadline
 from cotune.integrations.ray.router.engine import Engine, said
 from cotune.integrations.ray.router.latency import slow
 from cotune.integrations.ray.router.queue import Queue, Request
 from cotune.integrations.ray.router.replica import Make, Replica
 from cotune.integrations.ray.router.settings import COUNTERS, RouterSettings, RouterStats
-from cotune.integrations.ray.router.validate import garbage
+from cotune.integrations.ray.router.validate import validate_completions
 from cotune.integrations.ray.router.versions import Published, Version, keep
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
@@ -204,7 +204,7 @@ class Router:
         params = msgspec.structs.replace(request.params, timeout=limit)
         try:
             work = engine.sampler.sample(request.prompt, request.n, params, request.policy)
-            answer = await within(patience, work, unless=engine.down)
+            answer = await run_with_deadline(patience, work, unless=engine.down)
         except Interrupted as gone:
             self._queue.check()
             raise Failed("died", str(gone)) from None
@@ -225,7 +225,7 @@ class Router:
             if wrong is None:
                 raise Failed("errors", said(error), error) from None
             raise Failed("died", f"{said(error)} ({wrong})") from None
-        wrong = garbage(answer, request.n, request.params.max_tokens, self.settings.vocabulary)
+        wrong = validate_completions(answer, request.n, request.params.max_tokens, self.settings.vocabulary)
         if wrong is not None:
             raise Failed("garbage", f"garbage, {wrong}")
         return answer

@@ -11,7 +11,9 @@ ROUNDING = 1e-4
 """How far above 0 a log-probability may come out by rounding, in nats."""
 
 
-def garbage(completions: Sequence[Completion], n: int, max_tokens: int, vocabulary: int | None = None) -> str | None:
+def validate_completions(
+    completions: Sequence[Completion], n: int, max_tokens: int, vocabulary: int | None = None
+) -> str | None:
     """What is wrong with an answer of `n` candidates of at most `max_tokens` tokens; None when nothing is.
 
     Token ids are checked against `vocabulary` (its size) where it is known.

@@ -29,7 +29,7 @@ from cotune.integrations.samplers.transformers.wire import (
     Publish,
     Reply,
     Retire,
-    Sample,
+    SampleRequest,
 )
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
@@ -114,7 +114,7 @@ class Engine:
     def _handle(self, command: Command) -> None:
         try:
             match command:
-                case Sample():
+                case SampleRequest():
                     self._start(command)
                 case Cancel():
                     self._cancel(command.id)
@@ -129,7 +129,7 @@ class Engine:
         except SamplerError as error:
             self._replies.append(Failure(command.id, error.cause, error.remedy))
 
-    def _start(self, command: Sample) -> None:
+    def _start(self, command: SampleRequest) -> None:
         params, length = command.params, len(command.prompt)
         batch, kind = self._locate(command.policy)
         room = self.max_model_len - length

@@ -21,7 +21,7 @@ from cotune.integrations.samplers.transformers.wire import (
     Publish,
     Reply,
     Retire,
-    Sample,
+    SampleRequest,
 )
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
@@ -90,7 +90,7 @@ class TransformersSampler:
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
     ) -> list[Completion]:
         """Draw `n` candidates from one prefill. Raises RequestRefused, SampleTimeout, SamplerError."""
-        command = Sample(next(self._ids), tuple(prompt_token_ids), n, params, policy)
+        command = SampleRequest(next(self._ids), tuple(prompt_token_ids), n, params, policy)
         try:
             async with asyncio.timeout(params.timeout):
                 return await self._ask(command)
@@ -150,7 +150,7 @@ class TransformersSampler:
         except asyncio.CancelledError:
             with self._lock:
                 unanswered = self._pending.pop(command.id, None)
-            if unanswered is not None and isinstance(command, Sample):
+            if unanswered is not None and isinstance(command, SampleRequest):
                 self._host.send(Cancel(command.id))
             raise
 

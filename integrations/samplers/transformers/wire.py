@@ -25,7 +25,7 @@ class ModelSource(NamedTuple):
     end_token_ids: tuple[int, ...] | None
 
 
-class Sample(msgspec.Struct, frozen=True, tag="sample"):
+class SampleRequest(msgspec.Struct, frozen=True, tag="sample"):
     """Ask for `n` candidates; answered by Completions or Failure."""
 
     id: int
@@ -67,7 +67,7 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
     """Stop; pending requests are failed by whoever sent them."""
 
 
-Command = Sample | Cancel | Publish | Retire | Info | Close
+Command = SampleRequest | Cancel | Publish | Retire | Info | Close
 
 
 class Completions(msgspec.Struct, frozen=True, tag="completions"):

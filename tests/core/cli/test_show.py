@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from cotune.cli.show import show_run
-from cotune.context import Mark
+from cotune.context import CallerContext
 from cotune.errors import RecordError, RunError
 from cotune.recording.recorder import Answer, LiveEpisode
 from cotune.recording.records import Candidate, PolicyRef, Reward, Task, Usage
@@ -26,7 +26,7 @@ def shown(path, **options):
 
 def ask(live, role, *messages):
     return live.start(
-        Mark(role, "test"), {"model": "m", "messages": [{"role": "user", "content": m} for m in messages]}
+        CallerContext(role, "test"), {"model": "m", "messages": [{"role": "user", "content": m} for m in messages]}
     )
 
 
@@ -60,7 +60,7 @@ def run(tmp_path):
         )
         ask(live, "navigator", "where?").finish(tree_answer(rewards, "go ", chosen=1))
         later = live.start(
-            Mark("driver", "test"),
+            CallerContext("driver", "test"),
             {"messages": [{"role": "assistant", "content": "go 1"}, {"role": "user", "content": "[b]now[/b]"}]},
         )
         later.finish(tree_answer((0.0, -1.0), "turn ", role="driver"))
@@ -154,7 +154,7 @@ def test_parallel_calls_stand_below_what_they_read(tmp_path):
     plan = ask(live, "planner", "plan")
     plan.finish(Answer(candidates=(candidate(0, "do a, b"),), usage=Usage(5, 4)))
     body = {"messages": [{"role": "assistant", "content": "do a, b"}, {"role": "user", "content": "write " * 50}]}
-    for writer in [live.start(Mark("writer", "test"), body) for _ in range(2)]:
+    for writer in [live.start(CallerContext("writer", "test"), body) for _ in range(2)]:
         call = [{"id": "1", "function": {"name": "search", "arguments": '{"q":1}'}}]
         said = Candidate(index=0, text="", message={"role": "assistant", "tool_calls": call}, finish_reason="length")
         writer.finish(Answer(candidates=(said,)))

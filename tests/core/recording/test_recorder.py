@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.context import Mark, current_mark, identify, role, scopes
+from cotune.context import CallerContext, current_mark, identify, role, scopes
 from cotune.errors import RecordError
 from cotune.ids import message_id, pack_ids, segment_id
 from cotune.recording.prompt_tree import PromptTree
@@ -43,7 +43,7 @@ def body(*said: str, **options) -> dict:
     return {"model": "m", "messages": turns, **options}
 
 
-MARK = Mark("a", "test")
+MARK = CallerContext("a", "test")
 
 
 def test_a_call_with_everything():
@@ -97,7 +97,7 @@ def test_steps_and_turns_are_taken_at_the_start_and_every_call_ends_once(starts,
     episode = live()
     open_calls, expected, turns = [], {}, {}
     for name, end_one in starts:
-        call = episode.start(Mark(name, "test"), body(name))
+        call = episode.start(CallerContext(name, "test"), body(name))
         expected[call.id] = (name, len(expected), turns.setdefault(name, 0))
         turns[name] += 1
         open_calls.append(call)
@@ -137,11 +137,11 @@ def test_team_rewards_and_metrics():
 
 def test_parents_by_the_frameworks_ids():
     episode = live()
-    first = episode.start(Mark("a", "test", output="id-1"), body("q"))
+    first = episode.start(CallerContext("a", "test", output="id-1"), body("q"))
     first.finish(answer(candidate(text="same")))
-    second = episode.start(Mark("b", "test", output="id-2"), body("q"))
+    second = episode.start(CallerContext("b", "test", output="id-2"), body("q"))
     second.finish(answer(candidate(text="same")))
-    third = episode.start(Mark("c", "test", read=("id-1", "other")), body("q", "same", "r"))
+    third = episode.start(CallerContext("c", "test", read=("id-1", "other")), body("q", "same", "r"))
     third.finish(answer())
     assert [c.parents for c in episode.sink.of(Call)] == [(), (), (first.id,)]
 
@@ -160,8 +160,8 @@ def test_parents_by_what_was_said_whatever_fields_a_client_adds():
 
 def test_failed_calls_are_nobodys_parent():
     episode = live()
-    episode.start(Mark("a", "test", output="id-1"), body("q")).fail("error", "gone")
-    episode.start(Mark("a", "test", read=("id-1",)), body("q")).finish(answer())
+    episode.start(CallerContext("a", "test", output="id-1"), body("q")).fail("error", "gone")
+    episode.start(CallerContext("a", "test", read=("id-1",)), body("q")).finish(answer())
     assert [c.parents for c in episode.sink.of(Call)] == [(), ()]
 
 
@@ -244,9 +244,9 @@ def test_identity_override_then_mark_then_scope_then_app():
 
     def check():
         assert identify().role == "app"
-        scopes.extend([lambda: None, lambda: Mark("scope", "s", state={"x": 1})])
+        scopes.extend([lambda: None, lambda: CallerContext("scope", "s", state={"x": 1})])
         assert identify().role == "scope"
-        mark = Mark("mark", "m", state={"y": 2}, read=("id",))
+        mark = CallerContext("mark", "m", state={"y": 2}, read=("id",))
         current_mark.set(mark)
         assert identify() is mark
         with role("mine"):
@@ -268,7 +268,7 @@ def test_identity_override_then_mark_then_scope_then_app():
 
 def test_a_mark_ended_in_a_copied_context_is_ended_everywhere():
     async def main():
-        mark = Mark("mark", "m")
+        mark = CallerContext("mark", "m")
         current_mark.set(mark)
 
         async def ends():

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cotune.context import Mark
+from cotune.context import CallerContext
 from cotune.errors import RecordError
 from cotune.recording.recorder import Answer, LiveCall, LiveEpisode
 from cotune.recording.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Segment, Task
@@ -162,9 +162,9 @@ class Recording(RuleBasedStateMachine):
         body = {"messages": messages, "model": "m", "temperature": 0.5}
         if owners[-1].ended:
             with pytest.raises(RecordError):
-                self.somewhere(where, lambda: episode.start(Mark(role, "test"), body))
+                self.somewhere(where, lambda: episode.start(CallerContext(role, "test"), body))
             return None
-        call = self.somewhere(where, lambda: episode.start(Mark(role, "test"), body))
+        call = self.somewhere(where, lambda: episode.start(CallerContext(role, "test"), body))
         assert call.episode is owners[-1]
         takes_part = [owner for owner in owners if not owner.ended]
         copies = {copy.episode.id: copy for copy in call.copies}
@@ -261,7 +261,7 @@ def test_threads_and_tasks_at_once(scripts, end_after):
 
     def one(role: str, end: str, text: str) -> None:
         try:
-            call = episode.start(Mark(role, "test"), {"messages": [{"role": "assistant", "content": text}]})
+            call = episode.start(CallerContext(role, "test"), {"messages": [{"role": "assistant", "content": text}]})
         except RecordError:
             refused["start"] += 1
             return
@@ -324,7 +324,7 @@ def test_an_end_waits_for_a_call_that_is_being_written():
 
     sink = Slow()
     episode = LiveEpisode(sink, Task(id="t", input={}), workflow="w")
-    call = episode.start(Mark("a", "test"), {"messages": []})
+    call = episode.start(CallerContext("a", "test"), {"messages": []})
     finishing = threading.Thread(target=call.finish, args=(answer_of(["x"], (1,)),))
     finishing.start()
     writing.wait(5)
@@ -342,11 +342,11 @@ def test_a_call_does_not_read_what_was_said_after_it_started():
     sink = Sink()
     episode = LiveEpisode(sink, Task(id="t", input={}), workflow="w")
     few_shot = {"messages": [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "and?"}]}
-    early = episode.start(Mark("a", "test"), few_shot)
-    other = episode.start(Mark("b", "test"), {"messages": []})
+    early = episode.start(CallerContext("a", "test"), few_shot)
+    other = episode.start(CallerContext("b", "test"), {"messages": []})
     other.finish(answer_of(["yes"], (1,)))
     early.finish(answer_of(["no"], (1,)))
-    episode.start(Mark("c", "test"), few_shot).finish(answer_of(["no"], (1,)))
+    episode.start(CallerContext("c", "test"), few_shot).finish(answer_of(["no"], (1,)))
     assert {c.role: c.parents for c in sink.of(Call)} == {"a": (), "b": (), "c": (other.id,)}
 
 
@@ -354,13 +354,13 @@ def test_a_call_that_ends_while_the_recorder_is_at_work_on_the_same_thread():
     """As when the garbage collector closes a half-read stream in the middle of another call's start."""
     sink = Sink()
     episode = LiveEpisode(sink, Task(id="t", input={}), workflow="w")
-    first = episode.start(Mark("a", "test"), {"messages": []})
+    first = episode.start(CallerContext("a", "test"), {"messages": []})
 
     class Body(dict):
         def get(self, key, default=None):
             first.fail("cancelled", "the stream was closed")
             return super().get(key, default)
 
-    episode.start(Mark("a", "test"), Body(messages=[])).finish(answer_of(["x"], (1,)))
+    episode.start(CallerContext("a", "test"), Body(messages=[])).finish(answer_of(["x"], (1,)))
     episode.end("ok")
     assert sorted((c.step, c.status) for c in sink.of(Call)) == [(0, "cancelled"), (1, "ok")]

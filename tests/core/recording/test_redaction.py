@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotune.algorithms.collect import collect
-from cotune.context import Mark
+from cotune.context import CallerContext
 from cotune.errors import ConfigError, WorkflowError
 from cotune.recording.recorder import Answer, LiveEpisode
 from cotune.recording.records import Call, Candidate, Episode, Message, PolicyRef, Segment, Task
@@ -20,7 +20,7 @@ from cotune.workflows import workflow, workflow_of
 
 SECRET = "4111-1111"
 hide = each_text(lambda text: text.replace(SECRET, "[card]"))
-MARK = Mark("a", "test")
+MARK = CallerContext("a", "test")
 
 
 class Sink(list):
@@ -207,7 +207,7 @@ def turns(*, keep=False, second=("plain",)):
     episode = live(keep_token_ids=keep)
     episode.start(MARK, body(f"pay {SECRET}")).finish(answer(candidate("ok", (9, 2)), prompt=(5, 6)))
     episode.start(MARK, body(*second)).finish(answer(candidate("fine", (8,)), prompt=(5, 6, 9, 2, 7)))
-    episode.start(Mark("b", "test"), body("plain")).finish(answer(candidate("x", (4,)), prompt=(3,)))
+    episode.start(CallerContext("b", "test"), body("plain")).finish(answer(candidate("x", (4,)), prompt=(3,)))
     return episode
 
 
@@ -243,7 +243,7 @@ def test_redacted_calls_are_left_out_of_training_with_the_reason(tmp_path):
         for keep in (False, True):
             episode = live(sink=store, keep_token_ids=keep)
             episode.start(MARK, body(SECRET)).finish(answer(candidate("a")))
-            episode.start(Mark("b", "test"), body("plain")).finish(answer(candidate(SECRET)))
+            episode.start(CallerContext("b", "test"), body("plain")).finish(answer(candidate(SECRET)))
             episode.end("ok", rewards={"team": 1.0})
         store.flush()
         collected = collect(store, store.episodes(), plan="independent")
@@ -259,7 +259,7 @@ def test_every_stored_segment_can_be_read_from_its_root(history):
     for number, (name, secrets) in enumerate(history):
         path[name] = (*path.get(name, (ord(name),)), number)
         texts = [f"{i} {SECRET if secret else 'plain'}" for i, secret in enumerate(secrets)]
-        call = episode.start(Mark(name, "test"), body(*texts))
+        call = episode.start(CallerContext(name, "test"), body(*texts))
         call.finish(answer(candidate("x", (100 + number,)), prompt=path[name]))
         path[name] = (*path[name], 100 + number)
     stored = {s.id: s for s in episode.sink.of(Segment)}

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from cotune.runtime.interrupts import asking
-from cotune.runtime.run_sync import run_anywhere
+from cotune.runtime.run_sync import run_sync
 
 _VALUE = contextvars.ContextVar("value", default=0)
 
@@ -21,13 +21,13 @@ async def _where() -> tuple[str, int]:
 
 
 def test_without_a_loop_it_runs_in_this_thread():
-    assert run_anywhere(_where()) == (threading.current_thread().name, 0)
+    assert run_sync(_where()) == (threading.current_thread().name, 0)
 
 
 def test_inside_a_running_loop_it_runs_in_another_thread_with_the_same_context():
     async def notebook() -> tuple[str, int]:
         _VALUE.set(7)
-        return run_anywhere(_where())
+        return run_sync(_where())
 
     thread, value = asyncio.run(notebook())
     assert thread != threading.current_thread().name
@@ -39,7 +39,7 @@ def test_errors_come_through():
         raise KeyError("x")
 
     async def notebook() -> None:
-        run_anywhere(fails())
+        run_sync(fails())
 
     with pytest.raises(KeyError):
         asyncio.run(notebook())
@@ -56,7 +56,7 @@ def test_signals_are_handed_back_also_when_a_second_one_breaks_off_what_cleans_u
 
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt):
-        run_anywhere(stubborn())
+        run_sync(stubborn())
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
@@ -68,5 +68,5 @@ def test_signals_are_handed_back_by_work_that_is_left_waiting() -> None:
 
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt):
-        run_anywhere(waits())
+        run_sync(waits())
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from cotune.algorithms.recipes import Attribution
-from cotune.context import Mark
+from cotune.context import CallerContext
 from cotune.errors import SamplerError
 from cotune.recording.recorder import LiveEpisode
 from cotune.recording.records import PolicyRef, Task
@@ -49,7 +49,7 @@ def call(role="writer", task="t", turn=0, tools=None, **params):
     messages = [{"role": "user", "content": "hello"}]
     return SimpleNamespace(
         role=role, task=Task(id=task, input="b"), turn=turn, messages=messages, tools=tools, params=params,
-        episode=episode, earlier=lambda: [], obstacle="",
+        episode=episode, earlier=lambda: [], unsupported_reason="",
     )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def test_a_prompt_that_goes_on_from_a_reply_reuses_the_earlier_ids():
     responder = PolicyResponder(ScriptedSampler((1, 2)), chat, {"writer": PolicyRef("p")})
 
     def turn(*messages):
-        live = episode.start(Mark("writer", "test"), {"messages": list(messages)})
+        live = episode.start(CallerContext("writer", "test"), {"messages": list(messages)})
         live.finish(asyncio.run(responder.respond(live)))
 
     turn({"role": "user", "content": "a"})
@@ -275,12 +275,12 @@ def test_a_request_that_only_a_provider_can_serve_is_refused_without_sampling():
     sampler = ScriptedSampler((1,))
     responder = PolicyResponder(sampler, Chat(), {"writer": WRITER})
     live = LiveEpisode(SimpleNamespace(write=len), Task(id="t", input="b"), workflow="w")
-    asked = live.start(Mark("writer", "test"), {"messages": [{"role": "user", "content": "hello"}]})
-    asked.obstacle = "a web search"
+    asked = live.start(CallerContext("writer", "test"), {"messages": [{"role": "user", "content": "hello"}]})
+    asked.unsupported_reason = "a web search"
     with pytest.raises(SamplerError, match="asks for a web search, which no policy can answer"):
         asyncio.run(responder.respond(asked))
     assert sampler.asked == []
     assert live.warnings == {"unanswerable": 1}
-    other = live.start(Mark("editor", "test"), {"messages": []})
-    other.obstacle = "a web search"
+    other = live.start(CallerContext("editor", "test"), {"messages": []})
+    other.unsupported_reason = "a web search"
     assert asyncio.run(responder.respond(other)) is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cotune.context import Mark
+from cotune.context import CallerContext
 from cotune.errors import WorkflowError
 from cotune.recording.recorder import Answer, LiveEpisode
 from cotune.recording.records import Task
@@ -36,7 +36,7 @@ def episode() -> LiveEpisode:
 
 
 def respond(stub: StubResponder, run: LiveEpisode, role: str = "r", **body: Any) -> Answer:
-    call = run.start(Mark(role, "test"), {"messages": [{"role": "user", "content": "hi"}], **body})
+    call = run.start(CallerContext(role, "test"), {"messages": [{"role": "user", "content": "hi"}], **body})
     return asyncio.run(stub.respond(call))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cotune.cli.main import main
-from cotune.context import Mark
+from cotune.context import CallerContext
 from cotune.errors import RecordError
 from cotune.recording.recorder import Answer, LiveEpisode
 from cotune.recording.records import Candidate, PolicyRef, Task
@@ -32,7 +32,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 body = {"messages": [{"role": "user", "content": f"{number} {step} " + "word " * 100}]}
                 said = {"role": "assistant", "content": "yes " * 50}
                 candidate = Candidate(index=0, text=said["content"], message=said, token_ids=(5,), logprobs=(-1.0,))
-                call = live.start(Mark("r", "test"), body)
+                call = live.start(CallerContext("r", "test"), body)
                 call.finish(Answer(candidates=(candidate,), prompt_ids=(1, number, step), policy=PolicyRef("p")))
             live.end("ok", rewards={"team": 1.0})
     return folder

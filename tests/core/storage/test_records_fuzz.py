@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cotune.cli.main import main
-from cotune.context import Mark
+from cotune.context import CallerContext
 from cotune.ids import new_id
 from cotune.recording.recorder import Answer, LiveEpisode
 from cotune.recording.records import Candidate, PolicyRef, Task
@@ -43,7 +43,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     Candidate(index=i, text="yes", message=said, token_ids=(5, 6), logprobs=(-1.0, -0.5))
                     for i in (0, 1)
                 )
-                call = live.start(Mark("r", "test"), {"messages": [{"role": "user", "content": f"{number} {step}"}]})
+                call = live.start(
+                    CallerContext("r", "test"), {"messages": [{"role": "user", "content": f"{number} {step}"}]}
+                )
                 call.finish(
                     Answer(
                         candidates=candidates,

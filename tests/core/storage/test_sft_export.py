@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cotune.cli.main import main
-from cotune.context import Mark
+from cotune.context import CallerContext
 from cotune.recording.recorder import Answer, LiveEpisode
 from cotune.recording.records import Candidate, Task
 from cotune.storage.sft_export import Written, write_supervised
@@ -26,11 +26,11 @@ def recorded(path: Path) -> SqliteStore:
     for name, team, status in (("good", 1.0, "ok"), ("bad", 0.0, "ok"), ("broken", 1.0, "error")):
         live = LiveEpisode(store, Task(id=name, input=None), workflow="w")
         body: dict[str, Any] = {"messages": ASKED}
-        scored = live.start(Mark("scored", "test"), {**body, "tools": TOOLS})
+        scored = live.start(CallerContext("scored", "test"), {**body, "tools": TOOLS})
         rewards: Any = ({"local": 0.0}, {"local": 2.0})
         scored.finish(Answer(candidates=(said(0, "no"), said(1, "yes")), chosen=1, rewards=rewards))
-        live.start(Mark("plain", "test"), body).finish(Answer(candidates=(said(0, f"plain {name}"),)))
-        live.start(Mark("plain", "test"), body).fail("timeout", "late")
+        live.start(CallerContext("plain", "test"), body).finish(Answer(candidates=(said(0, f"plain {name}"),)))
+        live.start(CallerContext("plain", "test"), body).fail("timeout", "late")
         live.end("ok" if status == "ok" else "error", rewards={"team": team})
     store.flush()
     return store

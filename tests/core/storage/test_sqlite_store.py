@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import cotune
-from cotune.context import Mark
+from cotune.context import CallerContext
 from cotune.errors import RecordError, RunError
 from cotune.recording.recorder import Answer, LiveEpisode
 from cotune.recording.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Task
@@ -362,7 +362,8 @@ def answer(prompt, *replies, chosen=0, **fields):
 
 def ask(live, role="r", said="hi", **fields):
     return live.start(
-        Mark(role, "test"), {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": said}]}
+        CallerContext(role, "test"),
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": said}]},
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from cotune.errors import ConfigError, SamplerError
 from cotune.integrations.chat import template as chat_format
 from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.chat.time_limit import TookTooLong, within
+from cotune.integrations.chat.time_limit import TookTooLong, time_limit
 from tests.integrations import tiny_models
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}" + 3 * "{% endfor %}"
@@ -22,7 +22,7 @@ def test_work_that_takes_too_long_ends_in_its_thread_and_no_other() -> None:
 
     def busy(name: str, seconds: float, work: float) -> None:
         try:
-            with within(seconds):
+            with time_limit(seconds):
                 until = time.monotonic() + work
                 while time.monotonic() < until:
                     pass
@@ -44,7 +44,7 @@ def test_work_that_takes_too_long_ends_in_its_thread_and_no_other() -> None:
 
 def test_work_that_ends_in_time_is_left_alone() -> None:
     for _ in range(300):
-        with within(0.26):
+        with time_limit(0.26):
             pass
     time.sleep(0.8)  # whatever was on its way would arrive here
 

@@ -205,11 +205,11 @@ def test_what_only_the_provider_does_is_refused(nowhere: None, record: Recorded)
                 sdk.messages.create(**asked)
         return 1.0
 
-    def obstacle(call: Any) -> Any:
-        errors.append(call.obstacle)
+    def unsupported_reason(call: Any) -> Any:
+        errors.append(call.unsupported_reason)
         return "ok"
 
-    record(app, obstacle)
+    record(app, unsupported_reason)
     assert errors == ["tools that the provider runs (web_search_20250305)", "blocks of type document"]
 
 

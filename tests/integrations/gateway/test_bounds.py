@@ -19,7 +19,7 @@ import openai
 import pytest
 
 import cotune
-from cotune.context import Mark
+from cotune.context import CallerContext
 from cotune.errors import CotuneError
 from cotune.integrations.gateway.proxy import Limits
 from cotune.integrations.gateway.server import running_gateway
@@ -289,7 +289,7 @@ def test_short_messages_are_bounded_together(traced: None, monkeypatch: pytest.M
         for number in range(first, first + count):
             said = {"role": "assistant", "content": f"{number} " + "y" * 200}
             text = {"role": "user", "content": f"{number} " + "x" * 200}
-            call = live.start(Mark("app", "test"), {"model": "m", "messages": [text]})
+            call = live.start(CallerContext("app", "test"), {"model": "m", "messages": [text]})
             call.finish(Answer(candidates=(Candidate(index=0, text=said["content"], message=said),)))
         stored.clear()
         gc.collect()
@@ -298,7 +298,9 @@ def test_short_messages_are_bounded_together(traced: None, monkeypatch: pytest.M
     before = asked(0, 3000)
     assert (asked(3000, 6000) - before) / 6000 < 100
     assert live.warnings["forgotten_output"] > 6000
-    reads = live.start(Mark("app", "test"), {"messages": [{"role": "assistant", "content": "8999 " + "y" * 200}]})
+    reads = live.start(
+        CallerContext("app", "test"), {"messages": [{"role": "assistant", "content": "8999 " + "y" * 200}]}
+    )
     assert len(reads.parents) == 1
     asked(0, 1)
     assert live.failures == {}

@@ -21,7 +21,7 @@ import cotune
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
 from cotune.integrations.langgraph.identity import _notes
-from cotune.integrations.langgraph.runs import Run, role_of
+from cotune.integrations.langgraph.runs import GraphRun, role_of
 from tests.integrations.recorded import Recorded, episode
 
 HELLO = {"messages": [HumanMessage("hello")]}
@@ -260,7 +260,7 @@ def test_no_run_is_kept_after_it_ended(record: Recorded):
 def test_a_fault_of_the_integration_is_counted_and_the_application_goes_on(
     record: Recorded, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Run, "chain", lambda *args: 1 / 0)
+    monkeypatch.setattr(GraphRun, "chain", lambda *args: 1 / 0)
 
     async def run(task):
         await graph_of().ainvoke(HELLO)
@@ -273,6 +273,6 @@ def test_a_fault_of_the_integration_is_counted_and_the_application_goes_on(
 
 def test_roles_from_metadata_alone():
     space = "team:0b9a|1|writer:77aa"
-    orphan = Run.model(None, {"langgraph_checkpoint_ns": space, "langgraph_node": "writer"})
+    orphan = GraphRun.model(None, {"langgraph_checkpoint_ns": space, "langgraph_node": "writer"})
     assert role_of(orphan) == "team/writer"
-    assert role_of(Run.model(None, {})) == "app"
+    assert role_of(GraphRun.model(None, {})) == "app"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cotune.context import Mark
+from cotune.context import CallerContext
 from cotune.recording.recorder import Answer, LiveEpisode
 from cotune.recording.records import Candidate, PolicyRef, Task, Usage
 from cotune.storage.sqlite_store import SqliteStore
@@ -24,7 +24,7 @@ def record(folder: Path) -> SqliteStore:
     store = SqliteStore.open(folder / "records.db")
     live = LiveEpisode(store, Task(id="t1", input={"question": SECRET}), workflow="solve", phase="train", rollout=2)
     with_tools: dict[str, Any] = {"model": "m", "tools": [TOOL], "temperature": 0.5, "stop": "END"}
-    first = live.start(Mark("writer", "langgraph"), {**with_tools, "messages": [SYSTEM, ASKED]})
+    first = live.start(CallerContext("writer", "langgraph"), {**with_tools, "messages": [SYSTEM, ASKED]})
     first.finish(
         Answer(
             candidates=(said(0, None, (7, 8), tool_calls=[CALLED], finish="tool_calls"),),
@@ -33,7 +33,9 @@ def record(folder: Path) -> SqliteStore:
             usage=Usage(3, 2),
         )
     )
-    second = live.start(Mark("writer", "langgraph"), {**with_tools, "messages": [SYSTEM, ASKED, CALLING, LOOKED]})
+    second = live.start(
+        CallerContext("writer", "langgraph"), {**with_tools, "messages": [SYSTEM, ASKED, CALLING, LOOKED]}
+    )
     second.finish(
         Answer(
             candidates=(said(0, "one", (9,)), said(1, "two", (10,))),
@@ -46,12 +48,12 @@ def record(folder: Path) -> SqliteStore:
     )
     judged = {"role": "user", "content": "Good?"}
     third = live.start(
-        Mark("critic", "autogen"),
+        CallerContext("critic", "autogen"),
         {"model": "other", "messages": [{"role": "assistant", "content": "two"}, judged], "stream": True, "n": 1},
     )
     third.attempts.append("HTTP 500")
     third.finish(Answer(candidates=(said(0, "yes", (), finish="length"),), usage=Usage(11, 1)))
-    fourth = live.start(Mark("critic", "autogen"), {"model": "other", "messages": [judged]})
+    fourth = live.start(CallerContext("critic", "autogen"), {"model": "other", "messages": [judged]})
     fourth.fail("timeout", f"APITimeoutError while reading {SECRET}")
     live.end("ok", rewards={"team": 0.5}, metrics={"success": 1.0})
     store.flush()

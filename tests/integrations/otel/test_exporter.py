@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from cotune.cli.main import main
-from cotune.context import Mark
+from cotune.context import CallerContext
 from cotune.errors import ConfigError, CotuneError
 from cotune.integrations.otel import names as names
 from cotune.integrations.otel.exporter import LiveExport, export_file, export_to, otlp_exporter
@@ -135,7 +135,7 @@ def test_what_has_no_place_is_counted(tmp_path: Path) -> None:
     with SqliteStore.open(tmp_path / "records.db") as store:
         live = LiveEpisode(store, Task(id="t", input=None), workflow="w")
         message = {"role": "user", "content": "x", "cache_control": {"type": "ephemeral"}}
-        live.start(Mark("r", "test"), {"messages": [message]}).fail("error", "no")
+        live.start(CallerContext("r", "test"), {"messages": [message]}).fail("error", "no")
         live.end("ok")
         store.flush()
         left_out: Counter[str] = Counter()
@@ -179,7 +179,7 @@ def test_a_bare_address_gets_the_path_of_traces() -> None:
 
 def _run(sink: Any) -> None:
     live = LiveEpisode(sink, Task(id="t", input=None), workflow="w")
-    live.start(Mark("r", "test"), {"messages": []}).fail("error", "no")
+    live.start(CallerContext("r", "test"), {"messages": []}).fail("error", "no")
     live.end("ok")
 
 

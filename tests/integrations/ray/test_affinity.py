@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cotune.integrations.ray.router.affinity import Option, PrefixMap, choose, prefix_blocks
 from cotune.integrations.ray.router.latency import Pace, slow
-from cotune.integrations.ray.router.validate import garbage
+from cotune.integrations.ray.router.validate import validate_completions
 from cotune.sampling.protocol import Completion
 
 options = st.lists(
@@ -117,7 +117,7 @@ GOOD = Completion((5, 6, 2), (-0.1, -2.0, 0.0), "stop")
 
 
 def test_an_answer_is_an_answer() -> None:
-    assert garbage([GOOD, Completion((1,), (1e-6,), "length")], 2, 3, vocabulary=7) is None
+    assert validate_completions([GOOD, Completion((1,), (1e-6,), "length")], 2, 3, vocabulary=7) is None
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_an_answer_is_an_answer() -> None:
     ],
 )
 def test_garbage_is_named(answer: list[Completion], wrong: str) -> None:
-    assert wrong in garbage(answer, 1, 4, vocabulary=7)
+    assert wrong in validate_completions(answer, 1, 4, vocabulary=7)
 
 
 def pace(seconds: float, tokens: int, count: int = 5) -> Pace:

@@ -14,7 +14,7 @@ import cotune
 from cotune.adapters.export import write_export
 from cotune.adapters.trained import TrainedPolicy
 from cotune.algorithms.recipes import LossSpec
-from cotune.context import Mark, current_episode
+from cotune.context import CallerContext, current_episode
 from cotune.errors import ConfigError, RunError
 from cotune.policies import LoraSpec, policies_for
 from cotune.recording.records import Episode
@@ -36,7 +36,7 @@ TASKS = [{"id": f"t{i}", "text": f"say {i}"} for i in range(3)]
 async def ask(role: str, text: str) -> str:
     live = current_episode.get()
     assert live is not None and live.responder is not None
-    call = live.start(Mark(role, "test"), {"messages": [{"role": "user", "content": text}], "max_tokens": 6})
+    call = live.start(CallerContext(role, "test"), {"messages": [{"role": "user", "content": text}], "max_tokens": 6})
     answer = await live.responder.respond(call)
     assert answer is not None
     call.finish(answer)

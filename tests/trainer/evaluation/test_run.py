@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cotune.context import Mark, current_episode
+from cotune.context import CallerContext, current_episode
 from cotune.errors import ConfigError, WorkflowError
 from cotune.policies import UNTRAINED
 from cotune.recording.records import Call, Episode, PolicyRef, Record, Task
@@ -63,7 +63,7 @@ class Listed:
 async def ask(role: str, text: str) -> str:
     live = current_episode.get()
     assert live is not None and live.responder is not None
-    call = live.start(Mark(role, "test"), {"messages": [{"role": "user", "content": text}]})
+    call = live.start(CallerContext(role, "test"), {"messages": [{"role": "user", "content": text}]})
     answer = await live.responder.respond(call)
     assert answer is not None
     call.finish(answer)

@@ -11,7 +11,7 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError
 from cotune.policies import LoraSpec, policies_for
 from cotune.trainer.learner.forward import plain_states
-from cotune.trainer.learner.gradient_checks import Movement, check_optimizers
+from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, same, snapshot
 
@@ -125,7 +125,7 @@ def test_an_adapter_that_is_not_active_gets_no_gradient_and_is_noticed(base):
 
 def test_a_tensor_that_stands_though_its_step_does_not_round_away_is_an_error():
     parameter = torch.nn.Parameter(torch.ones(3))
-    watch = Movement({"w": parameter}, torch.optim.AdamW([parameter], lr=1e-6, weight_decay=0.0))
+    watch = GradientChecks({"w": parameter}, torch.optim.AdamW([parameter], lr=1e-6, weight_decay=0.0))
     parameter.grad = torch.tensor([0.0, 2.0, 1.0])
     watch.before_step()
     with pytest.raises(LearnerError, match=r"w has a gradient but did not move .* reaches 16.8 times half a unit"):
@@ -136,7 +136,7 @@ def test_a_step_that_rounding_swallows_is_told_and_watched_on():
     """float32 is spaced 2 ** -23 above 1 and 2 ** -18 above 40; the first step of Adam is lr for every entry."""
     small, large = torch.nn.Parameter(torch.tensor([1.0, 1.0, 2**-10])), torch.nn.Parameter(torch.full((2,), 40.0))
     optimizer = torch.optim.AdamW([small, large], lr=5e-8, weight_decay=0.0)
-    watch = Movement({"small": small, "large": large}, optimizer, dtype="bfloat16")
+    watch = GradientChecks({"small": small, "large": large}, optimizer, dtype="bfloat16")
 
     def step():
         small.grad, large.grad = torch.tensor([1.0, -1.0, 0.0]), torch.tensor([0.0, 3.0])

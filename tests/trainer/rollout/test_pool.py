@@ -14,7 +14,7 @@ from cotune.recording.records import Episode, Task
 from cotune.trainer.rollout.app_source import AppSource
 from cotune.trainer.rollout.pool import WorkerLimits, WorkerPool, _Worker
 from cotune.trainer.rollout.queue import Job
-from cotune.trainer.rollout.wire import Order, Pulse, Setup
+from cotune.trainer.rollout.wire import EpisodeRequest, Heartbeat, Setup
 from cotune.trainer.rollout.workers import RolloutWorkers
 from cotune.workflows import workflow_of
 from tests.trainer import trouble_app
@@ -29,9 +29,11 @@ def pool() -> WorkerPool:
     return WorkerPool(setup, check=lambda started: None, on_loss=None, **settings)
 
 
-def order(name: str, timeout: float | None = None) -> Order:
+def order(name: str, timeout: float | None = None) -> EpisodeRequest:
     task = Task(id=name, input={"secret": "hidden"})
-    return Order(id=name, task=task, phase="train", training_step=2, rollout=1, timeout=timeout, answering=None)
+    return EpisodeRequest(
+        id=name, task=task, phase="train", training_step=2, rollout=1, timeout=timeout, answering=None
+    )
 
 
 def worker(*jobs: tuple[str, float | None, float]) -> _Worker:
@@ -60,7 +62,7 @@ def worker(*jobs: tuple[str, float | None, float]) -> _Worker:
 )
 def test_stuck(jobs: list[Any], pulse: dict[str, Any], culprit: str | None) -> None:
     async def look() -> None:
-        loss = pool()._stuck(worker(*jobs), Pulse(**{**WELL, **pulse}))
+        loss = pool()._stuck(worker(*jobs), Heartbeat(**{**WELL, **pulse}))
         assert (loss.culprit if loss else "nobody") == culprit
 
     asyncio.run(look())
@@ -81,7 +83,7 @@ def test_full(pulse: dict[str, int], why: str) -> None:
         found, busy, fresh = worker(), worker(("a", None, 0.0)), worker()
         fresh.finished = 0
         for one in (found, busy, fresh):
-            pool()._weigh(one, Pulse(**{**WELL, **pulse}))
+            pool()._weigh(one, Heartbeat(**{**WELL, **pulse}))
         assert [found.full, busy.full, fresh.full] == [why, why, ""]
         assert found.gone.done() == bool(why)
         assert not busy.gone.done()

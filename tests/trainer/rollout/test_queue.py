@@ -10,13 +10,13 @@ import pytest
 
 from cotune.recording.records import Task
 from cotune.trainer.rollout.queue import Job, JobQueue
-from cotune.trainer.rollout.wire import Order
+from cotune.trainer.rollout.wire import EpisodeRequest
 
 
 def job(name: str) -> Job:
     task = Task(id=name, input=None)
     fields = {"phase": "train", "training_step": None, "rollout": 0, "timeout": None, "answering": None}
-    return Job(Order(id=name, task=task, **fields))
+    return Job(EpisodeRequest(id=name, task=task, **fields))
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3])

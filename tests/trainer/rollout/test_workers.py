@@ -32,13 +32,13 @@ from cotune.storage.sqlite_store import SqliteStore
 from cotune.tasks import as_tasks
 from cotune.trainer.rollout.pool import WorkerLimits, WorkerLost
 from cotune.trainer.rollout.process_reaper import is_alive
-from cotune.trainer.rollout.wire import Answering
+from cotune.trainer.rollout.wire import ResponderConfig
 from cotune.trainer.rollout.workers import RolloutWorkers
 from cotune.workflows import Workflow, workflow_of
 from tests.trainer import trouble_app, worker_app
 from tests.trainer.tiny_app import TASKS, application, letters
 
-ANSWERING = Answering(
+ANSWERING = ResponderConfig(
     policies={"first": PolicyRef("first"), "second": PolicyRef("second")},
     plan=Plan(k=4),
     defaults=SamplingParams(max_tokens=4),

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_rank, get_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from cotune.trainer.learner.logprob_model import Scorer
+from cotune.trainer.learner.logprob_model import LogprobModel
 from cotune.trainer.learner.policy_model import PolicyModel
 
 
@@ -46,7 +46,7 @@ def shard(policies: Iterable[PolicyModel], mesh: DeviceMesh, dtype: str) -> None
         _shard(scorer, mesh, dtype)
 
 
-def _shard(scorer: Scorer, mesh: DeviceMesh, dtype: str) -> None:
+def _shard(scorer: LogprobModel, mesh: DeviceMesh, dtype: str) -> None:
     precision = MixedPrecisionPolicy()
     if dtype != "float32":
         precision = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
