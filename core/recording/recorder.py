@@ -72,8 +72,8 @@ class LiveCall:
     """A call in flight; scorers see it as `call`. Ends once, by `finish` or `fail`."""
 
     __slots__ = (
-        "attempts", "cancel", "copies", "ended", "episode", "id", "mark", "messages", "model", "obstacle", "on_wire",
-        "params", "parents", "role", "stage", "started", "step", "streamed", "tools", "turn",
+        "attempts", "cancel", "copies", "ended", "episode", "id", "mark", "messages", "model", "on_wire",
+        "params", "parents", "role", "stage", "started", "step", "streamed", "tools", "turn", "unsupported_reason",
     )  # fmt: skip
 
     def __init__(

@@ -107,7 +107,7 @@ class PolicyResponder:
     def _require_answerable(self, call: LiveCall) -> None:
         if call.unsupported_reason:
             error = SamplerError(
-                f"Role {call.role!r} asks for {call.obstacle}, which no policy can answer.",
+                f"Role {call.role!r} asks for {call.unsupported_reason}, which no policy can answer.",
                 "Take it out of the request, or give the role a policy of kind provider.",
             )
             call.episode.warn("unanswerable", str(error))

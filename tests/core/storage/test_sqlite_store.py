@@ -54,7 +54,7 @@ def call(id, episode="E1", step=0):
 
 WRITE_FOREVER = """
     import sys
-    from cotune.context import Mark
+    from cotune.context import CallerContext
     from cotune.recording.records import Candidate, PolicyRef, Task
     from cotune.recording.recorder import Answer, LiveEpisode
     from cotune.storage.sqlite_store import SqliteStore
@@ -63,7 +63,7 @@ WRITE_FOREVER = """
     for number in range(1_000_000):
         live = LiveEpisode(store, Task(id=f"t{number}", input=number), workflow="w")
         for step in range(3):
-            call = live.start(Mark("r", "test"), {"messages": [{"role": "user", "content": f"{live.id} {step}"}]})
+            call = live.start(CallerContext("r", "test"), {"messages": [{"role": "user", "content": f"{live.id} {step}"}]})
             answer = Candidate(index=0, text="x", message={"role": "assistant", "content": "x"}, token_ids=(step,) * 9)
             call.finish(Answer(candidates=(answer,), prompt_ids=(number, *range(step * 50)), rewards=({"r": 1.0},)))
         live.end("ok", rewards={"team": float(number)})
