@@ -63,7 +63,8 @@ WRITE_FOREVER = """
     for number in range(1_000_000):
         live = LiveEpisode(store, Task(id=f"t{number}", input=number), workflow="w")
         for step in range(3):
-            call = live.start(CallerContext("r", "test"), {"messages": [{"role": "user", "content": f"{live.id} {step}"}]})
+            said = {"role": "user", "content": f"{live.id} {step}"}
+            call = live.start(CallerContext("r", "test"), {"messages": [said]})
             answer = Candidate(index=0, text="x", message={"role": "assistant", "content": "x"}, token_ids=(step,) * 9)
             call.finish(Answer(candidates=(answer,), prompt_ids=(number, *range(step * 50)), rewards=({"r": 1.0},)))
         live.end("ok", rewards={"team": float(number)})
