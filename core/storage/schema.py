@@ -178,6 +178,8 @@ def call_from(body: str, candidates: str, token_ids: bytes, logprobs: bytes) -> 
     if (at_id, at_value) != (len(ids), len(values)):
         raise ValueError("the arrays have other lengths than the candidates")
     call = _in_time(_calls.decode(body))
+    if found and call.chosen is not None and not 0 <= call.chosen < len(found):
+        raise ValueError("no candidate is the chosen one")
     return replace(call, candidates=tuple(found)) if found else call
 
 
