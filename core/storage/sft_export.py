@@ -59,7 +59,7 @@ def _reason(store: Store, episode: Episode, call: Call, role: str | None, min_re
         return "other_role"
     if episode.status != "ok":
         return "failed_episode"
-    if call.status != "ok" or call.chosen is None:
+    if call.status != "ok" or call.chosen is None or not call.candidates:
         return "failed_call" if call.status != "ok" else "no_answer"
     if not call.messages:
         return "no_messages"

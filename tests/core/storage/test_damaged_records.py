@@ -108,6 +108,18 @@ def test_a_time_that_no_clock_shows_breaks_its_row_alone(run: Path, table: str, 
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("where", "path", "value"), [("body", "$.chosen", 10**15), ("candidates", "$", "[]")])
+def test_a_call_without_its_chosen_candidate_is_left_out(run: Path, where: str, path: str, value: object, capsys):
+    with contextlib.closing(sqlite3.connect(run / "records.db")) as db:
+        made = "json(?)" if where == "candidates" else "?"
+        empty = ", token_ids = x'', logprobs = x''" if where == "candidates" else ""
+        db.execute(f"UPDATE calls SET {where} = json_set({where}, '{path}', {made}){empty}", (value,))
+        db.commit()
+    assert main(["sft", str(run), "--to", str(run / "sft.jsonl")]) in (0, 1)
+    assert (run / "sft.jsonl").read_bytes() == b""
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_a_call_whose_episode_is_no_text_is_shown(run: Path, capsys):
     with contextlib.closing(sqlite3.connect(run / "records.db")) as db:
         db.execute("UPDATE calls SET episode = x'00ff' WHERE rowid = 1")
