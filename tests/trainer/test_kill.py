@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from safetensors.torch import load_file
 
 from cotune.algorithms.collect import collect
 from cotune.storage.sqlite_store import SqliteStore
@@ -23,7 +24,7 @@ from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run_folder import read_metrics
 from tests.trainer.tiny_app import TASKS
 
-STEPS, K = 8, 4
+K = 4
 APP = """
 import functools
 from transformers import AutoModelForCausalLM, AutoTokenizer  # before two threads of one process ask for them
@@ -87,35 +88,59 @@ def some_time_after(run: Path, after: int, seconds: float) -> Callable[[], bool]
     return moment
 
 
+def moments_of(run: Path, kills: int, chance: random.Random) -> list[Callable[[], bool]]:
+    """Every other kill strikes while a checkpoint is written; a new step is done between two pairs of kills."""
+    return [
+        writing_checkpoint(run, 1 + i) if i % 2 == 0 else some_time_after(run, 2 + i, chance.uniform(0.0, 0.3))
+        for i in range(kills)
+    ]
+
+
 @pytest.mark.timeout(900)
-def test_killed_and_resumed(tiny_base: Path, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    run = tmp_path / "run"
+@pytest.mark.parametrize("kills", [4, pytest.param(46, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+def test_killed_and_resumed(
+    tiny_base: Path, tmp_path: Path, record_property: Callable[[str, object], None], kills: int
+) -> None:
+    run, steps = tmp_path / "run", kills + 4
     (tmp_path / "app.py").write_text(APP)
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
     seed = random.randrange(10**6)
     record_property("seed", seed)
-    chance = random.Random(seed)
-    moments = [
-        writing_checkpoint(run, 1),
-        some_time_after(run, 3, chance.uniform(0.0, 0.3)),
-        writing_checkpoint(run, 5),
-        some_time_after(run, 6, chance.uniform(0.0, 0.3)),
-    ]
-    settings = ["learner.threads=1", "learner.device=cpu", "keep_checkpoints=100"]
+    first, *others = moments_of(run, kills, random.Random(seed))
+    settings = ["learner.threads=1", "learner.device=cpu", "keep_checkpoints=100", "concurrency=1"]
     begin = [
         *("app.py:solve", "--tasks", "tasks.jsonl", "--model", str(tiny_base), "--out", "run", "--lr", "3e-3"),
-        *("--steps", str(STEPS), "--tasks-per-step", "3", "-k", str(K)),
+        *("--steps", str(steps), "--tasks-per-step", "3", "-k", str(K)),
         *(word for setting in settings for word in ("--set", setting)),
     ]
-    Process(tmp_path, *begin).killed_when(moments[0])
-    for moment in moments[1:]:
+    Process(tmp_path, *begin).killed_when(first)
+    for moment in others:
         Process(tmp_path, "--resume", "run").killed_when(moment)
     Process(tmp_path, "--resume", "run").finished()
+    begin[begin.index("run")] = "whole"
+    Process(tmp_path, *begin).finished()
 
+    assert_every_group_trained_once(run, steps)
+    assert_same_weights(run, tmp_path / "whole")
+
+
+def assert_same_weights(run: Path, other: Path) -> None:
+    """Bit for bit, with the optimizers' states and the order of rows. Each process checks its first steps anew, and counts
+    these."""
+    (_, one), (_, two) = (load_checkpoint(folder / "checkpoints") for folder in (run, other))
+    files = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
+    assert files
+    for file in files:
+        ours, theirs = load_file(one / file), load_file(two / file)
+        assert ours.keys() == theirs.keys()
+        assert [name for name in ours if name != "steps" and not ours[name].equal(theirs[name])] == [], file
+
+
+def assert_every_group_trained_once(run: Path, steps: int) -> None:
     checkpoint, _ = load_checkpoint(run / "checkpoints")
     lines = list(read_metrics(run))
-    assert checkpoint.steps == STEPS
-    assert [line["step"] for line in lines] == list(range(STEPS))
+    assert checkpoint.steps == steps
+    assert [line["step"] for line in lines] == list(range(steps))
     assert not list(run.rglob("*.partial"))
     for name, version in checkpoint.versions.items():
         assert version == sum(name in line["policies"] for line in lines)
