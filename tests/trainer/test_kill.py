@@ -125,8 +125,7 @@ def test_killed_and_resumed(
 
 
 def assert_same_weights(run: Path, other: Path) -> None:
-    """Bit for bit, with the optimizers' states and the order of rows. Each process checks its first steps anew, and counts
-    these."""
+    """Bit for bit, with the optimizers' states and the order of rows. Each process counts the steps that it checks."""
     (_, one), (_, two) = (load_checkpoint(folder / "checkpoints") for folder in (run, other))
     files = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
     assert files
