@@ -7,11 +7,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from cotune.integrations.ray.runtime import RayRuntime, open_ray
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A busy machine is no fault of what is tested.
+hypothesis.settings.register_profile("cotune", deadline=None)
+hypothesis.settings.load_profile("cotune")
 
 ROOT = Path(__file__).parent
 ENGINES = {"ray_runtime", "vllm_url"}

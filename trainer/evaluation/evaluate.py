@@ -69,7 +69,7 @@ def evaluate(
         raise ConfigError("timeout", timeout, "seconds above 0")
     contestants = open_contestants(source, model)
     trained = None if is_export(Path(source)) else convert(describe(source)["config"])
-    app = app.named_by(roles_by or (trained and trained.roles_by))
+    app = app.named_by(roles_by or (trained.roles_by if trained else None))
     params = SamplingParams(max_tokens=max_tokens or (trained.sampling if trained else SamplingParams()).max_tokens)
 
     async def run() -> EvaluationReport:

@@ -70,9 +70,9 @@ def _newcombe(both: int, gained: int, lost: int, neither: int) -> tuple[float, f
     low1, high1 = stats.binomtest(both + gained, n).proportion_ci(LEVEL, method="wilson")
     low2, high2 = stats.binomtest(both + lost, n).proportion_ci(LEVEL, method="wilson")
     product = (both + gained) * (lost + neither) * (both + lost) * (gained + neither)
-    cross = both * neither - gained * lost
+    cross = float(both * neither - gained * lost)
     if cross > 0:
-        cross = max(cross - n / 2, 0)
+        cross = max(cross - n / 2, 0.0)
     phi = cross / math.sqrt(product) if product else 0.0
 
     def spread(a: float, b: float) -> float:

@@ -83,7 +83,7 @@ class GradientChecks:
         for name, reach, peak in zip(names, reaches, largest, strict=True):
             if peak > 0:
                 held = reach.largest == peak
-                mark = (reach.index, _entry(self.pending[name], reach.index)) if held else None
+                mark = (reach.entry, _entry(self.pending[name], reach.entry)) if held else None
                 self._marks[name] = (peak, mark)
 
     def after_step(self) -> None:
@@ -140,7 +140,7 @@ class _Reach(NamedTuple):
     """The coming step of this rank's part of a tensor, in halves of a unit in the last place of float32: the largest
     and where it is, and how many entries there are with a step, under one such half, and under one of bfloat16."""
 
-    index: int
+    entry: int
     largest: float
     counts: tuple[int, int, int]
 
@@ -178,4 +178,4 @@ def _adam_step(
 
 
 def _entry(parameter: nn.Parameter, index: int) -> float:
-    return shard_of(parameter.detach()).reshape(-1)[index].item()
+    return float(shard_of(parameter.detach()).reshape(-1)[index])

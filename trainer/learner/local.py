@@ -299,7 +299,7 @@ def _clip(parameters: Sequence[Tensor], limit: float) -> float:
         return 0.0
     norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
     torch.nn.utils.clip_grads_with_norm_(parameters, limit or float("inf"), norm)
-    return norm.item()
+    return float(norm)
 
 
 def _norm(model: PolicyModel) -> float:

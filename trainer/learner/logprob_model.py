@@ -19,7 +19,7 @@ FILLER = TrainRow(id="filler", role="", prompt_ids=(0,), response_ids=(0, 0), lo
 """The row of a rank that has none left while others still compute."""
 
 
-class LogprobModel(nn.Module):
+class LogprobModel(nn.Module):  # type: ignore[misc]
     """Rows in, log-probabilities out. All uses of a network's weights are inside `forward`, where FSDP gathers them."""
 
     sharded = False

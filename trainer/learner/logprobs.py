@@ -44,7 +44,7 @@ class Shapes(NamedTuple):
         return logits + self.added[at]
 
 
-class _ChunkedLogprobs(torch.autograd.Function):
+class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
     """Keeps hidden states and two numbers per token; the backward pass computes each chunk's logits again.
 
     With z = (W h + b + what shapes it) / T, log p = z - logsumexp(z) and H = -sum(p log p):
@@ -88,6 +88,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             z -= lse[part, None]
             grad = z.exp()
             if grad_entropy is None:
+                assert grad_logprobs is not None
                 grad *= -grad_logprobs[part, None]
             else:
                 z += entropy[part, None]
@@ -129,7 +130,8 @@ def token_logprobs(
     rows = max(CHUNK_ROWS.get(hidden.device.type, 64), CHUNK_BYTES // (4 * weight.shape[0]))
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
-    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, shapes, rows)
+    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, shapes, rows)
+    return logprobs, entropy
 
 
 def _parts(total: int, rows: int) -> list[slice]:

@@ -65,6 +65,7 @@ def token_weights(spec: LossSpec, lengths: Tensor, trajectories: Tensor | None =
         assert trajectories is not None
         per_row = 1.0 / ((lengths / trajectories).sum() * trajectories.float())
     else:
+        assert spec.constant_length is not None
         per_row = torch.full(lengths.shape, 1.0 / (len(lengths) * spec.constant_length))
     return per_row.repeat_interleave(lengths)
 
@@ -108,6 +109,7 @@ def policy_loss(spec: LossSpec, tokens: Tokens) -> LossParts:
         if spec.kl_in == "loss":
             per_token = per_token + _importance(spec, tokens, ratio, correction) * spec.kl * kl
     if spec.entropy:
+        assert tokens.entropy is not None
         per_token = per_token - spec.entropy * tokens.entropy
     loss = (tokens.weight * per_token).sum()
     return LossParts(loss, ratio.detach(), clipped, truncated, None if kl is None else kl.detach())

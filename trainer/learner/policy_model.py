@@ -74,7 +74,7 @@ class PolicyModel:
 
     def reference_logprobs(self, rows: Sequence[TrainRow]) -> Tensor:
         """What `logprobs` gives for the untrained policy."""
-        if self.adapter is None:
+        if self.frozen_copy is not None:
             return self._look(self.frozen_copy, rows)
         self.activate()
         with self.peft.disable_adapter():
@@ -103,7 +103,8 @@ class PolicyModel:
             return {name: p.detach() for name, p in self.network.named_parameters()}
         from peft import get_peft_model_state_dict
 
-        return get_peft_model_state_dict(self.peft, adapter_name=self.adapter, save_embedding_layers=False)
+        state = get_peft_model_state_dict(self.peft, adapter_name=self.adapter, save_embedding_layers=False)
+        return dict(state)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Copy whole tensors under the names of `state` into the policy."""
@@ -113,7 +114,8 @@ class PolicyModel:
                 fill(own[name], tensor)
 
     def _run(self, scorer: LogprobModel, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
-        return scorer(rows, shared=self.shares_prompts, dtype=self.settings.dtype)
+        logprobs, entropy = scorer(rows, shared=self.shares_prompts, dtype=self.settings.dtype)
+        return logprobs, entropy
 
     def _look(self, scorer: LogprobModel, rows: Sequence[TrainRow]) -> Tensor:
         with torch.no_grad():

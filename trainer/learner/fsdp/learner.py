@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, LearnerError
 from cotune.integrations.ray.worker_group import RayGang
 from cotune.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Weights
@@ -53,6 +54,8 @@ class Pool:
         self.gang = gang
 
     def call(self, method: str, *arguments: Any) -> Any:
+        if self.gang is None:
+            raise LearnerError(f"The workers of {', '.join(self.names)} are not started.", "Call open first.")
         return self.gang.call(method, *arguments, timeout=self._timeout)
 
     def restart(self) -> None:
@@ -123,7 +126,7 @@ class FsdpLearner:
             )
 
         opening = (model, policies, settings, loss)
-        made = [Pool(group, lambda group=group: start(group), opening, timeout) for group in groups]
+        made = [Pool(group, partial(start, group), opening, timeout) for group in groups]
         learner = cls(specs, made)
         try:
             learner._all(Pool.open)
@@ -135,7 +138,8 @@ class FsdpLearner:
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
         """All epochs and mini-batches of one step, as `LocalLearner.update`, with the same metrics."""
         check_rows(rows)
-        return self._pool(policy).call("update", policy, pack_rows(rows), lr_scale)
+        metrics: dict[str, float] = self._pool(policy).call("update", policy, pack_rows(rows), lr_scale)
+        return metrics
 
     def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         """log pi_train of each row's response tokens at the row's temperature, in nats, without gradients."""

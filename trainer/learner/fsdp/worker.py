@@ -27,17 +27,18 @@ from cotune.trainer.learner.local import LocalLearner
 class FsdpRank:
     """All ranks are called with the same arguments, in the same order. Rows come packed (`pack_rows`)."""
 
+    _learner: LocalLearner
+
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
         self._store: dist.TCPStore | None = None
-        self._learner: LocalLearner | None = None
 
     def listen(self, host: str, seconds: float) -> int:
         """Serve the address book of the group on a free port, which is returned. Rank 0 only."""
         wait = timedelta(seconds=seconds)
         self._store = dist.TCPStore(host, 0, self._size, is_master=True, timeout=wait, wait_for_workers=False)
-        return self._store.port
+        return int(self._store.port)
 
     def join(self, host: str, port: int, device: str, seconds: float) -> None:
         """Form the process group: NCCL between GPUs and gloo between CPUs. `seconds` bounds every exchange."""
@@ -52,7 +53,6 @@ class FsdpRank:
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        self._learner = None
         # Whole models stay in the memory of the CPU; only this rank's part goes to the device.
         whole = msgspec.structs.replace(settings, device="cpu")
         opened = open_policy_models(model, policies, whole, reference=loss.kl > 0, names=names)
@@ -91,4 +91,4 @@ def unpack_rows(packed: bytes) -> list[TrainRow]:
 def _device_type(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name).type
+    return str(torch.device(name).type)
