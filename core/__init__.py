@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cotune.context import role
 from cotune.errors import CotuneError
+from cotune.lazy_names import opener
 from cotune.recording.episodes import activators
 from cotune.workflows import runners, workflow
 
+if TYPE_CHECKING:
+    from cotune.adapters.deployed import deployed
+    from cotune.integrations.gateway.server import gateway
+    from cotune.recording.tracing import trace
+    from cotune.trainer.evaluation.evaluate import evaluate
+    from cotune.trainer.train import train
+else:
+    __getattr__ = opener(
+        __name__,
+        {
+            "deployed": "cotune.adapters.deployed",
+            "evaluate": "cotune.trainer.evaluation.evaluate",
+            "gateway": "cotune.integrations.gateway.server",
+            "trace": "cotune.recording.tracing",
+            "train": "cotune.trainer.train",
+        },
+    )
+
 __all__ = ["CotuneError", "deployed", "evaluate", "gateway", "role", "trace", "train", "workflow"]
-
-_LAZY = {
-    "deployed": "cotune.adapters.deployed",
-    "evaluate": "cotune.trainer.evaluation.evaluate",
-    "gateway": "cotune.integrations.gateway.server",
-    "trace": "cotune.recording.tracing",
-    "train": "cotune.trainer.train",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Open the parts that need more than the base install when they are first used."""
-    if name not in _LAZY:
-        raise AttributeError(f"module 'cotune' has no attribute {name!r}")
-    from importlib import import_module
-
-    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
-    return value
 
 
 def _activate() -> None:

@@ -13,14 +13,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, cast, overload
+from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 from cotune.context import current_episode
 from cotune.errors import ConfigError, WorkflowError
 from cotune.recording.redaction import Redactor, check_redactor, load_redactor
 from cotune.recording.role_functions import CALLER, MODEL, RolesFunction, roles_function
-from cotune.sampling.scoring import Scorer
+from cotune.sampling.scoring import Reward, Scorer
 
+Outcome = Reward | Awaitable[Reward]
+P = ParamSpec("P")
+R = TypeVar("R", bound=Outcome)
+R_co = TypeVar("R_co", bound=Outcome, covariant=True)
+ScorerT = TypeVar("ScorerT", bound=Scorer)
+RedactorT = TypeVar("RedactorT", bound=Redactor)
 GraphRunner = Callable[[Any], Awaitable[Any]]
 
 runners: list[Callable[[object], GraphRunner | None]] = []
@@ -44,12 +50,13 @@ class Workflow:
     roles: RolesFunction | None = None
     """Names the roles of calls that `cotune.role` does not name."""
 
-    def redactor(self, fn: Redactor) -> Redactor:
+    def redactor(self, fn: RedactorT) -> RedactorT:
         """Decorate a function that sees each message before it is stored, and returns the message to store.
 
         Several apply in order. Raises WorkflowError for what is no plain function of one argument.
         """
-        self.redactors.append(check_redactor(fn))
+        check_redactor(fn)
+        self.redactors.append(fn)
         return fn
 
     def redacted(self, redact: str | None, *, keep_token_ids: bool = False) -> Workflow:
@@ -64,11 +71,11 @@ class Workflow:
         """
         return replace(self, roles=load_roles(roles)) if roles else self
 
-    def scorer(self, role: str) -> Callable[[Scorer], Scorer]:
+    def scorer(self, role: str) -> Callable[[ScorerT], ScorerT]:
         """Decorate the scorer of `role`: `(candidate, call, task)` -> a number (the component `local`) or a dict of
         named numbers; sync or async. Raises WorkflowError for a second scorer of a role or another signature."""
 
-        def add(fn: Scorer) -> Scorer:
+        def add(fn: ScorerT) -> ScorerT:
             if role in self.scorers:
                 raise WorkflowError(f"Role {role!r} of workflow {self.name!r} has two scorers.", "Remove one of them.")
             if not _takes(fn, 3):
@@ -81,28 +88,34 @@ class Workflow:
         return add
 
 
-class WorkflowFunction(Protocol):
+class WorkflowFunction(Protocol[P, R_co]):
     """What `cotune.workflow` returns: the function itself, with three attributes more."""
 
     cotune: Workflow
 
-    def __call__(self, task: Any) -> Any: ...
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
-    def scorer(self, role: str) -> Callable[[Scorer], Scorer]: ...
+    def scorer(self, role: str) -> Callable[[ScorerT], ScorerT]: ...
 
-    def redactor(self, fn: Redactor) -> Redactor: ...
+    def redactor(self, fn: RedactorT) -> RedactorT: ...
+
+
+WorkflowSource = WorkflowFunction[..., Outcome] | Workflow | str
+"""Where a workflow is asked for: itself, or its name, `module:name` or `file.py:name`."""
 
 
 @overload
-def workflow(*, roles: RolesFunction | str | None = ...) -> Callable[[Any], WorkflowFunction]: ...
+def workflow(*, roles: RolesFunction | str | None = ...) -> Callable[[Callable[P, R]], WorkflowFunction[P, R]]: ...
+@overload
+def workflow(app: Callable[P, R], *, roles: RolesFunction | str | None = ...) -> WorkflowFunction[P, R]: ...
 @overload
 def workflow(
-    app: Any,
+    app: object,
     *,
     inputs: Callable[[Any], Any] | None = ...,
-    reward: Callable[[Any, Any], Any] | None = ...,
+    reward: Callable[[Any, Any], Outcome],
     roles: RolesFunction | str | None = ...,
-) -> WorkflowFunction: ...
+) -> WorkflowFunction[[Any], Awaitable[Reward]]: ...
 def workflow(
     app: Any = _ABSENT,
     *,
@@ -184,7 +197,7 @@ def load_roles(spec: str) -> RolesFunction:
     return cast(RolesFunction, roles_function(found))
 
 
-def _attach(fn: Any, name: str, roles: RolesFunction | None) -> WorkflowFunction:
+def _attach(fn: Any, name: str, roles: RolesFunction | None) -> Any:
     made = Workflow(name, fn, roles=roles)
     try:
         fn.cotune, fn.scorer, fn.redactor = made, made.scorer, made.redactor
@@ -192,7 +205,7 @@ def _attach(fn: Any, name: str, roles: RolesFunction | None) -> WorkflowFunction
         raise WorkflowError(
             f"{fn!r} cannot carry a workflow.", f"Wrap it in a function of its own. For example: {_EXAMPLE}"
         ) from None
-    return cast(WorkflowFunction, fn)
+    return fn
 
 
 def _of_graph(

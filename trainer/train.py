@@ -28,7 +28,7 @@ from cotune.trainer.progress import Progress
 from cotune.trainer.resume import base_of, changed, check_tasks, found_again, hold_base, tasks_digest
 from cotune.trainer.run import Run, opened
 from cotune.trainer.run_folder import RunFolder, describe, read_metrics
-from cotune.workflows import Workflow, load_workflow, workflow_of
+from cotune.workflows import Workflow, WorkflowSource, load_workflow, workflow_of
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def train(
-    workflow: Any,
+    workflow: WorkflowSource,
     tasks: str | Path | Iterable[Any],
     config: TrainConfig | Mapping[str, Any] | None = None,
     *,
@@ -89,7 +89,7 @@ def train(
 def resume(
     run: str | Path,
     *,
-    workflow: Any = None,
+    workflow: WorkflowSource | None = None,
     tasks: str | Path | Iterable[Any] | None = None,
     changes: Mapping[str, Any] | None = None,
     console: Console | None = None,
@@ -123,7 +123,10 @@ def resume(
 
 
 def _resumed_app(
-    folder: RunFolder, described: Mapping[str, Any], workflow: Any, tasks: str | Path | Iterable[Any] | None
+    folder: RunFolder,
+    described: Mapping[str, Any],
+    workflow: WorkflowSource | None,
+    tasks: str | Path | Iterable[Any] | None,
 ) -> tuple[Workflow, list[Task]]:
     """Workflow and tasks: what is given, else what run.json names. Raises ConfigError where neither says, or where
     another workflow is given than the run was started with."""
@@ -148,7 +151,7 @@ def absolute(spec: str) -> str:
     return f"{Path(source).resolve()}:{name}" if source.endswith(".py") else spec
 
 
-def _workflow(given: Any) -> Workflow:
+def _workflow(given: WorkflowSource) -> Workflow:
     return load_workflow(given) if isinstance(given, str) else workflow_of(given)
 
 

@@ -7,16 +7,65 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
 from cotune.recording.recorder import LiveCall
-from cotune.recording.records import Candidate
+from cotune.recording.records import Candidate, Task
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible
 from cotune.runtime.user_code import Stopped, in_thread, origin, running
 
-Scorer = Callable[..., Any]
+Reward = float | Mapping[str, float]
+"""What a scorer or a workflow returns: a number or a bool, or named numbers."""
+
+
+class Call(Protocol):
+    """A call as its scorer sees it, before it is recorded. Messages and tools are in OpenAI form."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def role(self) -> str: ...
+    @property
+    def step(self) -> int:
+        """Its number among the calls of the episode, from 0."""
+        ...
+
+    @property
+    def turn(self) -> int:
+        """Its number among the calls of its role, from 0."""
+        ...
+
+    @property
+    def messages(self) -> list[dict[str, Any]]: ...
+    @property
+    def tools(self) -> list[dict[str, Any]] | None: ...
+    @property
+    def model(self) -> str:
+        """The model that the application asked for."""
+        ...
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The request's other parameters."""
+        ...
+
+    @property
+    def parents(self) -> tuple[str, ...]:
+        """Ids of the calls whose outputs the messages contain."""
+        ...
+
+    @property
+    def task(self) -> Task: ...
+    @property
+    def state(self) -> Any:
+        """Input state of the LangGraph node that makes the call, else None."""
+        ...
+
+
+Scorer = Callable[[Candidate, Call, Any], Reward | Awaitable[Reward]]
+"""`(candidate, call, task)` -> reward, sync or async; `task` is the workflow's input, as `call.task.input`."""
 MOST_NAMES = 256
 """Reward components that a scorer or workflow may return: each is stored per candidate, and shown."""
 

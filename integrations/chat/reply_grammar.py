@@ -78,14 +78,14 @@ def reply_grammar(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
 
 def unenforceable(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> str:
     """Why no grammar can be made of a request, whatever the model; "" where one can, or none is asked for."""
+    if not fixes_form(body, tools):
+        return ""
     from llguidance import LLMatcher
 
     def fault(grammar: str) -> str:
         failed, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(grammar))
         return messages[0] if failed else ""
 
-    if not fixes_form(body, tools):
-        return ""
     plain = Syntax(
         call_mark=TOOL_CALL[0],
         call=lambda name, arguments: call_grammar(name, arguments, lambda mark: None),

@@ -1,8 +1,9 @@
-"""A store in memory, and a short way to write episodes into it."""
+"""A store in memory, a short way to write episodes into it, and the wheel in an environment of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,19 @@ from cotune.recording.records import (
     Task,
     candidate_id,
 )
+from tests.core.installed import build_wheel, install
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout."""
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def base_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` of an environment with what `pip install cotune` installs."""
+    return install(wheel, tmp_path_factory.mktemp("base") / "venv")
 
 
 class MemoryStore:

@@ -2,49 +2,86 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-BASE_ONLY = """
-import sys
+from tests.core.installed import ROOT, install
 
-BASE = {"app", "cotune", "markdown_it", "mdurl", "msgspec", "numpy", "pygments", "rich", *sys.stdlib_module_names}
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] not in BASE:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Absent())
-"""
-"""What pip installs for `cotune` without an extra; all else is absent."""
-CLI = BASE_ONLY + "from cotune.cli.main import main; sys.exit(main(sys.argv[1:]))"
 WORKFLOW = "import cotune\n\n@cotune.workflow\ndef solve(task):\n    return 1.0\n"
 RUN = ("app:solve", "--tasks", "tasks.jsonl")
+MY_APP = """
+from typing import TypedDict
+import openai
+from langgraph.graph import START, StateGraph
+
+class State(TypedDict, total=False):
+    question: str
+    test: str
+    answer: str
+
+async def ask(text):
+    said = await openai.AsyncOpenAI(api_key="none").chat.completions.create(
+        model="any", messages=[{"role": "user", "content": text}])
+    return said.choices[0].message.content
+
+async def tester(state):
+    return {"test": await ask("Write a test: " + state["question"])}
+
+async def coder(state):
+    return {"answer": await ask("Make it pass: " + state["test"])}
+
+builder = StateGraph(State)
+builder.add_node("tester", tester)
+builder.add_node("coder", coder)
+builder.add_edge(START, "tester")
+builder.add_edge("tester", "coder")
+graph = builder.compile()
+"""
+"""The application of the README's example."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(base_environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An application with one task, and an episode of it that was recorded without any extra."""
     made = tmp_path_factory.mktemp("base")
     (made / "app.py").write_text(WORKFLOW)
     (made / "tasks.jsonl").write_text('{"id": "a"}\n')
-    told = cotune(made, "trace", *RUN, "--out", "traced")
+    told = cotune(base_environment, made, "trace", *RUN, "--out", "traced")
     assert "1 episodes, 0 calls, 0 failed episodes, 0 lost records: traced" in told.stdout, told.stderr
     return made
 
 
-def cotune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", CLI, *arguments]
+def cotune(environment: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [environment / "cotune", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def test_importing_cotune_needs_no_extra(folder: Path) -> None:
-    code = BASE_ONLY + "import cotune; print(cotune.workflow.__name__)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=folder) == "workflow\n"
+def test_the_wheel_has_every_module(base_environment: Path) -> None:
+    (installed,) = base_environment.parent.glob("lib/python*/site-packages/cotune")
+    rooms = [("core", installed), *((name, installed / name) for name in ("integrations", "adapters", "trainer"))]
+    ours = {place / path.relative_to(ROOT / room) for room, place in rooms for path in (ROOT / room).rglob("*.py")}
+    assert ours == set(installed.rglob("*.py"))
+    assert (installed / "py.typed").exists()
+
+
+def test_the_readme_example_is_checked(wheel: Path, tmp_path: Path) -> None:
+    environment = install(wheel, tmp_path / "venv", "langgraph")
+    example = re.search(r"```python\n(import cotune\n.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert example is not None
+    (tmp_path / "app.py").write_text(example[1])
+    (tmp_path / "my_app.py").write_text(MY_APP)
+    (tmp_path / "tasks.jsonl").write_text('{"question": "sort a list", "answer": "sorted"}\n')
+    done = cotune(environment, tmp_path, "check", *RUN)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    roles = [line.split() for line in done.stdout.splitlines() if line.startswith(("tester  ", "coder  "))]
+    assert roles == [
+        ["tester", "1", "lora", "yes", "yes"],
+        ["coder", "1", "frozen", "no:", "no", "scorer"],
+    ]
+    assert done.stdout.endswith("\ntrainable\n")
 
 
 @pytest.mark.parametrize(
@@ -57,8 +94,10 @@ def test_importing_cotune_needs_no_extra(folder: Path) -> None:
         (("otel", "export", "traced", "--to", "spans.jsonl"), 0, "exported 1 spans of 1 episodes"),
     ],
 )
-def test_works_without_an_extra(folder: Path, arguments: tuple[str, ...], status: int, said: str) -> None:
-    done = cotune(folder, *arguments)
+def test_works_without_an_extra(
+    base_environment: Path, folder: Path, arguments: tuple[str, ...], status: int, said: str
+) -> None:
+    done = cotune(base_environment, folder, *arguments)
     assert (done.returncode, done.stderr) == (status, "")
     assert said in done.stdout
 
@@ -76,8 +115,10 @@ def test_works_without_an_extra(folder: Path, arguments: tuple[str, ...], status
         (("trace", *RUN, "--out", "other", "--otlp", "http://127.0.0.1:9"), "otel"),
     ],
 )
-def test_names_the_extra_that_is_missing(folder: Path, arguments: tuple[str, ...], extra: str) -> None:
-    done = cotune(folder, *arguments)
+def test_names_the_extra_that_is_missing(
+    base_environment: Path, folder: Path, arguments: tuple[str, ...], extra: str
+) -> None:
+    done = cotune(base_environment, folder, *arguments)
     assert done.returncode == 1
     assert all(line.endswith(" ...") for line in done.stdout.splitlines()), "only what is being loaded"
     assert done.stderr.startswith(f"cotune {arguments[0]}: ")

@@ -28,12 +28,12 @@ from cotune.trainer.evaluation.remarks import remarks
 from cotune.trainer.evaluation.report import EvaluationReport, compare
 from cotune.trainer.evaluation.run import Evaluation, evaluate_episodes, evaluate_policies
 from cotune.trainer.run_folder import describe, write_atomically
-from cotune.workflows import Workflow, load_workflow, workflow_of
+from cotune.workflows import Workflow, WorkflowSource, load_workflow, workflow_of
 
 
 def evaluate(
     source: str | Path,
-    workflow: Any,
+    workflow: WorkflowSource,
     tasks: str | Path | Iterable[Any],
     *,
     modes: Sequence[str] = USUAL,

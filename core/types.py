@@ -1,0 +1,52 @@
+"""The types of what a user writes, and of what the public functions take and return."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cotune.lazy_names import opener
+from cotune.recording.records import Candidate, Task
+from cotune.recording.redaction import Redactor
+from cotune.recording.role_functions import CallRequest, RolesFunction
+from cotune.recording.tracing import Trace, TracedCall
+from cotune.sampling.scoring import Call, Reward, Scorer
+from cotune.workflows import Workflow, WorkflowFunction, WorkflowSource
+
+if TYPE_CHECKING:
+    from cotune.adapters.deployed import Deployment
+    from cotune.integrations.gateway.server import Gate
+    from cotune.trainer.config.train import TrainConfig
+    from cotune.trainer.evaluation.report import EvaluationReport
+    from cotune.trainer.train import RunSummary
+else:
+    __getattr__ = opener(
+        __name__,
+        {
+            "Deployment": "cotune.adapters.deployed",
+            "EvaluationReport": "cotune.trainer.evaluation.report",
+            "Gate": "cotune.integrations.gateway.server",
+            "RunSummary": "cotune.trainer.train",
+            "TrainConfig": "cotune.trainer.config.train",
+        },
+    )
+
+__all__ = [
+    "Call",
+    "CallRequest",
+    "Candidate",
+    "Deployment",
+    "EvaluationReport",
+    "Gate",
+    "Redactor",
+    "Reward",
+    "RolesFunction",
+    "RunSummary",
+    "Scorer",
+    "Task",
+    "Trace",
+    "TracedCall",
+    "TrainConfig",
+    "Workflow",
+    "WorkflowFunction",
+    "WorkflowSource",
+]

@@ -1,0 +1,120 @@
+"""A user's application that uses every public name: `mypy --strict` finds nothing in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict, assert_type
+
+import cotune
+from cotune.types import (
+    Call,
+    CallRequest,
+    Candidate,
+    Deployment,
+    EvaluationReport,
+    Gate,
+    Redactor,
+    Reward,
+    RolesFunction,
+    RunSummary,
+    Scorer,
+    Task,
+    Trace,
+    TracedCall,
+    TrainConfig,
+    Workflow,
+    WorkflowFunction,
+    WorkflowSource,
+)
+
+
+class Question(TypedDict):
+    id: str
+    question: str
+    answer: str
+
+
+class Graph:
+    async def ainvoke(self, task: object) -> dict[str, object]:
+        return {}
+
+
+@cotune.workflow
+async def solve(task: Question) -> bool:
+    with cotune.role("planner"), cotune.gateway() as gate:
+        assert_type(gate, Gate)
+        return gate.url == gate.role_url(task["question"])
+
+
+@solve.scorer("planner")
+def short(candidate: Candidate, call: Call, task: Question) -> float:
+    told = [message["content"] for message in call.messages]
+    return float(len(candidate.text) < 10 * (call.turn + 1) and task["answer"] in told)
+
+
+@solve.scorer("tester")
+async def named(candidate: Candidate, call: Call, task: Question) -> dict[str, float]:
+    return {"calls": len(candidate.tool_calls), "same": call.task.input == task, "state": call.state is None}
+
+
+@solve.redactor
+def hide(message: dict[str, Any]) -> Mapping[str, Any]:
+    return {**message, "content": "hidden"}
+
+
+def who(call: CallRequest) -> str | None:
+    return call.caller or call.role
+
+
+@cotune.workflow(roles=who)
+def sync(task: Question, retries: int = 3) -> dict[str, float]:
+    return {"score": retries}
+
+
+of_graph = cotune.workflow(Graph(), inputs=lambda task: {"q": task}, reward=lambda state, task: 1.0, roles="caller")
+
+scorer: Scorer = short
+redactor: Redactor = hide
+roles: RolesFunction = who
+reward: Reward = {"team": 1.0}
+flow: Workflow = solve.cotune
+function: WorkflowFunction[[Question], Any] = solve
+sources: list[WorkflowSource] = [solve, sync, of_graph, flow, "app:solve"]
+task: Task = Task(id="a", input={"question": "?"})
+
+
+async def as_before(question: Question) -> None:
+    assert_type(await solve(question), bool)
+    assert_type(sync(question, retries=1), dict[str, float])
+
+
+async def record() -> list[TracedCall]:
+    with cotune.trace("records.db", task={"id": "a"}, redactor=hide, roles="caller") as traced:
+        assert_type(traced, Trace)
+        traced.reward(1.0, accuracy=0.5)
+    async with cotune.trace() as again:
+        print(again.id, again.rewards["team"], again.warnings)
+    return [call for call in traced.calls if call.text and call.status == "ok"]
+
+
+def run() -> None:
+    config: TrainConfig | None = None
+    summary = cotune.train(solve, [task, {"id": "b"}], config, run="runs/r1", model="some/model", steps=3)
+    assert_type(summary, RunSummary)
+    report = cotune.evaluate("runs/r1", solve, "held_out.jsonl", prices={"gpt": (0.1, 0.2)})
+    assert_type(report, EvaluationReport)
+    success = report.evaluations["trained"].success
+    print(summary.steps, summary.first["team"], "none" if success is None else success.mean)
+
+
+async def hand_back(question: Question) -> None:
+    with cotune.deployed("adapters/", temperature=0.0, roles=who) as deployment:
+        assert_type(deployment, Deployment)
+        await solve(question)
+        with deployment.here():
+            print(deployment.calls, deployment.served["planner"].policy)
+    try:
+        async with cotune.deployed("adapters/"):
+            await solve(question)
+    except cotune.CotuneError as error:
+        print(error)
