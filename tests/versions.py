@@ -1,4 +1,5 @@
-"""Runs the tests of each framework in its oldest and its newest supported version, each in an environment of its own.
+"""Runs the tests of each framework in its oldest and its newest supported version, and those of all that needs no torch
+on each supported Python, each in an environment of its own.
 
     python tests/versions.py [NAME ...] [--write]
 
@@ -29,6 +30,8 @@ class Environment:
     extras: str
     packages: tuple[str, ...]
     tests: tuple[str, ...]
+    python: str = sys.executable
+    torch: bool = True
 
 
 _OPENAI = (
@@ -50,6 +53,11 @@ _OLDEST = (
     "openai==2.45.0",
 )
 _CHAT = ("langchain", "langchain-openai")
+_WITHOUT_TORCH = (
+    *("tests/core/[ars]*/", "tests/core/cli/test_show.py", "tests/core/test_*.py"),
+    *("tests/integrations/openai/test_[!e]*.py", *_LANGGRAPH, *_AUTOGEN, *_CREWAI),
+)
+_CLIENTS = ("langgraph-swarm", "langgraph-supervisor", "jsonschema", "anthropic", "psutil", "mypy", "setuptools")
 _EXT = "autogen-ext[openai]"
 
 ENVIRONMENTS = {
@@ -77,6 +85,16 @@ ENVIRONMENTS = {
     ),
     "crewai-oldest": Environment("crewai,langgraph,train", ("crewai==1.15.29", *_CHAT), _CREWAI),
     "crewai-newest": Environment("crewai,langgraph,train", ("crewai", *_CHAT), _CREWAI),
+    **{
+        f"python-{version}": Environment(
+            "langgraph,autogen,crewai,openai-agents,gateway,otel",
+            (*_CHAT, _EXT, *_CLIENTS),
+            _WITHOUT_TORCH,
+            python=version,
+            torch=False,
+        )
+        for version in ("3.12", "3.13")
+    },
 }
 
 
@@ -123,7 +141,16 @@ def _install(name: str, python: Path, environment: Environment) -> subprocess.Co
         [sys.executable, "-m", "pip", "config", "get", "global.find-links"], capture_output=True, text=True
     ).stdout.split()
     torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
-    subprocess.run([_uv(), "venv", "-q", "--clear", "-p", sys.executable, WHERE / name], check=True)
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    path = os.pathsep.join([*map(str, pyenv.glob("*/bin")), os.environ["PATH"]])
+    made = subprocess.run(
+        [_uv(), "venv", "-q", "--clear", "--no-python-downloads", "-p", environment.python, WHERE / name],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    if made.returncode:
+        return made
     install = [
         _uv(),
         "pip",
@@ -134,7 +161,7 @@ def _install(name: str, python: Path, environment: Environment) -> subprocess.Co
         python,
         *(f"--find-links={link}" for link in links),
     ]
-    tools = ("pytest", "pytest-timeout", "hypothesis", torch)
+    tools = ("pytest", "pytest-timeout", "hypothesis", *([torch] if environment.torch else []))
     return subprocess.run(
         [*install, "-e", f"{ROOT}[{environment.extras}]", *environment.packages, *tools],
         env={**os.environ, "UV_LINK_MODE": "hardlink"},

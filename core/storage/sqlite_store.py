@@ -162,7 +162,7 @@ class SqliteStore:
         for some in in_parts(found):
             sql = f"SELECT target, name, value FROM rewards WHERE target IN ({','.join('?' * len(some))})"
             for target, name, value in self.rows(sql, some):
-                for number in self._read(_reward, (value,)):
+                for number in self._read(_reward, (name, value)):
                     found.setdefault(target, {})[name] = number
         return found
 
@@ -294,9 +294,9 @@ def _can_be_shared(path: Path) -> bool:
     return writable or index.exists() or (log.exists() and log.stat().st_size > 0)
 
 
-def _reward(value: Any) -> float:
-    if isinstance(value, str | bytes):
-        raise TypeError("a reward is a number")
+def _reward(name: Any, value: Any) -> float:
+    if not isinstance(name, str) or isinstance(value, str | bytes):
+        raise TypeError("a reward is a number with a name")
     return float("nan") if value is None else value
 
 

@@ -120,6 +120,15 @@ def test_a_call_without_its_chosen_candidate_is_left_out(run: Path, where: str, 
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_a_reward_whose_name_is_no_text_is_left_out(run: Path, capsys):
+    with contextlib.closing(sqlite3.connect(run / "records.db")) as db:
+        db.execute("UPDATE rewards SET name = x'00ff'")
+        db.commit()
+    assert main(["show", str(run), "--groups"]) == 0
+    assert main(["otel", "export", str(run), "--to", str(run / "spans")]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_a_call_whose_episode_is_no_text_is_shown(run: Path, capsys):
     with contextlib.closing(sqlite3.connect(run / "records.db")) as db:
         db.execute("UPDATE calls SET episode = x'00ff' WHERE rowid = 1")
