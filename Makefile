@@ -19,7 +19,7 @@ ifneq ($(LINKS),)
 export UV_FIND_LINKS ?= $(LINKS)
 endif
 
-.PHONY: install demo demo-cluster test test-long test-versions lint lock clean
+.PHONY: install demo demo-cluster test test-fast test-long test-versions lint lock clean
 
 install: $(STAMP)
 
@@ -41,6 +41,10 @@ demo-cluster: $(STAMP)
 # Two workers: one has all tests that use Ray or vLLM (see tests/conftest.py), the other the rest meanwhile.
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
+# All that needs no Ray, vLLM or FSDP, no process of its own and no training by the hundred steps.
+test-fast: lint
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not long and not slow"
 
 # What `make test` does in a small form, with 10,000 cases each: answers, requests, records, manifests, metrics.
 test-long: $(STAMP)

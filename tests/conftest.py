@@ -39,6 +39,8 @@ def ray_runtime() -> Iterator[RayRuntime]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_rank)
     for item in items:
+        if _uses_engines(item) or ROOT / "examples" in item.path.parents:
+            item.add_marker("slow")
         item.add_marker(pytest.mark.xdist_group("engines" if _uses_engines(item) else str(item.path)))
 
 

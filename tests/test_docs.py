@@ -16,7 +16,8 @@ from cotune.cli.main import parser
 from cotune.trainer.config.train import TrainConfig, convert
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+FOLDERS = "core|integrations|adapters|trainer|examples|benchmarks|tests|docs"
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -57,6 +58,12 @@ def test_readme_names_every_subcommand() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_is_there(page: Path) -> None:
+    named = re.findall(rf"`((?:{FOLDERS})/[\w./]*)`", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)", page.read_text())
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
@@ -64,7 +71,8 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 def test_index_lists_every_page() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
-    assert [page.name for page in PAGES[1:] if page.name != "index.md" and f"({page.name})" not in index] == []
+    pages = [page.name for page in PAGES if page.parent.name == "docs"]
+    assert [name for name in pages if name != "index.md" and f"({name})" not in index] == []
 
 
 def test_every_page_that_the_code_names_exists() -> None:
