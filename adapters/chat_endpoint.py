@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
+from starlette.types import Receive, Scope, Send
 
 from cotune.adapters.conversations import Conversations, Place
 from cotune.adapters.open_policies import Local, Served
@@ -24,7 +25,6 @@ from cotune.integrations.http.requests import (
     send_json,
     unless_gone,
 )
-from cotune.integrations.http.server import Receive, Scope, Send
 from cotune.recording.records import Candidate, Usage
 from cotune.sampling.protocol import Completion, SamplingParams
 from cotune.sampling.request_params import fixes_form, template_options, tools_shown

@@ -12,13 +12,14 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from cotune.adapters.chat_endpoint import ChatEndpoint
 from cotune.adapters.open_policies import Local, Served, open_local, with_aliases
 from cotune.adapters.restarting import Restarting
 from cotune.integrations.http.requests import Access
 from cotune.integrations.http.responses import application, json_response
-from cotune.integrations.http.server import App, Running, check_access, running, stopped_by_signals
+from cotune.integrations.http.server import Running, check_access, running, stopped_by_signals
 
 __all__ = ["Endpoint", "build_app", "check_access", "serve", "serving", "serving_local"]
 
@@ -114,7 +115,7 @@ def serving_local(
     """Serve what `opened` opens in the server's loop; it is closed with the server."""
 
     @contextlib.asynccontextmanager
-    async def opening() -> AsyncIterator[tuple[App, Local]]:
+    async def opening() -> AsyncIterator[tuple[ASGIApp, Local]]:
         local = await opened()
         try:
             named = with_aliases(local, aliases or {})

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import unquote
 
+from starlette.types import Scope
+
 from cotune.integrations.anthropic.answers import MESSAGES
 from cotune.integrations.http.requests import RequestError, header
-from cotune.integrations.http.server import Scope
 from cotune.integrations.openai.forms import FORMS, Form
 
 _PATH = re.compile(r"(?:/e/(?P<episode>[^/]*))?(?:/r/(?P<role>[^/]*))?/v1/(?P<tail>.*)", re.DOTALL)

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from hashlib import blake2b
 from typing import Any
 
 from cotune.context import CallerContext
 from cotune.errors import RecordError
 from cotune.ids import message_id
 from cotune.integrations.gateway.address import Identity
-from cotune.integrations.gateway.exchange import Exchange, Key
+from cotune.integrations.gateway.exchange import Exchange
 from cotune.integrations.gateway.requests import chat_of
 from cotune.integrations.gateway.sessions import Sessions, Split
 from cotune.integrations.http.requests import RequestError
 from cotune.integrations.openai.forms import Form
 from cotune.recording.recorder import LiveEpisode, Sink
-from cotune.recording.records import CallStatus, Episode, EpisodeStatus, Reward, Task
+from cotune.recording.records import Episode, EpisodeStatus, Reward, Task
 from cotune.recording.redaction import Redactor
 from cotune.recording.role_functions import RolesFunction
 
 log = logging.getLogger("cotune.gateway")
 
-RETRY_WAIT = 90.0
-"""Seconds that a failed call stays open for its client's retry."""
-IMPLICIT_CALLS = 1000
-"""Calls of one implicit episode; then the next one takes over, so that a gateway that runs for weeks stays small."""
+IMPLICIT_SECONDS = 600.0
+"""How long an implicit episode takes new calls; then the next one does, so that a gateway that runs for weeks stays
+small."""
 IMPLICIT = "implicit"
 """Workflow and task id of calls that name no open episode."""
 
@@ -64,11 +61,8 @@ class Episodes:
         self.warnings: Counter[str] = Counter()
         self._attached: set[str] = set()
         self._exchanges: dict[str, set[Exchange]] = {}
-        self._waiting: dict[tuple[Key, int], deque[Exchange]] = {}
         self._gone: dict[str, None] = {}
         """Attached episodes that have ended, the latest ones: policies may have played them, so no provider may."""
-        self._implicit: LiveEpisode | None = None
-        self._retiring: dict[str, LiveEpisode] = {}
 
     def start(
         self, task: Any, *, workflow: str, rollout: int = 0, phase: str = "trace", training_step: int | None = None
@@ -140,12 +134,10 @@ class Episodes:
         who: Identity,
         form: Form,
         asked: dict[str, Any],
-        raw: bytes,
-        retry: int | None,
         upstream: bool,
         session: tuple[Hashable, str] | None = None,
     ) -> Exchange | None:
-        """The exchange that a request belongs to: a new call, or the failed one that it is the retry of.
+        """The exchange of a call.
 
         `session` is what its episode is known by, where it names none. None where it cannot be recorded. Raises
         RequestError (409) when it belongs nowhere and no provider is there.
@@ -154,11 +146,6 @@ class Episodes:
         episode = self._sessions.episode(*session) if session and own else self._episode(who, upstream)
         if episode is None:
             return None
-        key = None if retry is None else (episode.id, who.role, form.name, blake2b(raw, digest_size=16).digest())
-        if key is not None and retry:
-            found = self._resume(key, retry)
-            if found is not None:
-                return found
         mark = CallerContext(who.role, "gateway", read=who.parents, given=who.named)
         chat, unsupported_reason = chat_of(form, asked, episode)
         try:
@@ -166,28 +153,14 @@ class Episodes:
         except RecordError as error:
             raise RequestError(409, str(error), code="episode_ended") from None
         call.mark.output, call.unsupported_reason = call.id, unsupported_reason
-        exchange = Exchange(call, form, asked, key, self._ended)
+        exchange = Exchange(call, form, asked, self._ended)
         self._exchanges.setdefault(episode.id, set()).add(exchange)
         return exchange
-
-    def failed(self, exchange: Exchange, status: CallStatus, text: str, retried: bool) -> None:
-        """An attempt failed. The call stays open for the retry that its client (`retried`) announced, else it ends."""
-        if exchange.call.ended:
-            exchange.fail(status, text)
-            return
-        if exchange.key is None or not retried:
-            exchange.fail(status, text)
-            return
-        exchange.failure = (status, text)
-        place = (exchange.key, len(exchange.call.attempts) + 1)
-        self._waiting.setdefault(place, deque()).append(exchange)
-        loop = asyncio.get_running_loop()
-        exchange.expiry = loop.call_later(RETRY_WAIT, self._give_up, exchange)
 
     def health(self) -> dict[str, Any]:
         """What is open and what was counted."""
         warnings, failures = self.warnings.copy(), self.failures.copy()
-        for episode in (*self.open.values(), *self._retiring.values(), *filter(None, [self._implicit])):
+        for episode in self.open.values():
             warnings.update(episode.warnings)
             failures.update(episode.failures)
         return {
@@ -206,11 +179,6 @@ class Episodes:
         for episode in list(self.open.values()):
             self._close(episode, "cancelled", {}, {}, "the gateway stopped before the episode ended")
         self.open.clear()
-        if self._implicit is not None:
-            self._retire(self._implicit)
-            self._implicit = None
-        while self._retiring:
-            self._close(self._retiring.popitem()[1], "ok", {}, {}, None)
 
     def warn(self, kind: str, text: str) -> None:
         """Count something that the user should know about; say each kind once."""
@@ -234,32 +202,11 @@ class Episodes:
             self.warn("no_episode", f"A call names no episode. {self._instead}")
         if self.sink is None:
             return None
-        if self._implicit is not None and self._implicit_calls >= IMPLICIT_CALLS:
-            self._retire(self._implicit)
-            self._implicit = None
-        if self._implicit is None:
-            self._implicit = LiveEpisode(
-                self.sink,
-                Task(id=IMPLICIT, input=None),
-                workflow=IMPLICIT,
-                redactors=self.redactors,
-                roles=self.roles,
-            )
-            self._implicit_calls = 0
-        self._implicit_calls += 1
-        return self._implicit
+        return self._sessions.episode((IMPLICIT, time.monotonic() // IMPLICIT_SECONDS), None)
 
     @property
     def _instead(self) -> str:
         return "It is not recorded." if self.sink is None else "It is recorded under an implicit episode."
-
-    def _retire(self, episode: LiveEpisode) -> None:
-        self._retiring[episode.id] = episode
-        if not self._exchanges.get(episode.id):
-            self._retired(episode.id)
-
-    def _retired(self, episode_id: str) -> None:
-        self._close(self._retiring.pop(episode_id), "ok", {}, {}, None)
 
     def _close(
         self,
@@ -278,35 +225,10 @@ class Episodes:
         return record
 
     def _settle(self, episode_id: str) -> None:
-        """End the calls that have their answer or only wait for a retry; the others end with their episode."""
+        """End the calls that have their answer; the others end with their episode."""
         for exchange in list(self._exchanges.get(episode_id, ())):
-            if exchange.failure is not None:
-                self._give_up(exchange)
-            elif exchange.finish():
+            if exchange.finish():
                 self._ended(exchange)
-
-    def _resume(self, key: Key, retry: int) -> Exchange | None:
-        waiting = self._waiting.get((key, retry))
-        if not waiting:
-            return None
-        exchange = waiting.popleft()
-        if not waiting:
-            del self._waiting[key, retry]
-        exchange.again()
-        return exchange
-
-    def _give_up(self, exchange: Exchange) -> None:
-        """No retry came: the call ends as its last attempt did."""
-        assert exchange.key is not None and exchange.failure is not None
-        place = (exchange.key, len(exchange.call.attempts) + 1)
-        waiting = self._waiting.get(place)
-        if waiting and exchange in waiting:
-            waiting.remove(exchange)
-            if not waiting:
-                del self._waiting[place]
-        if exchange.expiry is not None:
-            exchange.expiry.cancel()
-        exchange.fail(*exchange.failure)
 
     def _ended(self, exchange: Exchange) -> None:
         episode_id = exchange.call.episode.id
@@ -317,12 +239,18 @@ class Episodes:
         self.counts["calls"] += 1
         if not mine:
             del self._exchanges[episode_id]
-            if episode_id in self._retiring:
-                self._retired(episode_id)
             self._sessions.ended(episode_id)
 
-    def _begin(self, task: str) -> LiveEpisode:
-        return self.start({"id": task}, workflow="gateway")
+    def _begin(self, task: str | None) -> LiveEpisode:
+        """The episode of a session; without a task the one of calls that belong to none, which no limit refuses."""
+        if task is not None:
+            return self.start({"id": task}, workflow="gateway")
+        assert self.sink is not None
+        episode = LiveEpisode(
+            self.sink, Task(id=IMPLICIT, input=None), workflow=IMPLICIT, redactors=self.redactors, roles=self.roles
+        )
+        self.open[episode.id] = episode
+        return episode
 
     def _finish(self, episode_id: str) -> None:
         self._close(self.open.pop(episode_id), "ok", {}, {}, None)

@@ -1,8 +1,7 @@
-"""One call through the gateway, with all attempts that its client makes of it: a copy of the answer becomes records."""
+"""One call through the gateway: a copy of its answer becomes records."""
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,43 +18,20 @@ MAX_COPY = 64 << 20
 _UNCODED = (KeyError, OverflowError)
 """What `inflate` raises besides zlib.error: for a coding it does not know, and for too many bytes."""
 
-Key = tuple[str, str, str, bytes]
-"""What a retry has in common with the attempt before it: episode, role, interface, digest of the body."""
-
 
 class Exchange:
-    """A call in flight, from its first attempt to its end. All on the gateway's event loop.
+    """A call in flight. All on the gateway's event loop."""
 
-    `failure` is how its last attempt failed while a retry may still come.
-    """
-
-    def __init__(
-        self, call: LiveCall, form: Form, asked: Mapping[str, Any], key: Key | None, ended: Callable[[Exchange], None]
-    ) -> None:
+    def __init__(self, call: LiveCall, form: Form, asked: Mapping[str, Any], ended: Callable[[Exchange], None]) -> None:
         self.call = call
         self.form = form
         self.asked = asked
-        self.key = key
-        self.failure: tuple[CallStatus, str] | None = None
-        self.expiry: asyncio.TimerHandle | None = None
         self._ended = ended
-        self._reset()
-
-    def _reset(self) -> None:
         self._chunks: list[bytes] = []
         self.size = 0
         self._kind = self._coding = ""
         self.answering = False
         """Whether an answer that is no error is on its way."""
-
-    def again(self) -> None:
-        """A further attempt begins."""
-        assert self.failure is not None
-        self.call.attempts.append(": ".join(self.failure))
-        self.failure = None
-        if self.expiry is not None:
-            self.expiry.cancel()
-        self._reset()
 
     def begins(self, kind: str, coding: str) -> None:
         """An answer that is no error begins: its content type and content coding."""

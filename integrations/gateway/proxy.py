@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
+from starlette.types import Receive, Scope, Send
+
 from cotune.errors import ConfigError
 from cotune.integrations.gateway.address import Address, identity
 from cotune.integrations.gateway.episodes import Episodes
@@ -27,13 +29,11 @@ from cotune.integrations.http.requests import (
     read_body,
     unless_gone,
 )
-from cotune.integrations.http.server import Receive, Scope, Send
-from cotune.integrations.openai.forms import Form
+from cotune.integrations.openai.forms import TEXT_COMPLETION, TEXT_COMPLETIONS, Form
 from cotune.recording.answering import answer, failed
 
 KEYS = (b"authorization", b"x-api-key")
 """Headers that carry a client's API key."""
-_RETRIED = (408, 409, 429)
 _STATUSES = frozenset(HTTPStatus)
 
 
@@ -151,16 +151,14 @@ class Proxy:
 
     def _interrupted(self, passage: _Passage, status: Any, text: str) -> None:
         exchange = passage.exchange
-        if exchange is None or exchange.failure is not None:
+        if exchange is None:
             return
-        if exchange.answering and (exchange.call.streamed or (status == "cancelled" and exchange.finish())):
-            exchange.settle(status, f"{text}, after {exchange.size} bytes of the answer")
-        elif exchange.answering:
-            # A client that reads no stream asks again when a whole answer does not come.
+        if exchange.answering:
             text = f"{text}, after {exchange.size} bytes of the answer"
-            self.episodes.failed(exchange, status, text, retried=True)
-        else:
-            self.episodes.failed(exchange, status, text, retried=True)
+        if exchange.call.streamed or status == "cancelled":
+            exchange.settle(status, text)
+        else:  # a client that reads no stream has nothing of an answer that breaks off, however much of it came
+            exchange.fail(status, text)
 
     async def _pass(self, passage: _Passage) -> None:
         scope, address = passage.scope, passage.address
@@ -171,9 +169,12 @@ class Proxy:
         if address.form is not None and scope["method"] == "POST":
             raw = await read_body(scope, passage.receive, self.limits.body)
             content = inflated(raw, header(scope, b"content-encoding").decode("latin-1"), self.limits.body)
-            self._open(passage, address.form, read_call(address.form, content), raw)
+            self._open(passage, address.form, read_call(address.form, content))
         elif scope["method"] == "POST":
             raw = await read_body(scope, passage.receive, self.limits.body)
+            if address.tail == TEXT_COMPLETIONS.strip("/"):
+                named = identity(scope, address).episode or ""
+                (self.episodes.open.get(named) or self.episodes).warn(*TEXT_COMPLETION)
         else:
             raw = await read_any(scope, passage.receive, self.limits.body)
         await unless_gone(passage.receive, functools.partial(self._answer, passage, raw))
@@ -183,16 +184,14 @@ class Proxy:
         theirs = address.tail.startswith("messages") or header(scope, b"anthropic-version")
         return self.anthropic if theirs else self.upstream
 
-    def _open(self, passage: _Passage, form: Form, asked: dict[str, Any], raw: bytes) -> None:
+    def _open(self, passage: _Passage, form: Form, asked: dict[str, Any]) -> None:
         scope = passage.scope
         who = identity(scope, passage.address, self.role_header)
         session = self.episodes.split.of(scope) if who.episode is None else None
-        counted = header(scope, b"x-stainless-retry-count")
-        retry = int(counted) if counted.isdigit() and len(counted) < 4 else None
         found = self.episodes.open.get(who.episode or "")
         if found is not None and found.responder is not None:
             check_sampling(asked)
-        passage.exchange = self.episodes.exchange(who, form, asked, raw, retry, self.upstream is not None, session)
+        passage.exchange = self.episodes.exchange(who, form, asked, self.upstream is not None, session)
         if passage.exchange is not None:
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
             assert task is not None
@@ -249,11 +248,7 @@ class Proxy:
                 if 200 <= reply.status < 300:
                     exchange.begins(reply.header(b"content-type"), reply.header(b"content-encoding"))
                 else:
-                    asked = reply.header(b"x-should-retry")
-                    retried = asked == "true" or (
-                        asked != "false" and (reply.status in _RETRIED or reply.status >= 500)
-                    )
-                    self.episodes.failed(exchange, "error", _phrase(reply.status), retried)
+                    exchange.fail("error", _phrase(reply.status))
             await passage.start(reply.status, fields)
             async for chunk in reply.chunks():
                 if exchange is not None and exchange.answering:

@@ -26,13 +26,11 @@ def read_call(form: Form, raw: bytes) -> dict[str, Any]:
     if form.name in ("chat", "messages"):
         _need(body, "system", (str, list), "a text or a list of blocks")
         _need_messages("messages", body.get("messages"))
-    elif form.name == "responses":
+    else:
         _need(body, "input", (str, list), "a text or a list of objects")
         _need(body, "instructions", (str, list), "a text")
         if isinstance(body.get("input"), list):
             _need_messages("input", body["input"])
-    elif "prompt" not in body:
-        raise RequestError(400, "prompt: it is required.", param="prompt", code="invalid_value")
     return body
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
 from cotune.integrations.gateway.address import address_of
@@ -29,7 +31,7 @@ from cotune.integrations.gateway.proxy import KEYS, Limits, Proxy
 from cotune.integrations.gateway.sessions import Split
 from cotune.integrations.gateway.upstream import Upstream, checked_url
 from cotune.integrations.http.requests import Access, RequestError, send_error
-from cotune.integrations.http.server import App, Receive, Running, Scope, Send, running, stopped_by_signals
+from cotune.integrations.http.server import Running, running, stopped_by_signals
 from cotune.recording.redaction import Redactor
 from cotune.recording.role_functions import RolesFunction
 from cotune.storage.sqlite_store import SqliteStore
@@ -118,7 +120,7 @@ def running_gateway(
         checked_url(url)
 
     @contextlib.asynccontextmanager
-    async def opening() -> AsyncIterator[tuple[App, Gateway]]:
+    async def opening() -> AsyncIterator[tuple[ASGIApp, Gateway]]:
         store = None if records is None else _opened(Path(records))
         try:
             options.update(key=key, redactors=redactors, anthropic=anthropic)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal
 
+from starlette.types import Scope
+
 from cotune.errors import ConfigError
-from cotune.integrations.http.protocol import Connection
 from cotune.integrations.http.requests import header
-from cotune.integrations.http.server import Scope
 from cotune.recording.recorder import LiveEpisode
 
-_PAUSE = 300.0
+PAUSE = 300.0
+"""Seconds without a call after which an episode ends where no pause is set."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,14 @@ class Sessions:
     """The open episodes of a `Split`. All on the gateway's event loop."""
 
     def __init__(
-        self, split: Split, start: Callable[[str], LiveEpisode], end: Callable[[str], None], busy: Callable[[str], bool]
+        self,
+        split: Split,
+        start: Callable[[str | None], LiveEpisode],
+        end: Callable[[str], None],
+        busy: Callable[[str], bool],
     ) -> None:
-        """`start(task)` opens an episode, `end(episode)` ends it, `busy(episode)` tells whether a call is open."""
+        """`start(task)` opens an episode (without a task one for calls that belong to none), `end(episode)` ends it,
+        `busy(episode)` tells whether a call of it is open."""
         self.split = split
         self._start = start
         self._end = end
@@ -59,29 +65,31 @@ class Sessions:
         self._keys: dict[str, Hashable] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
-    def episode(self, key: Hashable, task: str) -> LiveEpisode:
+    def episode(self, key: Hashable, task: str | None) -> LiveEpisode:
         """The episode that is open for a key; a new one where there is none."""
         found = self._open.get(key)
         if found is None:
             found = self._open[key] = self._start(task)
             self._keys[found.id] = key
-            if isinstance(key, Connection):
-                key.on_close(lambda: self._pause_over(found.id))
-        if (timer := self._timers.pop(found.id, None)) is not None:
-            timer.cancel()
+            if isinstance(key, asyncio.Future):
+                key.add_done_callback(lambda closed: self._pause_over(found.id))
+        self._wait(found.id)
         return found
 
     def ended(self, episode: str) -> None:
-        """A call of an episode has ended: the pause begins."""
+        """A call of an episode has ended: the pause begins anew."""
         key = self._keys.get(episode)
-        if key is None or self._busy(episode):
-            return
-        if isinstance(key, Connection) and key.closed:
+        if isinstance(key, asyncio.Future) and key.done():
             self._pause_over(episode)
-        elif not isinstance(key, Connection) or self.split.idle is not None:
-            if (timer := self._timers.pop(episode, None)) is not None:
-                timer.cancel()
-            loop, seconds = asyncio.get_running_loop(), self.split.idle or _PAUSE
+        elif key is not None:
+            self._wait(episode)
+
+    def _wait(self, episode: str) -> None:
+        """End an episode when a pause has passed without a call; one of a connection only where a pause is set."""
+        if (timer := self._timers.pop(episode, None)) is not None:
+            timer.cancel()
+        if self.split.idle is not None or not isinstance(self._keys[episode], asyncio.Future):
+            loop, seconds = asyncio.get_running_loop(), self.split.idle or PAUSE
             self._timers[episode] = loop.call_later(seconds, self._pause_over, episode)
 
     def close(self) -> None:

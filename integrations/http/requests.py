@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
-
-from cotune.integrations.http.server import Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 json_bytes = msgspec.json.Encoder().encode

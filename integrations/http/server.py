@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import os
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cotune.errors import ConfigError
-from cotune.integrations.http.protocol import protocol_class
+from cotune.integrations.http.protocol import BoundedProtocol
 
 T = TypeVar("T")
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-Opening = Callable[[], AbstractAsyncContextManager[tuple[App, T]]]
+Opening = Callable[[], AbstractAsyncContextManager[tuple[ASGIApp, T]]]
 
 logger = logging.getLogger("cotune.http")
 GRACE = 3
@@ -61,16 +59,14 @@ def running(
     """Serve what `opening` opens in the server's loop and closes with it; port 0 takes a free one.
 
     A request has `seconds` to arrive. Entered once requests are accepted. Raises ConfigError for an address that cannot
-    be had or would be reachable from outside without a `token`, CotuneError where httptools is not installed, and
-    whatever `opening` raises.
+    be had or would be reachable from outside without a `token`, and whatever `opening` raises.
     """
     check_access(host, token)
-    protocol = protocol_class(seconds)
     listener = _bind(host, port)
     ready: Future[tuple[uvicorn.Server, T]] = Future()
     # Not the thread's own `join`: once that was interrupted, it takes a running thread for an ended one.
     ended = threading.Event()
-    work = (opening, listener, ready, ended, date_header, protocol)
+    work = (opening, listener, ready, ended, date_header, seconds)
     threading.Thread(target=_run, args=work, name=name, daemon=True).start()
     try:
         bound = listener.getsockname()[1]
@@ -119,11 +115,11 @@ def _run(
     ready: Future[Any],
     ended: threading.Event,
     date_header: bool,
-    protocol: type[asyncio.Protocol],
+    seconds: float,
 ) -> None:
     config = uvicorn.Config(
         _not_open,
-        http=protocol,
+        http=functools.partial(BoundedProtocol, seconds),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,

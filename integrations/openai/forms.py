@@ -1,4 +1,4 @@
-"""The OpenAI SDK's three text interfaces: how each is read as chat and answered. Everything else is no call."""
+"""The OpenAI SDK's two chat interfaces: how each is read as chat and answered. Everything else is no call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cotune.integrations.openai import completions as chat_completions
 from cotune.integrations.openai import response_body as openai_response_body
 from cotune.integrations.openai import response_events as openai_response_events
 from cotune.integrations.openai import responses as openai_responses
-from cotune.integrations.openai import sse, text_completions
+from cotune.integrations.openai import sse
 from cotune.recording.recorder import Answer, LiveCall, LiveEpisode
 
 
@@ -40,6 +40,14 @@ class Form:
     """The body as far as a broken or half-read stream tells it."""
     keep: Callable[[LiveCall, Mapping[str, Any], Mapping[str, Any]], None]
     """Remember a body for later requests that refer to it."""
+
+
+TEXT_COMPLETIONS = "/completions"
+TEXT_COMPLETION = (
+    "unseen_call",
+    "A legacy text completion (POST /completions) is not recorded, and no policy answers it: use chat completions.",
+)
+"""The warning of a request to the interface before chat: a continued text has no messages, so no turns to group."""
 
 
 def form_of(request: Any) -> Form | None:
@@ -95,18 +103,6 @@ FORMS = (
         stream=openai_response_events.from_events,
         part=openai_response_events.part_of_events,
         keep=lambda call, asked, body: openai_responses.said_in(call.episode).keep(call, asked, body),
-    ),
-    Form(
-        name="completions",
-        path="/completions",
-        chat=lambda asked, episode: text_completions.chat_of(asked),
-        unsupported_reason=lambda asked, chat, episode: text_completions.unsupported_reason(asked, chat),
-        body=lambda call, answer, asked: text_completions.completion_of(call, answer),
-        events=lambda body, asked: text_completions.to_stream(body, usage=_usage_wanted(asked)),
-        answer=text_completions.answer_of,
-        stream=text_completions.from_stream,
-        part=text_completions.part_of_stream,
-        keep=lambda call, asked, body: None,
     ),
 )
 

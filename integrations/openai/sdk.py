@@ -15,7 +15,7 @@ import msgspec
 from cotune.context import current_episode, identify, opened_call
 from cotune.errors import RecordError, SamplerError
 from cotune.integrations.openai.answers import finish, part_of
-from cotune.integrations.openai.forms import Form, asked_in, form_of
+from cotune.integrations.openai.forms import TEXT_COMPLETION, TEXT_COMPLETIONS, Form, asked_in, form_of
 from cotune.integrations.openai.tee import package_of, tee
 from cotune.integrations.versions import missing_hook
 from cotune.recording.answering import answer, answer_blocking, failed, reason_of
@@ -163,7 +163,11 @@ def _async_send(original: Any) -> Any:
 
 def _passing(episode: LiveEpisode, request: Any) -> None:
     """Count a request that is no call where a model answers behind it, out of sight."""
-    if request.method == "POST" and request.url.path.endswith(_UNSEEN):
+    if request.method != "POST":
+        return
+    if request.url.path.endswith(TEXT_COMPLETIONS):
+        episode.warn(*TEXT_COMPLETION)
+    elif request.url.path.endswith(_UNSEEN):
         kind = request.url.path.rpartition("/")[2]
         episode.warn("unseen_call", f"A request to /{kind} has models answer out of sight: that is not recorded.")
 

@@ -31,7 +31,6 @@ from cotune.integrations.openai.answers import finish
 from cotune.integrations.openai.forms import FORMS
 from cotune.integrations.openai.response_events import to_events
 from cotune.integrations.openai.sse import to_stream
-from cotune.integrations.openai.text_completions import to_stream as to_text_stream
 from cotune.integrations.otel.exporter import export_file
 from cotune.integrations.otel.spans import Detail
 from cotune.recording.episodes import run_episode
@@ -63,18 +62,11 @@ RESPONSE = {
     "usage": {"input_tokens": 7, "output_tokens": 3, "total_tokens": 10, "input_tokens_details": {"cached_tokens": 0},
               "output_tokens_details": {"reasoning_tokens": 0}},
 }  # fmt: skip
-TEXT = {
-    "id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m",
-    "choices": [{"index": 0, "text": "hello", "finish_reason": "stop", "token_ids": [7], "prompt_token_ids": [1],
-                 "logprobs": {"tokens": ["h"], "token_logprobs": [-0.5], "text_offset": [], "top_logprobs": None}}],
-    "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10},
-}  # fmt: skip
 EVENTS = {
     "chat": to_stream(CHAT, usage=True),
     "responses": to_events(RESPONSE),
-    "completions": to_text_stream(TEXT, usage=True),
 }
-BODIES = {"chat": CHAT, "responses": RESPONSE, "completions": TEXT}
+BODIES = {"chat": CHAT, "responses": RESPONSE}
 COUNTS = [40, pytest.param(1_700, marks=pytest.mark.long)]
 
 
@@ -99,9 +91,7 @@ def asked(client: openai.OpenAI, form: str, streamed: bool) -> Any:
     messages: Any = [{"role": "user", "content": "hi"}]
     if form == "chat":
         return client.chat.completions.create(model="m", messages=messages, stream=streamed)
-    if form == "responses":
-        return client.responses.create(model="m", input="hi", stream=streamed)
-    return client.completions.create(model="m", prompt="hi", stream=streamed)
+    return client.responses.create(model="m", input="hi", stream=streamed)
 
 
 def met(form: str, streamed: bool, raw: bytes) -> str:
@@ -171,7 +161,7 @@ def records(tmp_path: Path) -> Iterator[Readable]:
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("streamed", [False, True], ids=["json", "stream"])
-@pytest.mark.parametrize("form", ["chat", "responses", "completions"])
+@pytest.mark.parametrize("form", ["chat", "responses"])
 def test_through_the_sdk(records: Readable, form: str, streamed: bool, count: int) -> None:
     rng = random.Random(f"{form} {streamed}")
     for _ in range(count):

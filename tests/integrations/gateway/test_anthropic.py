@@ -233,8 +233,8 @@ def test_failures_retries_and_half_streams(gate: Bench) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
     gate.when_idle()
     gate.end(episode)
-    whole, broken = gate.calls(episode)
-    assert (whole.status, whole.attempts) == ("ok", ("error: HTTP 529",))
+    busy, whole, broken = gate.calls(episode)
+    assert [(call.status, call.error) for call in (busy, whole)] == [("error", "HTTP 529"), ("ok", None)]
     assert (broken.status, broken.candidates[0].message["reasoning_content"]) == ("malformed", "hm")
 
 

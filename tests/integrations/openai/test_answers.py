@@ -11,7 +11,7 @@ from cotune.recording.model_calls import open_call
 from tests.integrations.provider import completion, event
 from tests.integrations.recorded import Recorded
 
-CHAT, RESPONSES, _ = FORMS
+CHAT, RESPONSES = FORMS
 WHOLE = msgspec.json.encode(completion({"role": "assistant", "content": "hello"}))
 STREAM = event({"content": "hel"}) + event({"content": "lo"}) + event({}, "stop") + b"data: [DONE]\n\n"
 FAILED = b'{"status": "failed", "error": {"code": "server_error", "message": "no luck"}, "output": []}'

@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
 
+import langchain_openai
 import openai
 import pytest
 from openai import _base_client
@@ -21,7 +22,6 @@ from cotune import role
 from cotune.integrations.openai import sdk as openai_sdk
 from cotune.integrations.openai import sse
 from cotune.integrations.versions import UnsupportedVersion
-from cotune.recording.records import Message
 from tests.integrations.provider import Provider, event, json_reply
 from tests.integrations.recorded import POLICY, Recorded, answer, asks, tool_call
 
@@ -381,56 +381,6 @@ def test_a_stream_of_the_best_of_several_says_that_it_is_buffered(record: Record
     assert record(lambda task: bool(ask()), lambda call: answer("a", "b")).live.warnings == {}
 
 
-# Legacy completions
-
-
-@pytest.mark.parametrize("prompt", ["once", ["once"]])
-def test_legacy_completions_are_answered(record: Recorded, prompt):
-    seen = []
-
-    def run(task):
-        whole = BEFORE.completions.create(model="m", prompt=prompt, logprobs=1, n=2)
-        seen.append([(c.text, c.finish_reason, c.logprobs.token_logprobs) for c in whole.choices])
-        usage = {"include_usage": True}
-        chunks = [*BEFORE.completions.create(model="m", prompt=prompt, stream=True, stream_options=usage)]
-        seen.append(("".join(c.text for chunk in chunks for c in chunk.choices), chunks[-1].usage.total_tokens))
-        return 1
-
-    record(run, lambda call: answer("a", "b") if call.params.get("n") else "c")
-    assert seen == [[("a", "stop", [-0.5, -0.25]), ("b", "stop", [-0.5, -0.25])], ("c", 5)]
-    bodies = {r.id: r.body for r in record.sink if isinstance(r, Message)}
-    assert [[bodies[m] for m in c.messages] for c in record.calls] == [[{"role": "user", "content": "once"}]] * 2
-    assert [c.params["api"] for c in record.calls] == ["completions"] * 2
-
-
-def chunk(text: str, **extra) -> bytes:
-    return b"data: " + json.dumps({"choices": [{"index": 0, "text": text, **extra}]}).encode() + b"\n\n"
-
-
-@pytest.mark.parametrize("end", [[b"data: [DONE]\n\n"], [chunk("", finish_reason="stop")]])
-def test_legacy_token_ids_of_an_engine(record: Recorded, provider: Provider, end):
-    logprobs = {"token_logprobs": [-0.5]}
-    whole = {"text": "ab", "finish_reason": "stop", "prompt_token_ids": [1], "token_ids": [3, 4], "index": 0}
-    whole["logprobs"] = {"token_logprobs": [-0.5, -0.5]}
-    events = [chunk("a", prompt_token_ids=[1], token_ids=[3], logprobs=logprobs)]
-    events += [chunk("b", token_ids=[4], logprobs=logprobs), *end]
-    provider.reply = lambda body, number: (
-        (200, "text/event-stream", events) if body.get("stream") else json_reply({"choices": [whole]})
-    )
-
-    def run(task):
-        with openai.OpenAI(max_retries=0) as client:
-            client.completions.create(model="m", prompt="x")
-            list(client.completions.create(model="m", prompt="x", stream=True))
-        return 1
-
-    record(run)
-    for call in record.calls:
-        candidate = call.candidates[0]
-        assert (candidate.text, candidate.token_ids, candidate.logprobs) == ("ab", (3, 4), (-0.5, -0.5))
-        assert call.prompt_tokens == 1
-
-
 # What is no call
 
 
@@ -452,6 +402,23 @@ def test_other_paths_are_no_calls(record: Recorded, provider: Provider):
     outcome = record(run, lambda call: "never")
     assert len(provider.requests) == 4
     assert (record.calls, outcome.live.warnings) == ([], {})
+
+
+def test_a_text_completion_is_counted_and_named(record: Recorded, provider: Provider):
+    """LangChain's `OpenAI` class asks for one too: it passes to the provider, and no policy answers it."""
+    choice = {"index": 0, "text": "more", "finish_reason": "stop", "logprobs": None}
+    body = {"id": "t", "object": "text_completion", "choices": [choice], "usage": {}}
+    provider.reply = lambda _, number: json_reply(body)
+
+    def run(task):
+        with openai.OpenAI(max_retries=0) as client:
+            assert client.completions.create(model="m", prompt="once").choices[0].text == "more"
+        assert langchain_openai.OpenAI(model="m", max_retries=0).invoke("once") == "more"
+        return 1
+
+    outcome = record(run, lambda call: "never")
+    assert (record.calls, outcome.live.warnings) == ([], {"unseen_call": 2})
+    assert "POST /completions" in outcome.live.explained["unseen_call"]
 
 
 def test_models_that_answer_out_of_sight_are_counted(record: Recorded, provider: Provider):

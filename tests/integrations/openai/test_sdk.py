@@ -494,20 +494,18 @@ def test_a_client_made_before_the_run_and_raw_responses(provider: Provider, reco
 def test_other_interfaces_are_passed_through_and_recorded(provider: Provider, record: Recorded):
     output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "done"}]}]
     response = {"id": "r", "object": "response", "output": output, "usage": {"input_tokens": 4, "output_tokens": 1}}
-    text = {"id": "t", "object": "text_completion", "choices": [{"index": 0, "text": "more", "finish_reason": "stop"}]}
-    provider.reply = lambda body, number: json_reply(response if "input" in body else text)
+    provider.reply = lambda body, number: json_reply(response)
 
     def run(task):
         made = client(openai.OpenAI, provider.url, 0, 20)
         made.responses.create(model="m", input="hi", instructions="be brief")
-        made.completions.create(model="m", prompt="once")
         return 1
 
     record(run, lambda call: None)
     bodies = {r.id: r.body for r in record.sink if isinstance(r, Message)}
-    assert [[bodies[m]["content"] for m in c.messages] for c in record.calls] == [["be brief", "hi"], ["once"]]
-    assert [c.candidates[0].text for c in record.calls] == ["done", "more"]
-    assert [c.policy for c in record.calls] == [None, None]
+    assert [[bodies[m]["content"] for m in c.messages] for c in record.calls] == [["be brief", "hi"]]
+    assert [c.candidates[0].text for c in record.calls] == ["done"]
+    assert [c.policy for c in record.calls] == [None]
 
 
 def test_embeddings_and_other_traffic_are_no_calls(provider: Provider, record: Recorded):
