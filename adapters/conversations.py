@@ -28,7 +28,7 @@ class _Turn:
     Token ids are packed."""
 
     prompt: bytes
-    replies: Mapping[bytes, tuple[bytes, bytes]]
+    replies: dict[bytes, tuple[bytes, bytes]]
 
     def size(self) -> int:
         return _OVERHEAD + len(self.prompt) + sum(_OVERHEAD + len(reply) for _, reply in self.replies.values())

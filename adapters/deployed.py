@@ -13,8 +13,8 @@ from contextvars import Token
 from pathlib import Path
 from typing import Any
 
-from cotune.adapters.conversations import Conversations
 from cotune.adapters.open_policies import Local, Served, open_local
+from cotune.adapters.responder import LocalResponder
 from cotune.context import CallerContext, current_episode
 from cotune.errors import CotuneError
 from cotune.recording.episodes import activators
@@ -22,8 +22,6 @@ from cotune.recording.recorder import Answer, LiveCall, LiveEpisode
 from cotune.recording.records import Call, Record, Task
 from cotune.recording.role_functions import RolesFunction, roles_function
 from cotune.runtime.threads import carry_context
-from cotune.sampling.protocol import SamplingParams
-from cotune.sampling.responder import PolicyResponder
 
 log = logging.getLogger("cotune.deployed")
 
@@ -71,7 +69,7 @@ class Deployment:
         self._roles = roles
         self._loop: _Loop | None = None
         self._local: Local | None = None
-        self._responder: PolicyResponder | None = None
+        self._responder: LocalResponder | None = None
         self._lock = threading.Lock()
         self._entered: Token[LiveEpisode | None] | None = None
 
@@ -139,15 +137,7 @@ class Deployment:
     def _ready(self, local: Local) -> None:
         self._local = local
         self.served = local.served
-        self._responder = _Deployed(
-            local.sampler,
-            local.chat,
-            {role: served.policy for role, served in local.served.items()},
-            defaults=SamplingParams(max_tokens=local.max_model_len),
-            override=self._override,
-            provider_roles=local.left_to_provider,
-            others=local.others.policy if local.others else None,
-        )
+        self._responder = _Deployed(local, self._override)
         for activate in activators:
             activate()
         carry_context()
@@ -179,22 +169,11 @@ class _Unrecorded(LiveEpisode):
         return alone.start(mark, body)
 
 
-class _Deployed(PolicyResponder):
-    """Knows the conversations that it answered, and says once of a role that the export lacks who answers it."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.conversations = Conversations()
-
-    def earlier(self, call: LiveCall) -> Sequence[Sequence[int]]:
-        return self.conversations.find(call.role, call.messages).paths
+class _Deployed(LocalResponder):
+    """Says once of a role that the export lacks who answers it."""
 
     async def respond(self, call: LiveCall) -> Answer | None:
         answer = await super().respond(call)
-        if answer is not None:
-            reply = answer.candidates[answer.chosen]
-            place = self.conversations.find(call.role, call.messages)
-            self.conversations.keep(place, answer.prompt_ids, reply.message, reply.token_ids)
         if self.unlisted[call.role] == 1:
             who = "its own provider" if self.others is None else "the untrained model"
             known = ", ".join(self.policies)

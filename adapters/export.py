@@ -38,8 +38,8 @@ from cotune.sampling.protocol import Weights, fingerprint
 def export_run(run: str | Path, to: str | Path) -> Manifest:
     """Export the newest checkpoint of a run. Raises RunError, ConfigError, AdapterError."""
     policies = latest_policies(run)
-    settings = {"other_roles": other_roles_of(run), "tool_format": tool_format_of(run)}
-    return write_export(to, policies, run=Path(run).resolve().name, **settings)
+    name = Path(run).resolve().name
+    return write_export(to, policies, run=name, other_roles=other_roles_of(run), tool_format=tool_format_of(run))
 
 
 def write_export(
@@ -81,7 +81,7 @@ def _check_target(target: Path) -> None:
 
 def _write(folder: Path, policies: Sequence[TrainedPolicy], run: str | None, **settings: Any) -> Manifest:
     bases: dict[str, Base] = {}
-    exported = []
+    exported: list[ExportedPolicy] = []
     for policy in policies:
         base = _base(policy.model, bases) if policy.kind != "provider" and policy.model else None
         exported.append(_write_policy(folder, policy, base, [p.folder for p in exported if p.folder]))

@@ -103,7 +103,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, str]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
-            header = json.loads(file.read(length)) if length <= size else None
+            header: Any = json.loads(file.read(length)) if length <= size else None
             entries = msgspec.convert({k: v for k, v in header.items() if k != "__metadata__"}, dict[str, _Entry])
         except (ValueError, AttributeError, RecursionError):
             raise AdapterError(f"{path} is no safetensors file.", "Fetch or export the model again.") from None

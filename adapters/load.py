@@ -10,10 +10,11 @@ from cotune.adapters.fingerprint import base_fingerprint
 from cotune.adapters.hashes import changed
 from cotune.adapters.manifest import ADAPTER_FILE, MANIFEST, Base, ExportedPolicy, Manifest, read_manifest
 from cotune.adapters.trained import read_weights
-from cotune.errors import AdapterError, ConfigError, SyncError
+from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.models.folder import locate_model, read_parameters
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Sampler, Weights, fingerprint
+from cotune.sampling.publish import publish_verified
 
 _UNREAD = (".md", ".gitattributes", ".gitignore", ".DS_Store")
 """Ends of names of files that no loader reads: they may be added to an export."""
@@ -47,21 +48,12 @@ class Export:
             )
         return weights
 
-    async def publish(self, sampler: Sampler) -> dict[str, str]:
-        """Publish every trained policy; return the fingerprint of each. Raises SyncError when one arrives altered."""
-        arrived: dict[str, str] = {}
+    async def publish(self, sampler: Sampler) -> None:
+        """Publish every trained policy. Raises SyncError when one arrives altered."""
         for policy in self.manifest.policies:
             weights = self.weights(policy)
-            if weights is None:
-                continue
-            arrived[policy.name] = await sampler.publish(policy.ref, weights, policy.lora)
-            if arrived[policy.name] != policy.fingerprint:
-                raise SyncError(
-                    f"Policy {policy.ref} arrived at the sampler with fingerprint {arrived[policy.name]}, "
-                    f"not {policy.fingerprint}.",
-                    "Check the sampler's log.",
-                )
-        return arrived
+            if weights is not None and policy.fingerprint is not None:
+                await publish_verified(sampler, policy.ref, weights, policy.lora, policy.fingerprint)
 
 
 def load_export(folder: str | Path, base: str | Path | None = None, *, roles: Sequence[str] = ()) -> Export:

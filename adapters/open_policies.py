@@ -97,10 +97,10 @@ async def _open_export(export: Export, tool_format: str | None) -> Local:
     left = [entry.role for entry in export.manifest.roles if entry.role not in served]
     local = await _open(export.model, served, left, tool_format or export.manifest.tool_format, export)
     base = next(policy.base for policy in export.manifest.policies if policy.base)
-    if (ref := stand_in(export.manifest.other_roles)) is None:
+    if (untrained := stand_in(export.manifest.other_roles)) is None:
         return local
     digest = base.sha256.weights
-    return replace(local, others=Served("any other", ref, "frozen", base.model, digest, digest))
+    return replace(local, others=Served("any other", untrained, "frozen", base.model, digest, digest))
 
 
 async def _open_model(

@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cotune.adapters.chat_endpoint import ChatEndpoint
 from cotune.adapters.open_policies import Local, Served, open_local, with_aliases
+from cotune.adapters.responder import LocalResponder
 from cotune.adapters.restarting import Restarting
-from cotune.integrations.http.requests import Access
+from cotune.context import CallerContext
+from cotune.errors import PromptTooLong, RequestRefused, SamplerError, SampleTimeout
+from cotune.integrations.http.requests import (
+    Access,
+    ClientGone,
+    RequestError,
+    decode_body,
+    read_body,
+    send_error,
+    send_json,
+    unless_gone,
+)
 from cotune.integrations.http.responses import application, json_response
 from cotune.integrations.http.server import Running, check_access, running, stopped_by_signals
+from cotune.integrations.openai.chat_request import ChatRequest
+from cotune.integrations.openai.completions import completion_of
+from cotune.integrations.openai.sse import to_stream
+from cotune.recording.recorder import LiveCall, LiveEpisode
+from cotune.recording.records import Record, Task
+from cotune.sampling.protocol import SamplingParams
+from cotune.sampling.request_params import template_options
 
 __all__ = ["Endpoint", "build_app", "check_access", "serve", "serving", "serving_local"]
 
+logger = logging.getLogger("cotune.serve")
 MAX_BODY = 16 << 20
 _LOOK = 0.5
 """Seconds between two looks at whether the engine is there."""
@@ -31,7 +54,7 @@ _LOOK = 0.5
 def build_app(local: Local, *, token: str | None = None, max_body: int = MAX_BODY) -> Starlette:
     """The ASGI application. With a `token`, all but /health needs `Authorization: Bearer TOKEN`."""
     access = Access(token)
-    chat = ChatEndpoint(local, access, max_body=max_body)
+    chat = ChatEndpoint(local, access, max_body)
 
     async def models(request: Request) -> Response:
         access.check(request.scope)
@@ -45,8 +68,11 @@ def build_app(local: Local, *, token: str | None = None, max_body: int = MAX_BOD
     async def health(request: Request) -> Response:
         access.check_local(request.scope)
         info = await local.sampler.info()
-        counts = {"requests": chat.counts, "not_enforced": chat.not_enforced, "unlisted": chat.unlisted}
-        more = {"conversations": chat.conversations.kept(), "engine_restarts": getattr(local.sampler, "restarts", 0)}
+        counts = {"requests": chat.counts, "not_enforced": chat.not_enforced, "unlisted": chat.responder.unlisted}
+        more = {
+            "conversations": chat.responder.conversations.kept(),
+            "engine_restarts": getattr(local.sampler, "restarts", 0),
+        }
         return json_response({"status": "ok", "sampler": info.name, "in_flight": chat.in_flight, **more, **counts})
 
     return application(
@@ -99,8 +125,13 @@ def serving(
     calls. `aliases` are names under which a role answers too. Raises ConfigError, AdapterError, SyncError when it
     cannot start.
     """
-    settings = {"base": base, "names": names, "tool_format": tool_format}
-    return serving_local(lambda: open_local(source, **settings), host=host, port=port, token=token, aliases=aliases)
+    return serving_local(
+        lambda: open_local(source, base=base, names=names, tool_format=tool_format),
+        host=host,
+        port=port,
+        token=token,
+        aliases=aliases,
+    )
 
 
 def serving_local(
@@ -162,3 +193,114 @@ def _model(name: str, served: Served, local: Local) -> dict[str, Any]:
         "fingerprint": served.fingerprint,
         "base": {"model": served.base, "weights_sha256": served.base_sha256},
     }
+
+
+class ChatEndpoint:
+    """POST /v1/chat/completions over policies, as an ASGI application.
+
+    `counts` tells requests by outcome, `not_enforced` the fields answered without.
+    """
+
+    def __init__(self, local: Local, access: Access, max_body: int) -> None:
+        self.local = local
+        self.access = access
+        self.max_body = max_body
+        self.responder = _Responder(local)
+        self.in_flight = 0
+        self.counts: Counter[str] = Counter()
+        self.not_enforced: Counter[str] = Counter()
+        self._episode = LiveEpisode(_Unrecorded(), Task(id="serve", input=None), workflow="serve")
+        self._token_text = functools.lru_cache(None)(local.token_text)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.in_flight += 1
+        try:
+            await self._serve(scope, receive, send)
+        except RequestError as error:
+            self.counts[f"refused_{error.status}"] += 1
+            await send_error(send, error)
+        finally:
+            self.in_flight -= 1
+
+    def find(self, model: str) -> Served:
+        """What answers for a model name. Raises RequestError (404) with the known names."""
+        found = self.local.served.get(model)
+        if found is not None:
+            return found
+        known = ", ".join(self.local.served)
+        if self.local.others is None or model in self.local.left_to_provider:
+            raise RequestError(
+                404,
+                f"There is no model {model!r} here; the models are: {known}.",
+                param="model",
+                code="model_not_found",
+            )
+        if not self.responder.unlisted[model]:
+            logger.warning("There is no model %r here (there are: %s): the untrained model answers.", model, known)
+        return self.local.others
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.access.check(scope)
+        request = decode_body(await read_body(scope, receive, self.max_body), ChatRequest)
+        try:
+            body = await unless_gone(receive, functools.partial(self._answer, request))
+        except ClientGone:
+            self.counts["disconnected"] += 1
+            return
+        self.counts["ok"] += 1
+        if request.stream:
+            options = request.stream_options
+            await _send_events(send, to_stream(body, usage=bool(options and options.include_usage)))
+        else:
+            await send_json(send, 200, body)
+
+    async def _answer(self, request: ChatRequest) -> dict[str, Any]:
+        self.find(request.model)
+        self._count_unenforced(request)
+        call = LiveCall(self._episode, CallerContext(request.model, "serve"), 0, 0, msgspec.structs.asdict(request))
+        try:
+            answer = await self.responder.respond(call)
+        except SampleTimeout as error:
+            raise RequestError(504, str(error), code="timeout") from None
+        except RequestRefused as error:
+            raise RequestError(400, str(error), code="invalid_value") from None
+        except SamplerError as error:
+            logger.error("The sampler failed: %s", error)
+            raise RequestError(500, str(error), code="sampler_error") from None
+        assert answer is not None, "find leaves no model to a provider"
+        return completion_of(call, answer, self._token_text)
+
+    def _count_unenforced(self, request: ChatRequest) -> None:
+        options = template_options(msgspec.structs.asdict(request))
+        names = [name for name in options if not self.local.chat.reads(name)]
+        for name in [*names, *(["top_logprobs"] if request.top_logprobs else [])]:
+            if not self.not_enforced[name]:
+                logger.warning("A request sets %s, which is not enforced: its answers are sampled without.", name)
+            self.not_enforced[name] += 1
+
+
+class _Responder(LocalResponder):
+    """Refuses what cannot be rendered by the field that it is in."""
+
+    async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
+        try:
+            return await super().prepare(call)
+        except PromptTooLong as error:
+            raise RequestError(400, error.cause, param="messages", code="context_length_exceeded") from None
+        except RequestRefused:
+            raise
+        except SamplerError as error:
+            raise RequestError(400, str(error), param="messages", code="invalid_value") from None
+
+
+class _Unrecorded:
+    """A sink: nothing of what is served is recorded."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        pass
+
+
+async def _send_events(send: Send, content: bytes) -> None:
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": content})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,16 @@ class CotuneError(Exception):
     def __reduce__(self) -> tuple[Callable[..., CotuneError], tuple[type[CotuneError], str, dict[str, Any]]]:
         """Crosses processes whole, whatever the arguments of its class."""
         return _restored, (type(self), str(self), self.__dict__)
+
+
+def field_and_fault(error: Exception) -> tuple[str, str]:
+    """Dotted path of the field ("" for the whole) and what is wrong with it, of msgspec's ValidationError, which has
+    both in its text alone."""
+    fault, _, where = str(error).partition(" - at `$")
+    field = where.strip(".`")
+    if named := re.search(r"(?:missing required|unknown) field `(.+)`", fault):
+        field = f"{field}.{named[1]}".lstrip(".")
+    return field, fault
 
 
 def _restored(kind: type[CotuneError], message: str, fields: dict[str, Any]) -> CotuneError:

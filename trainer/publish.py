@@ -16,6 +16,7 @@ from cotune.errors import SyncError
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Sampler, SamplingParams, Weights, fingerprint
+from cotune.sampling.publish import publish_verified
 
 PROBE = SamplingParams(temperature=1.0, max_tokens=16, seed=0)
 """How the probe is sampled: untruncated, so that the trainer's log-probabilities are of the same distribution."""
@@ -62,12 +63,7 @@ async def prove_publish(
     prompt (token ids). Raises SyncError with the figures.
     """
     proof = _moved(policy, weights, previous, trained)
-    arrived = await sampler.publish(policy, weights, lora)
-    if arrived != proof.fingerprint:
-        raise SyncError(
-            f"Policy {policy} arrived with fingerprint {arrived}; {proof.fingerprint} was sent.",
-            "Check the sampler's log: weights were lost or altered on the way.",
-        )
+    await publish_verified(sampler, policy, weights, lora, proof.fingerprint)
     if probe and trainer_logprobs is not None:
         proof = await _probe(sampler, proof, probe, trainer_logprobs, bound)
     for old in retire:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 import msgspec
 
 from cotune.algorithms.samples import KEY_FIELDS
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, field_and_fault
 from cotune.sampling.plans import PlanKind
 
 Horizon = Literal["own_turn", "terminal", "reward_to_go"]
@@ -377,8 +377,8 @@ def _convert(struct: S, changes: Mapping[str, Any]) -> S:
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
-        message, _, where = str(error).partition(" - at `$.")
-        field = re.split(r"\W", where)[0]
+        path, message = field_and_fault(error)
+        field = re.split(r"\W", path)[0]
         options = get_args(get_type_hints(type(struct)).get(field))
         allowed = f"one of {', '.join(options)}" if options and isinstance(options[0], str) else message
         raise ConfigError(f"recipe.{field}", fields.get(field), allowed) from None

@@ -10,7 +10,7 @@ import msgspec
 
 from cotune.algorithms.attribution import Length, attribute_siblings
 from cotune.algorithms.recipes import Attribution
-from cotune.errors import RequestRefused, SamplerError, WorkflowError
+from cotune.errors import PromptTooLong, RequestRefused, SamplerError, WorkflowError
 from cotune.recording.recorder import Answer, LiveCall
 from cotune.recording.records import Candidate, PolicyRef, Usage
 from cotune.sampling.plans import Plan, choose, seed_of
@@ -28,7 +28,8 @@ class PolicyResponder:
     candidates, and `attribution` says which is best; any other role gets one. `override` replaces what the application
     asks for (temperature, ...). With a `seed` every call draws from a stream of its own, derived from its place and
     from a seed that the application asks for; without one the application's holds. The place begins with the
-    episode's phase, or with `stream` where phases are to draw the same numbers.
+    episode's phase, or with `stream` where phases are to draw the same numbers. With `max_model_len` (tokens) a prompt
+    that leaves no room for a reply is refused before it is sampled, and a reply is cut to the room that there is.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class PolicyResponder:
         others: PolicyRef | None = None,
         seed: int | None = None,
         stream: str = "",
+        max_model_len: int | None = None,
     ) -> None:
         self.sampler = sampler
         self.chat = chat
@@ -59,6 +61,7 @@ class PolicyResponder:
         self.others = others
         self.seed = seed
         self.stream = stream
+        self.max_model_len = max_model_len
         self.passed_through: Counter[str] = Counter()
         """Calls by role that the application's provider answers."""
         self.unlisted: Counter[str] = Counter()
@@ -75,7 +78,7 @@ class PolicyResponder:
             self.passed_through[call.role] += 1
             return None
         self._require_answerable(call)
-        prompt, params = self._request(call)
+        prompt, params = await self.prepare(call)
         completions = await self.sampler.sample(prompt, self._count(call), params, policy)
         candidates = tuple(self._candidate(call, prompt, params, i, c) for i, c in enumerate(completions))
         rewards, error = await self._rewards(call, candidates)
@@ -97,6 +100,10 @@ class PolicyResponder:
         """Token paths that the prompt of a call may go on from: of its role's earlier calls in the episode."""
         return call.earlier()
 
+    async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
+        """The prompt, and how its reply is sampled; raises as `request` does."""
+        return self.request(call)
+
     def _policy(self, role: str) -> PolicyRef | None:
         policy = self.policies.get(role)
         if policy is not None or role in self.provider_roles:
@@ -113,7 +120,7 @@ class PolicyResponder:
             call.episode.warn("unanswerable", str(error))
             raise error
 
-    def _request(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
+    def request(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
         """The prompt, and how its reply is sampled. Raises RequestRefused for what cannot be honoured, counted."""
         asked, tools = call.params, tools_shown(call.params, call.tools)
         try:
@@ -123,13 +130,26 @@ class PolicyResponder:
                 if not self.chat.reads(name):
                     call.episode.warn("unread_option", f"The model's chat template does not know {name}.")
             more: dict[str, Any] = {"options": options} if options else {}
+            if self.max_model_len is not None:
+                more["most"] = self.max_model_len - 1
             prompt = self.chat.render(call.messages, tools, earlier=self.earlier(call), **more)
+            params = self._fitted(params, len(prompt))
             if fixes_form(asked, call.tools):
                 params = msgspec.structs.replace(params, grammar=self.chat.grammar(asked, call.tools, prompt))
         except RequestRefused as error:
             call.episode.warn("refused", f"Role {call.role!r} asks for what cannot be honoured.", error)
             raise
         return prompt, params
+
+    def _fitted(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
+        if self.max_model_len is None:
+            return params
+        room = self.max_model_len - prompt_tokens
+        if room < 1:  # earlier token ids may be more than the template's
+            raise PromptTooLong(
+                f"The prompt has {prompt_tokens} tokens; the model takes {self.max_model_len} with the reply."
+            )
+        return msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
 
     def _params(self, call: LiveCall) -> SamplingParams:
         params = request_params(call.params, self.defaults, self.override)

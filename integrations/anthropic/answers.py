@@ -73,10 +73,8 @@ def to_events(message: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
 def _block_events(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     kind = block["type"]
     if kind == "tool_use":
-        empty, delta = (
-            {"input": {}},
-            {"type": "input_json_delta", "partial_json": msgspec.json.encode(block["input"]).decode()},
-        )
+        empty: dict[str, Any] = {"input": {}}
+        delta = {"type": "input_json_delta", "partial_json": msgspec.json.encode(block["input"]).decode()}
     else:
         empty, delta = {kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
     yield {"type": "content_block_start", "content_block": {**block, **empty}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
 
@@ -17,7 +16,7 @@ from starlette.routing import Route
 from cotune.errors import CotuneError, RecordError
 from cotune.integrations.gateway.episodes import Episodes
 from cotune.integrations.gateway.proxy import Proxy
-from cotune.integrations.http.requests import Access, RequestError, read_body
+from cotune.integrations.http.requests import Access, RequestError, decode_body, read_body
 from cotune.integrations.http.responses import application, json_response
 from cotune.recording.records import EpisodeStatus
 from cotune.storage.sqlite_store import SqliteStore
@@ -61,13 +60,7 @@ def control_app(
 
     async def body(request: Request, kind: type[T]) -> T:
         access.check(request.scope)
-        try:
-            async with asyncio.timeout(proxy.limits.seconds):
-                raw = await read_body(request.scope, request.receive, max_body)
-        except TimeoutError:
-            text = f"The body did not come within the gateway's {proxy.limits.seconds:g} seconds."
-            raise RequestError(408, text, code="timeout", headers={"connection": "close"}) from None
-        return _decoded(raw, kind)
+        return decode_body(await read_body(request.scope, request.receive, max_body), kind)
 
     async def open_(request: Request) -> Response:
         given = await body(request, OpenEpisode)
@@ -107,17 +100,6 @@ def control_app(
             Route("/health", health),
         ],
     )
-
-
-def _decoded(raw: bytes, kind: type[T]) -> T:
-    decode: Callable[[bytes], T] = msgspec.json.Decoder(kind).decode
-    try:
-        return decode(raw)
-    except msgspec.ValidationError as error:
-        _, _, path = str(error).partition(" - at `$.")
-        raise RequestError(400, f"{error}.", param=path.rstrip("`") or None, code="invalid_value") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(400, f"The body is not JSON: {error}.", code="invalid_json") from None
 
 
 async def _check_target(target: str, episodes: Episodes, store: SqliteStore | None) -> None:

@@ -17,7 +17,6 @@ from cotune.integrations.gateway.address import Address, identity
 from cotune.integrations.gateway.episodes import Episodes
 from cotune.integrations.gateway.exchange import Exchange
 from cotune.integrations.gateway.requests import inflated, read_call
-from cotune.integrations.gateway.strict import check_sampling
 from cotune.integrations.gateway.upstream import Upstream, UpstreamError
 from cotune.integrations.http.requests import (
     Access,
@@ -29,6 +28,7 @@ from cotune.integrations.http.requests import (
     read_body,
     unless_gone,
 )
+from cotune.integrations.openai.chat_request import check_sampling
 from cotune.integrations.openai.forms import TEXT_COMPLETION, TEXT_COMPLETIONS, Form
 from cotune.recording.answering import answer, failed
 
@@ -162,10 +162,10 @@ class Proxy:
 
     async def _pass(self, passage: _Passage) -> None:
         scope, address = passage.scope, passage.address
-        if self.upstream is not None:
+        if (upstream := self._provider(scope, address)) is not None:
             own_key = any(self.access.given(scope, name) for name in KEYS)
-            passage.upstream = self._provider(scope, address)
-            passage.headers = passage.upstream.request_headers(scope["headers"], own_key)
+            passage.upstream = upstream
+            passage.headers = upstream.request_headers(scope["headers"], own_key)
         if address.form is not None and scope["method"] == "POST":
             raw = await read_body(scope, passage.receive, self.limits.body)
             content = inflated(raw, header(scope, b"content-encoding").decode("latin-1"), self.limits.body)

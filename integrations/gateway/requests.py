@@ -5,18 +5,14 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
-import msgspec
-
-from cotune.integrations.http.requests import RequestError
+from cotune.integrations.http.requests import RequestError, decode_body
 from cotune.integrations.openai.forms import Form
 from cotune.recording.recorder import LiveEpisode
-
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def read_call(form: Form, raw: bytes) -> dict[str, Any]:
     """The body of a call. Raises RequestError (400) that names the field which cannot be recorded."""
-    body = read_json(raw)
+    body = decode_body(raw, dict[str, Any])
     _need(body, "model", str, "a text")
     _need(body, "stream", bool, "true or false")
     _need(body, "n", int, "a whole number")
@@ -41,18 +37,6 @@ def chat_of(form: Form, asked: dict[str, Any], episode: LiveEpisode) -> tuple[di
         return chat, form.unsupported_reason(asked, chat, episode)
     except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         raise RequestError(400, f"The request cannot be read: {error}.", code="invalid_value") from None
-
-
-def read_json(raw: bytes) -> dict[str, Any]:
-    """A JSON object. Raises RequestError (400)."""
-    try:
-        return _decode(raw)
-    except msgspec.ValidationError as error:
-        raise RequestError(400, f"The body must be a JSON object: {error}.", code="invalid_json") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(400, f"The body is not JSON: {error}.", code="invalid_json") from None
-    except RecursionError:
-        raise RequestError(400, "The body is nested too deeply.", code="invalid_json") from None
 
 
 def inflated(raw: bytes, coding: str, limit: int) -> bytes:

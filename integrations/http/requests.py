@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from cotune.errors import field_and_fault
+
 T = TypeVar("T")
 json_bytes = msgspec.json.Encoder().encode
 
@@ -40,6 +42,25 @@ class RequestError(Exception):
         """The error in OpenAI form."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def decode_body(raw: bytes, kind: type[T]) -> T:
+    """A JSON body as `kind`. Raises RequestError (400) that names the field, or says why it is not JSON."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        raise invalid_value(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(400, f"The body is not JSON: {error}.", code="invalid_json") from None
+    except RecursionError:
+        raise RequestError(400, "The body is nested too deeply.", code="invalid_json") from None
+
+
+def invalid_value(error: msgspec.ValidationError) -> RequestError:
+    """The refusal (400) of a value, by its field."""
+    field, fault = field_and_fault(error)
+    message = f"{field}: {fault}." if field else f"{fault}."
+    return RequestError(400, message, param=field or None, code="invalid_value")
 
 
 class ClientGone(Exception):

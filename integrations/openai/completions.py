@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import starmap
 from typing import Any
 
@@ -11,27 +12,30 @@ from cotune.recording.recorder import Answer, LiveCall
 from cotune.recording.records import Candidate
 from cotune.recording.validate_answers import MALFORMED, counts
 
+TokenText = Callable[[int], str] | None
 
-def completion_of(call: LiveCall, answer: Answer) -> dict[str, Any]:
+
+def completion_of(call: LiveCall, answer: Answer, token_text: TokenText = None) -> dict[str, Any]:
     """The body for an answer: the chosen candidate first, then others up to the `n` that the application asked for.
 
-    The model name is the one asked for. Raises SamplerError when there are fewer candidates than `n`.
+    The model name is the one asked for; `token_text` gives the text of a token in log-probabilities, which show its id
+    without it. Raises SamplerError when there are fewer candidates than `n`.
     """
-    shown = choices_for(call, answer)
+    shown = _choices(call, answer)
     completion = {
         "id": f"chatcmpl-{call.id}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": call.model,
-        "choices": [_choice(call, i, candidate) for i, candidate in enumerate(shown)],
-        "usage": usage_of(answer, shown),
+        "choices": [_choice(call, i, candidate, token_text) for i, candidate in enumerate(shown)],
+        "usage": _usage(answer, shown),
     }
     if call.params.get("return_token_ids"):
         completion["prompt_token_ids"] = list(answer.prompt_ids)
     return completion
 
 
-def choices_for(call: LiveCall, answer: Answer) -> list[Candidate]:
+def _choices(call: LiveCall, answer: Answer) -> list[Candidate]:
     """The chosen candidate, then others up to the `n` that was asked for. Raises SamplerError when there are fewer."""
     asked = int(call.params.get("n") or 1)
     if len(answer.candidates) < asked:
@@ -43,22 +47,24 @@ def choices_for(call: LiveCall, answer: Answer) -> list[Candidate]:
     return [answer.candidates[answer.chosen], *others][:asked]
 
 
-def _choice(call: LiveCall, index: int, candidate: Candidate) -> dict[str, Any]:
+def _choice(call: LiveCall, index: int, candidate: Candidate, token_text: TokenText) -> dict[str, Any]:
     message = {"role": "assistant", "content": None, **candidate.message}
     choice = {"index": index, "message": message, "finish_reason": candidate.finish_reason, "logprobs": None}
     if call.params.get("logprobs"):
-        choice["logprobs"] = {
-            "content": [
-                {"token": f"token_id:{t}", "logprob": p, "bytes": None, "top_logprobs": []}
-                for t, p in zip(candidate.token_ids, candidate.logprobs, strict=False)
-            ]
-        }
+        pairs = zip(candidate.token_ids, candidate.logprobs, strict=False)
+        choice["logprobs"] = {"content": [_token(t, p, token_text) for t, p in pairs], "refusal": None}
     if call.params.get("return_token_ids"):
         choice["token_ids"] = list(candidate.token_ids)
     return choice
 
 
-def usage_of(answer: Answer, shown: list[Candidate]) -> dict[str, int]:
+def _token(token: int, logprob: float, token_text: TokenText) -> dict[str, Any]:
+    text = f"token_id:{token}" if token_text is None else token_text(token)
+    shown = None if token_text is None else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": shown, "top_logprobs": []}
+
+
+def _usage(answer: Answer, shown: list[Candidate]) -> dict[str, int]:
     """Counts as the application would pay for them: only of the choices it gets."""
     completion = sum(len(c.token_ids) for c in shown) or answer.usage.completion_tokens
     prompt = answer.usage.prompt_tokens
@@ -93,7 +99,7 @@ def _candidate(index: int, choice: Any) -> Candidate:
     token_ids = several(choice.get("token_ids"))
     told = choice.get("logprobs") or {}
     items = several(told.get("content")) if isinstance(told, dict) else (told,)
-    logprobs = tuple([item.get("logprob") if isinstance(item, dict) else None for item in items])
+    logprobs: Any = tuple([item.get("logprob") if isinstance(item, dict) else None for item in items])
     return Candidate(
         index=index,
         text=content if isinstance(content, str) else "",

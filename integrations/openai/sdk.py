@@ -17,6 +17,7 @@ from cotune.errors import RecordError, SamplerError
 from cotune.integrations.openai.answers import finish, part_of
 from cotune.integrations.openai.forms import TEXT_COMPLETION, TEXT_COMPLETIONS, Form, asked_in, form_of
 from cotune.integrations.openai.tee import package_of, tee
+from cotune.integrations.patching import replace_method
 from cotune.integrations.versions import missing_hook
 from cotune.recording.answering import answer, answer_blocking, failed, reason_of
 from cotune.recording.model_calls import UNREADABLE, warn_unrecorded
@@ -50,13 +51,13 @@ def install() -> None:
         for name in ("request", "_send_request"):
             if not callable(getattr(client, name, None)):
                 raise missing_hook("openai", f"{client.__name__}.{name}")
-    sync, other = base.SyncAPIClient, base.AsyncAPIClient
-    sync.request, sync._send_request = _sync_request(sync.request), _sync_send(sync._send_request)
-    other.request, other._send_request = _async_request(other.request), _async_send(other._send_request)
+    replace_method(base.SyncAPIClient, "request", _sync_request)
+    replace_method(base.SyncAPIClient, "_send_request", _sync_send)
+    replace_method(base.AsyncAPIClient, "request", _async_request)
+    replace_method(base.AsyncAPIClient, "_send_request", _async_send)
 
 
 def _sync_request(original: Any) -> Any:
-    @functools.wraps(original)
     def request(self: Any, *args: Any, **kwargs: Any) -> Any:
         if current_episode.get() is None:
             return original(self, *args, **kwargs)
@@ -74,7 +75,6 @@ def _sync_request(original: Any) -> Any:
 
 
 def _async_request(original: Any) -> Any:
-    @functools.wraps(original)
     async def request(self: Any, *args: Any, **kwargs: Any) -> Any:
         if current_episode.get() is None:
             return await original(self, *args, **kwargs)
@@ -92,7 +92,6 @@ def _async_request(original: Any) -> Any:
 
 
 def _sync_send(original: Any) -> Any:
-    @functools.wraps(original)
     def send(self: Any, request: Any, **kwargs: Any) -> Any:
         episode = current_episode.get()
         if episode is None:
@@ -127,7 +126,6 @@ def _sync_send(original: Any) -> Any:
 
 
 def _async_send(original: Any) -> Any:
-    @functools.wraps(original)
     async def send(self: Any, request: Any, **kwargs: Any) -> Any:
         episode = current_episode.get()
         if episode is None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from cotune.adapters.load import load_export
 from cotune.adapters.manifest import is_export, read_manifest
 from cotune.adapters.trained import TrainedPolicy, latest_policies, other_roles_of, tool_format_of
-from cotune.errors import AdapterError, SyncError
+from cotune.errors import AdapterError
 from cotune.policies import OtherRoles
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Sampler, fingerprint
+from cotune.sampling.publish import publish_verified
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,8 @@ class Contestants:
         for policy in self.policies:
             if policy.weights is None:
                 continue
-            ref = PolicyRef(policy.name, policy.version)
-            sent = fingerprint(policy.weights)
-            arrived = await sampler.publish(ref, policy.weights, policy.lora if policy.kind == "lora" else None)
-            if arrived != sent:
-                raise SyncError(
-                    f"Policy {ref} arrived at the sampler with fingerprint {arrived}; {sent} was sent.",
-                    "Check the sampler's log.",
-                )
+            ref, lora = PolicyRef(policy.name, policy.version), policy.lora if policy.kind == "lora" else None
+            await publish_verified(sampler, ref, policy.weights, lora, fingerprint(policy.weights))
 
 
 def open_contestants(source: str | Path, model: str | None = None) -> Contestants:

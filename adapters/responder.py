@@ -1,0 +1,54 @@
+"""Answers calls by policies that are open in this process, and knows the conversations that it answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from cotune.adapters.conversations import Conversations
+from cotune.adapters.open_policies import Local
+from cotune.recording.recorder import Answer, LiveCall
+from cotune.runtime.bounded_cache import bytes_of
+from cotune.sampling.protocol import SamplingParams
+from cotune.sampling.responder import PolicyResponder
+
+LONG = 256 << 10
+"""Bytes of messages from which on a prompt is rendered when no other such prompt is."""
+
+
+class LocalResponder(PolicyResponder):
+    """What `cotune serve` and `cotune.deployed` answer with: no episode, so earlier calls are found by their messages.
+
+    Prompts are rendered in threads, so that a long one delays nobody else; very long ones one after the other.
+    """
+
+    def __init__(self, local: Local, override: Mapping[str, Any] | None = None) -> None:
+        super().__init__(
+            local.sampler,
+            local.chat,
+            {role: served.policy for role, served in local.served.items()},
+            defaults=SamplingParams(max_tokens=local.max_model_len),
+            override=override,
+            provider_roles=local.left_to_provider,
+            others=local.others.policy if local.others else None,
+            max_model_len=local.max_model_len,
+        )
+        self.conversations = Conversations()
+        self._long = ThreadPoolExecutor(1, "cotune-long-prompts")
+
+    def earlier(self, call: LiveCall) -> Sequence[Sequence[int]]:
+        return self.conversations.find(call.role, call.messages).paths
+
+    async def respond(self, call: LiveCall) -> Answer | None:
+        answer = await super().respond(call)
+        if answer is not None:
+            reply = answer.candidates[answer.chosen]
+            place = self.conversations.find(call.role, call.messages)
+            self.conversations.keep(place, answer.prompt_ids, reply.message, reply.token_ids)
+        return answer
+
+    async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
+        pool = self._long if bytes_of(call.messages) > LONG else None
+        return await asyncio.get_running_loop().run_in_executor(pool, self.request, call)
