@@ -24,7 +24,7 @@ _OVERHEAD = 400
 
 @dataclass(frozen=True)
 class _Turn:
-    """One answered list of messages: its prompt, and each reply by what it said, with the prompt it was sampled from.
+    """One answered list of messages: its prompt, and each reply by its content, with the prompt it was sampled from.
     Token ids are packed."""
 
     prompt: bytes
@@ -77,9 +77,9 @@ class Conversations:
         if turn is not None and turn.prompt == packed:
             packed = turn.prompt
         replies = {} if turn is None else dict(turn.replies)
-        said = _said(message)
-        replies.pop(said, None)  # what was said last stands last
-        replies[said] = packed, pack_ids(reply)
+        key = _reply_key(message)
+        replies.pop(key, None)  # the latest reply stands last
+        replies[key] = packed, pack_ids(reply)
         if len(replies) > REPLIES:
             del replies[next(iter(replies))]
         kept = _Turn(packed, replies)
@@ -91,11 +91,11 @@ class Conversations:
 
 
 def _paths(turn: _Turn, message: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """The prompt, and with it the reply that says what `message` does; the last reply where none does, as a message
+    """The prompt, and with it the reply whose content `message` has; the last reply where none does, as a message
     may say it in another form."""
     if message.get("role") != "assistant" or not turn.replies:
         return [unpack_ids(turn.prompt)]
-    prompt, reply = turn.replies.get(_said(message)) or next(reversed(turn.replies.values()))
+    prompt, reply = turn.replies.get(_reply_key(message)) or next(reversed(turn.replies.values()))
     return [unpack_ids(prompt), unpack_ids(prompt + reply)]
 
 
@@ -104,14 +104,14 @@ def _keys(name: str, messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     digest = hashlib.blake2b(name.encode(), digest_size=16)
     keys = []
     for message in messages:
-        told = {k: v for k, v in message.items() if v not in (None, "", [])}
-        digest.update(canonical({**told, "content": text_of(message.get("content"))}))
+        fields = {k: v for k, v in message.items() if v not in (None, "", [])}
+        digest.update(canonical({**fields, "content": text_of(message.get("content"))}))
         keys.append(digest.copy().digest())
     return keys
 
 
-def _said(message: Mapping[str, Any]) -> bytes:
+def _reply_key(message: Mapping[str, Any]) -> bytes:
     """Content and calls, with the ids that the calls were given: they tell apart replies that say the same."""
     calls = [[call.get("id"), (call.get("function") or {}).get("name")] for call in message.get("tool_calls") or ()]
-    said = json.dumps([text_of(message.get("content")), calls])
-    return hashlib.blake2b(said.encode(), digest_size=16).digest()
+    content = json.dumps([text_of(message.get("content")), calls])
+    return hashlib.blake2b(content.encode(), digest_size=16).digest()

@@ -13,7 +13,7 @@ from contextvars import Token
 from pathlib import Path
 from typing import Any
 
-from cotune.adapters.open_policies import Local, Served, open_local
+from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local
 from cotune.adapters.responder import LocalResponder
 from cotune.context import CallerContext, current_episode
 from cotune.errors import CotuneError
@@ -63,12 +63,12 @@ class Deployment:
         """Ended calls by role that the application's own provider answered."""
         self.unlisted: Counter[str] = Counter()
         """Ended calls by role that the export does not have, whoever answered."""
-        self.served: Mapping[str, Served] = {}
+        self.served: Mapping[str, ServedModel] = {}
         self._base = base
         self._override = override
         self._roles = roles
         self._loop: _Loop | None = None
-        self._local: Local | None = None
+        self._local: LocalPolicies | None = None
         self._responder: LocalResponder | None = None
         self._lock = threading.Lock()
         self._entered: Token[LiveEpisode | None] | None = None
@@ -124,7 +124,7 @@ class Deployment:
             raise
 
     @contextlib.contextmanager
-    def _closing(self) -> Iterator[tuple[_Loop, Local]]:
+    def _closing(self) -> Iterator[tuple[_Loop, LocalPolicies]]:
         assert self._loop is not None and self._local is not None and self._entered is not None
         current_episode.reset(self._entered)
         loop, local = self._loop, self._local
@@ -134,7 +134,7 @@ class Deployment:
         finally:
             loop.close()
 
-    def _ready(self, local: Local) -> None:
+    def _ready(self, local: LocalPolicies) -> None:
         self._local = local
         self.served = local.served
         self._responder = _Deployed(local, self._override)
@@ -154,9 +154,9 @@ class Deployment:
 class _Unrecorded(LiveEpisode):
     """An episode without an end: each call is its own, so that nothing of earlier calls is kept."""
 
-    def start(self, mark: CallerContext, body: Mapping[str, Any]) -> LiveCall:
+    def start(self, caller: CallerContext, body: Mapping[str, Any]) -> LiveCall:
         if self.forked:
-            return super().start(mark, body)
+            return super().start(caller, body)
         alone = LiveEpisode(
             self.sink,
             self.task,
@@ -166,7 +166,7 @@ class _Unrecorded(LiveEpisode):
             phase=self.phase,
             roles=self.roles,
         )
-        return alone.start(mark, body)
+        return alone.start(caller, body)
 
 
 class _Deployed(LocalResponder):
@@ -189,7 +189,7 @@ class _Loop:
         self._thread = threading.Thread(target=self.loop.run_forever, name="cotune-deployed", daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, Local | None]) -> Future[Any]:
+    def run(self, work: Coroutine[Any, Any, LocalPolicies | None]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:

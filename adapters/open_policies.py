@@ -20,7 +20,7 @@ from cotune.sampling.protocol import ChatFormat, Sampler
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """One model name and what answers for it. `base` is the folder or id of the base model, `base_sha256` its
     weights, `fingerprint` that of the trained weights (of the base where nothing is trained)."""
 
@@ -33,7 +33,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalPolicies:
     """A sampler in this process with the policies of each role published to it.
 
     `token_text` gives the text of one token id. `others` answers for any role or name that is not listed; None leaves
@@ -42,11 +42,11 @@ class Local:
 
     sampler: Sampler
     chat: ChatFormat
-    served: Mapping[str, Served]
+    served: Mapping[str, ServedModel]
     left_to_provider: Sequence[str]
     max_model_len: int
     token_text: Callable[[int], str]
-    others: Served | None = None
+    others: ServedModel | None = None
 
     async def aclose(self) -> None:
         await self.sampler.aclose()
@@ -58,7 +58,7 @@ async def open_local(
     base: str | Path | None = None,
     names: Sequence[str] = (),
     tool_format: str | None = None,
-) -> Local:
+) -> LocalPolicies:
     """Open an export, or a model folder or Hugging Face id served under its own name and `names`.
 
     `tool_format` is how the model writes tool calls; None for what the export says, or "auto".
@@ -72,7 +72,7 @@ async def open_local(
     return await _open_model(source, base, names, tool_format)
 
 
-def with_aliases(local: Local, aliases: Mapping[str, str]) -> Local:
+def with_aliases(local: LocalPolicies, aliases: Mapping[str, str]) -> LocalPolicies:
     """The same under further names: what is asked of a name in `aliases` is answered by the role beside it.
 
     Raises ConfigError for a role that is not served, and a name that is.
@@ -85,7 +85,7 @@ def with_aliases(local: Local, aliases: Mapping[str, str]) -> Local:
     return replace(local, served={**local.served, **{name: local.served[role] for name, role in aliases.items()}})
 
 
-async def _open_export(export: Export, tool_format: str | None) -> Local:
+async def _open_export(export: Export, tool_format: str | None) -> LocalPolicies:
     if export.model is None:
         raise AdapterError(f"{export.folder} leaves every role to a provider.", "There is nothing to serve.")
     served = {}
@@ -93,19 +93,19 @@ async def _open_export(export: Export, tool_format: str | None) -> Local:
         policy = export.manifest.policy(role)
         if policy.base is not None:
             digest = policy.base.sha256.weights
-            served[role] = Served(role, ref, policy.kind, policy.base.model, digest, policy.fingerprint or digest)
+            served[role] = ServedModel(role, ref, policy.kind, policy.base.model, digest, policy.fingerprint or digest)
     left = [entry.role for entry in export.manifest.roles if entry.role not in served]
     local = await _open(export.model, served, left, tool_format or export.manifest.tool_format, export)
     base = next(policy.base for policy in export.manifest.policies if policy.base)
     if (untrained := stand_in(export.manifest.other_roles)) is None:
         return local
     digest = base.sha256.weights
-    return replace(local, others=Served("any other", untrained, "frozen", base.model, digest, digest))
+    return replace(local, others=ServedModel("any other", untrained, "frozen", base.model, digest, digest))
 
 
 async def _open_model(
     source: str | Path, base: str | Path | None, names: Sequence[str], tool_format: str | None
-) -> Local:
+) -> LocalPolicies:
     if base is not None:
         raise ConfigError("model", str(base), "no --model with a plain model: it is the base itself", "Leave it out.")
     folder = locate_model(source)
@@ -113,18 +113,18 @@ async def _open_model(
     own = folder.name if Path(source).expanduser().exists() else str(source)
     policy = PolicyRef("base", 0)
     served = {
-        name: Served(name, policy, "frozen", str(source), digest, digest) for name in dict.fromkeys([own, *names])
+        name: ServedModel(name, policy, "frozen", str(source), digest, digest) for name in dict.fromkeys([own, *names])
     }
     return await _open(folder, served, [], tool_format or AUTO)
 
 
 async def _open(
     model: Path,
-    served: Mapping[str, Served],
+    served: Mapping[str, ServedModel],
     left: Sequence[str],
     tool_format: str,
     export: Export | None = None,
-) -> Local:
+) -> LocalPolicies:
     from cotune.adapters.restarting import Restarting
     from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 
@@ -146,7 +146,7 @@ async def _open(
     except BaseException:
         await (await starting).aclose()
         raise
-    return Local(
+    return LocalPolicies(
         Restarting(opened, sampler),
         chat,
         served,

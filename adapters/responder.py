@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cotune.adapters.conversations import Conversations
-from cotune.adapters.open_policies import Local
+from cotune.adapters.open_policies import LocalPolicies
 from cotune.recording.recorder import Answer, LiveCall
 from cotune.runtime.bounded_cache import bytes_of
 from cotune.sampling.protocol import SamplingParams
@@ -24,7 +24,7 @@ class LocalResponder(PolicyResponder):
     Prompts are rendered in threads, so that a long one delays nobody else; very long ones one after the other.
     """
 
-    def __init__(self, local: Local, override: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, local: LocalPolicies, override: Mapping[str, Any] | None = None) -> None:
         super().__init__(
             local.sampler,
             local.chat,

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cotune.adapters.open_policies import Local, Served, open_local, with_aliases
+from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local, with_aliases
 from cotune.adapters.responder import LocalResponder
 from cotune.adapters.restarting import Restarting
 from cotune.context import CallerContext
@@ -34,7 +34,7 @@ from cotune.integrations.http.requests import (
     unless_gone,
 )
 from cotune.integrations.http.responses import application, json_response
-from cotune.integrations.http.server import Running, check_access, running, stopped_by_signals
+from cotune.integrations.http.server import RunningServer, check_access, running, stopped_by_signals
 from cotune.integrations.openai.chat_request import ChatRequest
 from cotune.integrations.openai.completions import completion_of
 from cotune.integrations.openai.sse import to_stream
@@ -51,7 +51,7 @@ _LOOK = 0.5
 """Seconds between two looks at whether the engine is there."""
 
 
-def build_app(local: Local, *, token: str | None = None, max_body: int = MAX_BODY) -> Starlette:
+def build_app(local: LocalPolicies, *, token: str | None = None, max_body: int = MAX_BODY) -> Starlette:
     """The ASGI application. With a `token`, all but /health needs `Authorization: Bearer TOKEN`."""
     access = Access(token)
     chat = ChatEndpoint(local, access, max_body)
@@ -92,10 +92,10 @@ class Endpoint:
 
     url: str
     port: int
-    models: Mapping[str, Served]
+    models: Mapping[str, ServedModel]
     left_to_provider: Sequence[str]
-    others: Served | None
-    _running: Running[Local]
+    others: ServedModel | None
+    _running: RunningServer[LocalPolicies]
 
     def wait(self) -> None:
         """Block until the server stops. Raises EngineLost when its engine has ended too often."""
@@ -135,7 +135,7 @@ def serving(
 
 
 def serving_local(
-    opened: Callable[[], Coroutine[Any, Any, Local]],
+    opened: Callable[[], Coroutine[Any, Any, LocalPolicies]],
     *,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -146,7 +146,7 @@ def serving_local(
     """Serve what `opened` opens in the server's loop; it is closed with the server."""
 
     @contextlib.asynccontextmanager
-    async def opening() -> AsyncIterator[tuple[ASGIApp, Local]]:
+    async def opening() -> AsyncIterator[tuple[ASGIApp, LocalPolicies]]:
         local = await opened()
         try:
             named = with_aliases(local, aliases or {})
@@ -173,13 +173,13 @@ def serve(source: str | Path, say: Callable[[str], None], **options: Any) -> Non
 
 
 @contextlib.contextmanager
-def _endpoint(server: contextlib.AbstractContextManager[Running[Local]]) -> Iterator[Endpoint]:
+def _endpoint(server: contextlib.AbstractContextManager[RunningServer[LocalPolicies]]) -> Iterator[Endpoint]:
     with server as found:
         local = found.opened
         yield Endpoint(f"{found.url}/v1", found.port, local.served, local.left_to_provider, local.others, found)
 
 
-def _model(name: str, served: Served, local: Local) -> dict[str, Any]:
+def _model(name: str, served: ServedModel, local: LocalPolicies) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -201,7 +201,7 @@ class ChatEndpoint:
     `counts` tells requests by outcome, `not_enforced` the fields answered without.
     """
 
-    def __init__(self, local: Local, access: Access, max_body: int) -> None:
+    def __init__(self, local: LocalPolicies, access: Access, max_body: int) -> None:
         self.local = local
         self.access = access
         self.max_body = max_body
@@ -222,7 +222,7 @@ class ChatEndpoint:
         finally:
             self.in_flight -= 1
 
-    def find(self, model: str) -> Served:
+    def find(self, model: str) -> ServedModel:
         """What answers for a model name. Raises RequestError (404) with the known names."""
         found = self.local.served.get(model)
         if found is not None:

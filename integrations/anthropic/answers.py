@@ -88,13 +88,13 @@ def answer_of(message: Any) -> Answer:
         raise ProviderFailed(f"error: {message.get('error')}")
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
         raise ValueError("no content")
-    said = assistant_of(message["content"])
+    read = assistant_of(message["content"])
     used = message.get("usage") or {}
     cached = (used.get("cache_creation_input_tokens") or 0) + (used.get("cache_read_input_tokens") or 0)
     candidate = Candidate(
         index=0,
-        text=said["content"] or "",
-        message=said,
+        text=read["content"] or "",
+        message=read,
         finish_reason=_FINISHES.get(message.get("stop_reason"), "stop"),  # type: ignore[arg-type]
     )
     usage = Usage((used.get("input_tokens") or 0) + cached, used.get("output_tokens") or 0)

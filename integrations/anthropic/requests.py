@@ -75,7 +75,7 @@ def unsupported_reason(asked: Mapping[str, Any], chat: Mapping[str, Any], episod
     return " and ".join(found)
 
 
-class Written(Protocol):
+class WrittenArguments(Protocol):
     """Arguments of tool calls as the model wrote them, by the id of the call."""
 
     def get(self, name: str, /) -> str | None: ...
@@ -93,13 +93,13 @@ def keep_arguments(episode: LiveEpisode, name: str, arguments: str) -> None:
         episode.warn("forgotten_arguments", _FORGOTTEN)
 
 
-def messages_of(said: Iterable[Mapping[str, Any]], written: Written) -> list[dict[str, Any]]:
+def messages_of(given: Iterable[Mapping[str, Any]], written: WrittenArguments) -> list[dict[str, Any]]:
     """Messages of blocks as chat messages: results of tools become messages of their own, before the text beside them.
 
     A block that no chat message can say is kept as it is, as a part of its message's content.
     """
     found: list[dict[str, Any]] = []
-    for message in said:
+    for message in given:
         blocks = _blocks(message.get("content"))
         if message.get("role") == "assistant":
             found.append(assistant_of(blocks, written))
@@ -119,7 +119,7 @@ def messages_of(said: Iterable[Mapping[str, Any]], written: Written) -> list[dic
     return found
 
 
-def assistant_of(blocks: Iterable[Mapping[str, Any]], written: Written = _NONE) -> dict[str, Any]:
+def assistant_of(blocks: Iterable[Mapping[str, Any]], written: WrittenArguments = _NONE) -> dict[str, Any]:
     """The blocks of one assistant turn as a chat message; those that it cannot say are under `items`.
 
     `written` are arguments of tool calls as they were written, for those that come back as objects.

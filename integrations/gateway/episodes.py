@@ -146,10 +146,10 @@ class Episodes:
         episode = self._sessions.episode(*session) if session and own else self._episode(who, upstream)
         if episode is None:
             return None
-        mark = CallerContext(who.role, "gateway", read=who.parents, given=who.named)
+        caller = CallerContext(who.role, "gateway", read=who.parents, given=who.named)
         chat, unsupported_reason = chat_of(form, asked, episode)
         try:
-            call = episode.start(mark, chat)
+            call = episode.start(caller, chat)
         except RecordError as error:
             raise RequestError(409, str(error), code="episode_ended") from None
         call.mark.output, call.unsupported_reason = call.id, unsupported_reason

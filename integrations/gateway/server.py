@@ -31,7 +31,7 @@ from cotune.integrations.gateway.proxy import KEYS, Limits, Proxy
 from cotune.integrations.gateway.sessions import Split
 from cotune.integrations.gateway.upstream import Upstream, checked_url
 from cotune.integrations.http.requests import Access, RequestError, send_error
-from cotune.integrations.http.server import Running, running, stopped_by_signals
+from cotune.integrations.http.server import RunningServer, running, stopped_by_signals
 from cotune.recording.redaction import Redactor
 from cotune.recording.role_functions import RolesFunction
 from cotune.storage.sqlite_store import SqliteStore
@@ -110,7 +110,7 @@ def running_gateway(
     redactors: Sequence[Redactor] = (),
     anthropic: str | None = None,
     **options: Any,
-) -> AbstractContextManager[Running[Gateway]]:
+) -> AbstractContextManager[RunningServer[Gateway]]:
     """Run a gateway in a background thread; `options` are further ones of `Gateway`, `records` is a folder or a records
     file, None records nothing by itself.
 
@@ -199,10 +199,10 @@ def gateway(upstream: str | None = None) -> Iterator[Gate]:
 
 
 _opening = threading.Lock()
-_running: dict[tuple[str, str], Running[Gateway]] = {}
+_running: dict[tuple[str, str], RunningServer[Gateway]] = {}
 
 
-def _shared(upstream: str, anthropic: str) -> Running[Gateway]:
+def _shared(upstream: str, anthropic: str) -> RunningServer[Gateway]:
     """The gateway of this process for two providers, started when it is first used and stopped at exit."""
     with _opening:
         if (upstream, anthropic) not in _running:

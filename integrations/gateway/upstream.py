@@ -187,5 +187,5 @@ def _decoded(headers: Fields) -> list[tuple[str, str]]:
 
 
 def _text(error: BaseException) -> str:
-    said = str(error)
-    return f"{type(error).__name__}: {said}"[:300] if said else type(error).__name__
+    message = str(error)
+    return f"{type(error).__name__}: {message}"[:300] if message else type(error).__name__

@@ -32,7 +32,7 @@ GRACE = 3
 
 
 @dataclass(frozen=True)
-class Running(Generic[T]):
+class RunningServer(Generic[T]):
     """A server that accepts requests at `url` (without a path); `opened` is what was opened with its application."""
 
     url: str
@@ -55,7 +55,7 @@ def running(
     name: str,
     date_header: bool = True,
     seconds: float = 60.0,
-) -> Iterator[Running[T]]:
+) -> Iterator[RunningServer[T]]:
     """Serve what `opening` opens in the server's loop and closes with it; port 0 takes a free one.
 
     A request has `seconds` to arrive. Entered once requests are accepted. Raises ConfigError for an address that cannot
@@ -71,7 +71,7 @@ def running(
     try:
         bound = listener.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
-        yield Running(f"http://{shown}:{bound}", bound, ready.result()[1], ended)
+        yield RunningServer(f"http://{shown}:{bound}", bound, ready.result()[1], ended)
     finally:
         ready.add_done_callback(_stop)
         ended.wait()
@@ -102,11 +102,11 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
         super().__init__(config)
-        self._said = started
+        self._started = started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._said()
+        self._started()
 
 
 def _run(

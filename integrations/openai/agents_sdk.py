@@ -72,19 +72,19 @@ class AgentModel:
 
     async def get_response(self, *args: Any, **options: Any) -> Any:
         """Ask the model, in the agent's name."""
-        mark = _mark(self._cotune_agent)
-        with _marked(mark):
+        caller = _caller_of(self._cotune_agent)
+        with _calling_as(caller):
             found = await self._cotune_model.get_response(*args, **options)
-        _ended(mark)
+        _ended(caller)
         return found
 
     async def stream_response(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
         """Ask the model for a stream, in the agent's name at each step."""
-        mark = _mark(self._cotune_agent)
+        caller = _caller_of(self._cotune_agent)
         source = self._cotune_model.stream_response(*args, **options)
         try:
             while True:
-                with _marked(mark):
+                with _calling_as(caller):
                     try:
                         event = await anext(source)
                     except StopAsyncIteration:
@@ -93,7 +93,7 @@ class AgentModel:
         finally:
             if hasattr(source, "aclose"):
                 await source.aclose()
-        _ended(mark)
+        _ended(caller)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -149,7 +149,7 @@ def _invoked(original: Any) -> Any:
     return invoke
 
 
-def _mark(agent: Any) -> CallerContext:
+def _caller_of(agent: Any) -> CallerContext:
     return CallerContext(_name(agent), NAME, state=AgentState(agent))
 
 
@@ -158,8 +158,8 @@ def _name(agent: Any) -> str:
 
 
 @contextmanager
-def _marked(mark: CallerContext) -> Iterator[None]:
-    tokens = current_mark.set(mark), opened_call.set(None)
+def _calling_as(caller: CallerContext) -> Iterator[None]:
+    tokens = current_mark.set(caller), opened_call.set(None)
     try:
         yield
     finally:
@@ -167,9 +167,9 @@ def _marked(mark: CallerContext) -> Iterator[None]:
         current_mark.reset(tokens[0])
 
 
-def _ended(mark: CallerContext) -> None:
-    mark.done = True
+def _ended(caller: CallerContext) -> None:
+    caller.done = True
     episode: LiveEpisode | None = current_episode.get()
-    if episode is not None and not mark.calls:
-        text = f"A model answered agent {mark.role!r} without a request of the OpenAI SDK: that is not recorded."
+    if episode is not None and not caller.calls:
+        text = f"A model answered agent {caller.role!r} without a request of the OpenAI SDK: that is not recorded."
         episode.warn("unseen_call", text)

@@ -97,8 +97,8 @@ def _candidate(index: int, choice: Any) -> Candidate:
         return Candidate(index=index, text="", message={MALFORMED: {"choice": choice}})
     content = message.get("content")
     token_ids = several(choice.get("token_ids"))
-    told = choice.get("logprobs") or {}
-    items = several(told.get("content")) if isinstance(told, dict) else (told,)
+    given = choice.get("logprobs") or {}
+    items = several(given.get("content")) if isinstance(given, dict) else (given,)
     logprobs: Any = tuple([item.get("logprob") if isinstance(item, dict) else None for item in items])
     return Candidate(
         index=index,

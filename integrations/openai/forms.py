@@ -102,7 +102,7 @@ FORMS = (
         answer=openai_response_body.answer_of,
         stream=openai_response_events.from_events,
         part=openai_response_events.part_of_events,
-        keep=lambda call, asked, body: openai_responses.said_in(call.episode).keep(call, asked, body),
+        keep=lambda call, asked, body: openai_responses.earlier_in(call.episode).keep(call, asked, body),
     ),
 )
 

@@ -72,8 +72,8 @@ def _output(call: LiveCall, candidate: Candidate, asked: Mapping[str, Any]) -> l
         if _LOGPROBS in (asked.get("include") or ()):
             part["logprobs"] = _logprobs(candidate)
         status = "incomplete" if candidate.finish_reason == "length" else "completed"
-        said = {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": status, "content": [part]}
-        items.append(said)
+        item = {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": status, "content": [part]}
+        items.append(item)
     for position, tool in enumerate(candidate.tool_calls):
         function = tool["function"]
         items.append(
@@ -115,8 +115,8 @@ def answer_of(response: Any) -> Answer:
     _require_end(response)
     sound, broken = readable(response["output"])
     message: dict[str, Any] = {"role": "assistant", "content": None}
-    for said in messages_of((item for item in sound if item.get("type") in _READ), {}):
-        for key, value in said.items():
+    for turn in messages_of((item for item in sound if item.get("type") in _READ), {}):
+        for key, value in turn.items():
             if key != "role" and value is not None:
                 message[key] = value if message.get(key) is None else message[key] + value
     others = [item for item in sound if item.get("type") not in _READ]
@@ -142,8 +142,8 @@ def _require_end(response: Mapping[str, Any]) -> None:
     status = response.get("status")
     if status in ("failed", "cancelled"):
         error = response.get("error") or {}
-        told = f"{error.get('code')}: {error.get('message')}" if isinstance(error, Mapping) else error
-        raise ProviderFailed(f"the response {status}: {told}")
+        reason = f"{error.get('code')}: {error.get('message')}" if isinstance(error, Mapping) else error
+        raise ProviderFailed(f"the response {status}: {reason}")
     if status in ("queued", "in_progress"):
         raise ProviderFailed(f"the response is {status}: it is made in the background, and its answer is not recorded")
 

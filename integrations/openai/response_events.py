@@ -98,8 +98,8 @@ def part_of_events(raw: bytes) -> dict[str, Any] | None:
         except (ValueError, TypeError, AttributeError, KeyError, IndexError):
             continue
     output = [items[index] for index in sorted(items)]
-    told = any(item.get("content") or item.get("arguments") or item.get("summary") for item in output)
-    return {"status": "interrupted", "output": output} if told else None
+    has_content = any(item.get("content") or item.get("arguments") or item.get("summary") for item in output)
+    return {"status": "interrupted", "output": output} if has_content else None
 
 
 def _take(event: Mapping[str, Any], items: dict[int, dict[str, Any]]) -> None:

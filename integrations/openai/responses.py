@@ -1,4 +1,4 @@
-"""Requests of the Responses API as chat requests, with what earlier responses of the same episode said."""
+"""Requests of the Responses API as chat requests, with what earlier responses of the same episode put in."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _FORGOTTEN = (
 )
 
 
-class Known(Protocol):
+class KnownItems(Protocol):
     """Items by id."""
 
     def get(self, item_id: Any, /) -> Mapping[str, Any] | None: ...
 
 
 class Conversation(NamedTuple):
-    """What was said up to a response; not `whole` where it goes on from one that is not known."""
+    """The messages up to a response, its own included; not `whole` where it goes on from one that is not known."""
 
     messages: tuple[dict[str, Any], ...] = ()
     whole: bool = True
@@ -82,7 +82,7 @@ class EarlierResponses:
         return found
 
 
-def said_in(episode: LiveEpisode) -> EarlierResponses:
+def earlier_in(episode: LiveEpisode) -> EarlierResponses:
     """The episode's responses."""
     found: EarlierResponses | None = episode.notes.get(_NOTE)
     return found if found is not None else episode.notes.setdefault(_NOTE, EarlierResponses())
@@ -93,10 +93,10 @@ def chat_of(asked: Mapping[str, Any], episode: LiveEpisode) -> dict[str, Any]:
 
     Raises ValueError for an input that is neither text nor a list of items.
     """
-    said = said_in(episode)
+    earlier = earlier_in(episode)
     messages = [{"role": "system", "content": asked["instructions"]}] if asked.get("instructions") else []
-    messages += said.before(asked).messages
-    messages += messages_of(_items(asked), said)
+    messages += earlier.before(asked).messages
+    messages += messages_of(_items(asked), earlier)
     body = {**_params(asked), "messages": messages, "api": "responses"}
     if asked.get("tools"):
         body["tools"] = [_tool(tool) for tool in asked["tools"]]
@@ -108,7 +108,7 @@ def chat_of(asked: Mapping[str, Any], episode: LiveEpisode) -> dict[str, Any]:
 def unsupported_reason(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
     """What in a request, given also as chat, only a provider can serve; "" when a policy can answer it."""
     found = [what for field, what in _UNANSWERED.items() if asked.get(field)]
-    if not said_in(episode).before(asked).whole:
+    if not earlier_in(episode).before(asked).whole:
         before = asked["previous_response_id"]
         found.append(f"the response {before!r}, which was not made in this episode, or goes on from what is not known")
     hosted = [str(tool.get("type")) for tool in chat.get("tools") or () if tool.get("type") != "function"]
@@ -120,7 +120,7 @@ def unsupported_reason(asked: Mapping[str, Any], chat: Mapping[str, Any], episod
     return " and ".join(found)
 
 
-def messages_of(items: Iterable[Mapping[str, Any]], known: Known) -> list[dict[str, Any]]:
+def messages_of(items: Iterable[Mapping[str, Any]], known: KnownItems) -> list[dict[str, Any]]:
     """Items of an input or an output as chat messages. What belongs to one assistant turn becomes one message.
 
     An item that no chat message can say is kept as it is.
@@ -171,7 +171,7 @@ def _items(asked: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return given
 
 
-def _resolved(item: Mapping[str, Any], known: Known) -> Mapping[str, Any]:
+def _resolved(item: Mapping[str, Any], known: KnownItems) -> Mapping[str, Any]:
     if item.get("type") in (_REFERENCE, None) and "id" in item and "content" not in item:
         return known.get(item["id"]) or {**item, "type": _REFERENCE}
     return item

@@ -1,4 +1,4 @@
-"""The OpenAI SDK's waist: every request of every client passes `_send_request`, and is recorded or answered there.
+"""The hook in the OpenAI SDK: every request of a client passes `_send_request`, and is recorded or answered there.
 
 Works with openai 2.45 and later and with 3.x. Outside an episode each hook costs one read of a ContextVar.
 """
@@ -44,7 +44,7 @@ _exchange: ContextVar[_Exchange | None] = ContextVar("cotune_openai_exchange", d
 
 
 def install() -> None:
-    """Hook both client classes. Raises UnsupportedVersion when this openai has no such waist."""
+    """Hook both client classes. Raises UnsupportedVersion when this openai has no such methods."""
     from openai import _base_client as base
 
     for client in (base.SyncAPIClient, base.AsyncAPIClient):

@@ -32,10 +32,10 @@ def _parts(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     index, message = choice["index"], choice["message"]
     first = {"role": "assistant", "content": "" if message.get("content") is not None else None}
     yield {"index": index, "delta": first, "finish_reason": None}
-    said = {k: v for k, v in message.items() if k not in ("role", "tool_calls") and v is not None}
+    fields = {k: v for k, v in message.items() if k not in ("role", "tool_calls") and v is not None}
     extra = {k: choice[k] for k in ("logprobs", "token_ids") if choice.get(k) is not None}
-    if said or extra:
-        yield {"index": index, "delta": said, "finish_reason": None, **extra}
+    if fields or extra:
+        yield {"index": index, "delta": fields, "finish_reason": None, **extra}
     for position, tool in enumerate(message.get("tool_calls") or []):
         yield {"index": index, "delta": {"tool_calls": [{"index": position, **tool}]}, "finish_reason": None}
     yield {"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}

@@ -19,7 +19,7 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 
 import cotune
 from cotune.adapters.deployed import Deployment
-from cotune.adapters.open_policies import Local, Served
+from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.adapters.serving import serving_local
 from cotune.context import current_episode
 from cotune.errors import AdapterError, CotuneError
@@ -90,9 +90,9 @@ def provider() -> Fixed:
 
 @pytest.fixture(scope="module")
 def app(provider: Fixed) -> Iterator[App]:
-    async def opened() -> Local:
-        served = {"gpt-x": Served("gpt-x", PolicyRef("gpt", 0), "frozen", "gpt", "0", "0")}
-        return Local(provider, provider, served, [], 64, str)
+    async def opened() -> LocalPolicies:
+        served = {"gpt-x": ServedModel("gpt-x", PolicyRef("gpt", 0), "frozen", "gpt", "0", "0")}
+        return LocalPolicies(provider, provider, served, [], 64, str)
 
     with serving_local(opened) as endpoint:
         yield App(endpoint.url)
@@ -169,10 +169,10 @@ def test_nothing_is_kept_of_earlier_calls(app: App, deployment: Deployment) -> N
 def test_an_async_deployment_ends_with_its_block(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = Fixed("trained")
 
-    async def opened(source: Any, **options: Any) -> Local:
+    async def opened(source: Any, **options: Any) -> LocalPolicies:
         assert options == {"base": "moved"}
-        served = {"planner": Served("planner", PolicyRef("planner", 1), "lora", "tiny", "0", "1")}
-        return Local(trained, trained, served, [], 64, str)
+        served = {"planner": ServedModel("planner", PolicyRef("planner", 1), "lora", "tiny", "0", "1")}
+        return LocalPolicies(trained, trained, served, [], 64, str)
 
     monkeypatch.setattr("cotune.adapters.deployed.open_local", opened)
     before = threads()

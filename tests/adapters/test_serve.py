@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from cotune.adapters.open_policies import Local, Served
+from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.adapters.serving import Endpoint, check_access, serve, serving_local
 from cotune.errors import ConfigError, SamplerError, SampleTimeout
 from cotune.policies import LoraSpec
@@ -95,12 +95,12 @@ class Bytes:
 def scripted(**options: Any) -> Iterator[tuple[Endpoint, Scripted]]:
     sampler = Scripted()
 
-    async def opened() -> Local:
+    async def opened() -> LocalPolicies:
         served = {
-            role: Served(role, PolicyRef(role, 3), "lora", "/models/tiny", "b" * 64, "f" * 64)
+            role: ServedModel(role, PolicyRef(role, 3), "lora", "/models/tiny", "b" * 64, "f" * 64)
             for role in ("planner", "writer")
         }
-        return Local(sampler, Bytes(), served, [], 64, lambda token: chr(token))
+        return LocalPolicies(sampler, Bytes(), served, [], 64, lambda token: chr(token))
 
     with serving_local(opened, **options) as endpoint:
         yield endpoint, sampler
@@ -330,7 +330,7 @@ def test_no_access_from_outside_without_a_token() -> None:
 def test_a_port_in_use_is_refused_before_the_model_is_opened() -> None:
     opened: list[str] = []
 
-    async def opening() -> Local:
+    async def opening() -> LocalPolicies:
         opened.append("yes")
         raise AssertionError
 
@@ -342,7 +342,7 @@ def test_a_port_in_use_is_refused_before_the_model_is_opened() -> None:
 
 
 def test_what_cannot_be_opened_is_raised_to_the_caller() -> None:
-    async def opening() -> Local:
+    async def opening() -> LocalPolicies:
         raise ConfigError("model", "/nowhere", "a model folder")
 
     with pytest.raises(ConfigError, match="/nowhere"), serving_local(opening):

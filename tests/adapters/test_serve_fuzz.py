@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cotune.adapters.open_policies import Local, Served
+from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.adapters.serving import build_app
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.recording.records import PolicyRef
@@ -90,9 +90,9 @@ class Short(Scripted):
         return [Completion((65,), (-0.5,), "stop")] * n
 
 
-def local(chat: Any) -> Local:
-    served = {"writer": Served("writer", PolicyRef("writer", 3), "lora", "/models/tiny", "b" * 64, "f" * 64)}
-    return Local(Short(), chat, served, [], 512, chr)
+def local(chat: Any) -> LocalPolicies:
+    served = {"writer": ServedModel("writer", PolicyRef("writer", 3), "lora", "/models/tiny", "b" * 64, "f" * 64)}
+    return LocalPolicies(Short(), chat, served, [], 512, chr)
 
 
 @pytest.fixture(scope="module")

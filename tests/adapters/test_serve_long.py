@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cotune.adapters.open_policies import Local, Served
+from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.adapters.serving import Endpoint, serving_local
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.recording.records import PolicyRef
@@ -40,9 +40,9 @@ class Silent:
 def served(base: Path, longest: int) -> Iterator[tuple[Endpoint, ChatTemplate]]:
     chat = ChatTemplate.load(base)
 
-    async def opened() -> Local:
-        models = {"writer": Served("writer", PolicyRef("writer", 0), "frozen", "tiny", "0", "0")}
-        return Local(Silent(), chat, models, [], longest, str)  # type: ignore[arg-type]
+    async def opened() -> LocalPolicies:
+        models = {"writer": ServedModel("writer", PolicyRef("writer", 0), "frozen", "tiny", "0", "0")}
+        return LocalPolicies(Silent(), chat, models, [], longest, str)  # type: ignore[arg-type]
 
     with serving_local(opened) as endpoint:
         yield endpoint, chat

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cotune.adapters import serving as module
-from cotune.adapters.open_policies import Local, Served
+from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import SamplerInfo
 
@@ -32,9 +32,9 @@ def test_a_signal_ends_serving(monkeypatch: pytest.MonkeyPatch, sent: signal.Sig
     sampler = Idle()
     lines: list[str] = []
 
-    async def opened(source: Any, **options: Any) -> Local:
-        served = {"writer": Served("writer", PolicyRef("writer", 2), "lora", "/models/tiny", "b" * 64, "f" * 64)}
-        return Local(sampler, None, served, ["judge"], 64, str)
+    async def opened(source: Any, **options: Any) -> LocalPolicies:
+        served = {"writer": ServedModel("writer", PolicyRef("writer", 2), "lora", "/models/tiny", "b" * 64, "f" * 64)}
+        return LocalPolicies(sampler, None, served, ["judge"], 64, str)
 
     def say(line: str) -> None:
         lines.append(line)

@@ -13,7 +13,7 @@ import httpx
 import openai
 
 from cotune.integrations.gateway.server import Gateway, running_gateway
-from cotune.integrations.http.server import Running
+from cotune.integrations.http.server import RunningServer
 from cotune.recording.records import Call, Episode
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider, serving
@@ -26,7 +26,7 @@ class Bench:
     """The gateway with its provider; `calls` and `episodes` flush and read what is recorded."""
 
     provider: Provider
-    running: Running[Gateway]
+    running: RunningServer[Gateway]
     folder: Path
 
     @property
