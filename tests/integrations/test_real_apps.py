@@ -20,7 +20,7 @@ from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.types import Command, interrupt
 
 import cotune
-from cotune.integrations.langgraph.runs import Run
+from cotune.integrations.langgraph.runs import GraphRun
 from cotune.recording.records import Message
 from tests.integrations.graphs import HELLO, URL, asays, chain, client, look, model, node_of, running, says, scripted
 from tests.integrations.provider import Provider, json_reply, said
@@ -196,7 +196,7 @@ def test_11_swallowed_failures_and_the_recorders_own_are_counted(
 ):
     provider.reply = lambda body, number: json_reply({}, 500)
     failing = ChatOpenAI(model="m", base_url=provider.url, max_retries=0)
-    monkeypatch.setattr(Run, "tool", lambda *args: 1 / 0)
+    monkeypatch.setattr(GraphRun, "tool", lambda *args: 1 / 0)
 
     @tool
     def tries(q: str) -> str:
