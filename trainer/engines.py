@@ -11,7 +11,6 @@ import msgspec
 from cotune.errors import ConfigError
 from cotune.integrations.models.folder import loading
 from cotune.integrations.ray.router.sampler import RoutedSampler
-from cotune.integrations.ray.router.settings import RouterSettings
 from cotune.integrations.ray.sampler import RaySampler, start_sampler
 from cotune.policies import Policies
 from cotune.sampling.protocol import Sampler
@@ -69,13 +68,13 @@ async def open_router(cluster: dict[str, Any], engine: dict[str, Any], vocabular
     """Start all engines and route over them; runs in the router's actor."""
     config = msgspec.convert(cluster, ClusterConfig)
     make = functools.partial(_engine, config, engine)
-    settings = RouterSettings(
+    return await RoutedSampler.open(
+        [make] * config.engines,
         min_healthy=config.min_engines,
         max_restarts=config.engine_restarts,
         health_timeout=config.engine_timeout,
         vocabulary=vocabulary,
     )
-    return await RoutedSampler.open([make] * config.engines, settings)
 
 
 def engine_arguments(config: TrainConfig, model: str, weights: Kind) -> dict[str, Any]:

@@ -34,7 +34,6 @@ MENDED = (
     "lost",
     "restarts",
     "retried",
-    "slow",
     "timeouts",
     "unhealthy",
 )

@@ -6,6 +6,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+BLOCK_TOKENS = 16
+"""Prefixes are compared in blocks of this many tokens."""
+REMEMBERED_BLOCKS = 1 << 16
+SLACK = 4.0
+"""How many requests like the one to place an engine may be ahead of the least loaded one, for a known prefix."""
+
 
 class Option(NamedTuple):
     """An engine that can take a request, as routing sees it."""
@@ -19,7 +25,7 @@ class Option(NamedTuple):
     """A number that grows with each request it is given; the smallest was given one the longest time ago."""
 
 
-def choose(engines: Sequence[Option], cost: int, slack: float) -> Option:
+def choose(engines: Sequence[Option], cost: int, slack: float = SLACK) -> Option:
     """The engine for a request that adds `cost` to its load.
 
     Only engines that are at most `slack` times the cost above the least loaded one count, so that a prefix that
@@ -44,7 +50,7 @@ def prefix_blocks(prompt: Sequence[int], size: int, seed: str = "") -> tuple[int
 class PrefixMap:
     """Which engines have seen which blocks; the `capacity` blocks used last are kept."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int = REMEMBERED_BLOCKS) -> None:
         self.capacity = capacity
         self._seen: OrderedDict[int, set[str]] = OrderedDict()
 

@@ -3,61 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
-from collections import Counter
+import logging
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from cotune.errors import EngineLost, SamplerError
-from cotune.integrations.ray.router.affinity import Option, PrefixMap, choose, prefix_blocks
+from cotune.integrations.ray.router import limits
+from cotune.integrations.ray.router.affinity import BLOCK_TOKENS, Option, PrefixMap, choose, prefix_blocks
 from cotune.integrations.ray.router.engine import Engine
 from cotune.integrations.ray.router.replica import Replica
-from cotune.integrations.ray.router.settings import RouterSettings
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import SamplingParams
 
+log = logging.getLogger(__name__)
+
 
 class Request:
-    """One call of `sample`. `ticket` is its place in the order of arrival, which it keeps when it is retried."""
+    """One call of `sample`."""
 
-    def __init__(
-        self, ticket: int, prompt: tuple[int, ...], n: int, params: SamplingParams, policy: PolicyRef, block: int
-    ) -> None:
-        self.ticket = ticket
+    def __init__(self, prompt: tuple[int, ...], n: int, params: SamplingParams, policy: PolicyRef) -> None:
         self.prompt = prompt
         self.n = n
         self.params = params
         self.policy = policy
-        self.blocks = prefix_blocks(prompt, block, str(policy))
+        self.blocks = prefix_blocks(prompt, BLOCK_TOKENS, str(policy))
         self.cost = len(prompt) + n * max(params.max_tokens, 1)
         self.tried: set[Engine] = set()
         """Engines that failed it; a restarted one is another."""
-        self.engine: Engine | None = None
-        """The last engine that it was given to, at the loop's time `given`."""
-        self.given = 0.0
-        self.placed: asyncio.Future[Engine] | None = None
-        self.queued = False
-        self.paused = False
+        self.placed: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
 
 
 class Queue:
-    """Places requests on the engines of `replicas`. `say` takes texts for people."""
+    """Places requests on the engines of `replicas`, while at least `min_healthy` of them are healthy."""
 
-    def __init__(
-        self,
-        replicas: Sequence[Replica],
-        settings: RouterSettings,
-        counters: Counter[str],
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, replicas: Sequence[Replica], min_healthy: int, counters: Counter[str]) -> None:
         self._replicas = replicas
-        self._settings = settings
+        self._min_healthy = min_healthy
         self._counters = counters
-        self._say = say
-        self._waiting: list[Request] = []
-        self._prefixes = PrefixMap(settings.prefix_blocks)
+        self._waiting: deque[Request] = deque()
+        self._prefixes = PrefixMap()
         self._given = 0
-        self._below = True
-        self._reached = False
+        self._enough: bool | None = None
+        """Whether enough engines are healthy; None before they were for the first time."""
         self._closed = False
         self._changes = asyncio.Event()
 
@@ -65,38 +52,49 @@ class Queue:
         return len(self._waiting)
 
     def healthy(self) -> list[Engine]:
-        return [r.engine for r in self._replicas if r.healthy and r.engine is not None]
+        return [r.engine for r in self._replicas if r.state == "healthy" and r.engine is not None]
 
     async def place(self, request: Request) -> Engine:
-        """Wait until the request is given to an engine. Raises EngineLost, SamplerError when the router is closed."""
+        """Wait until the request is given to an engine; one that comes again goes before the others.
+
+        Raises EngineLost, SamplerError when the router is closed.
+        """
         request.placed = asyncio.get_running_loop().create_future()
-        bisect.insort(self._waiting, request, key=lambda r: r.ticket)
+        (self._waiting.appendleft if request.tried else self._waiting.append)(request)
         self.dispatch()
-        if not request.placed.done() and not request.paused and not request.queued:
-            request.queued = True
-            self._counters["queued"] += 1
+        if not request.placed.done() and not request.tried:
+            self._counters["queued" if self._enough else "waited"] += 1
         try:
             return await request.placed
         except asyncio.CancelledError:
             if request in self._waiting:
                 self._waiting.remove(request)
             elif request.placed.done() and not request.placed.cancelled() and request.placed.exception() is None:
-                self.leave(request)
+                self.leave(request, request.placed.result())
             raise
 
-    def leave(self, request: Request) -> None:
-        """The request's engine has no more to do with it."""
-        request.engine.running -= 1
-        request.engine.load -= request.cost
+    def leave(self, request: Request, engine: Engine) -> None:
+        """The engine has no more to do with the request."""
+        engine.running -= 1
+        engine.load -= request.cost
         self.dispatch()
 
     def changed(self) -> None:
         """A replica has changed its state."""
+        healthy = len(self.healthy())
+        enough = healthy >= self._min_healthy
+        if self._enough is not None and enough != self._enough and not self._closed:
+            log.warning(
+                "%d of %d engines are healthy, at least %d must be. %s.", healthy, len(self._replicas),
+                self._min_healthy, "Requests go on" if enough else "Requests wait until more are back",
+            )  # fmt: skip
+        if enough or self._enough is not None:
+            self._enough = enough
+        for replica in self._replicas:
+            if replica.state != "healthy":
+                self._prefixes.forget(replica.name)
         self._changes.set()
         self._changes = asyncio.Event()
-        for replica in self._replicas:
-            if not replica.healthy:
-                self._prefixes.forget(replica.name)
         self.dispatch()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -108,7 +106,7 @@ class Queue:
 
     async def floor(self) -> None:
         """Wait until enough engines are healthy."""
-        await self.until(lambda: len(self.healthy()) >= self._settings.min_healthy)
+        await self.until(lambda: bool(self._enough))
 
     def close(self) -> None:
         self._closed = True
@@ -118,35 +116,39 @@ class Queue:
         """Give every waiting request that an engine can take to one, in order."""
         hopeless = self._hopeless()
         if hopeless is not None:
-            waiting, self._waiting = self._waiting, []
-            for request in waiting:
+            for request in self._waiting:
                 if not request.placed.done():
                     request.placed.set_exception(type(hopeless)(hopeless.cause, hopeless.remedy))
+            self._waiting.clear()
             return
-        if self._paused():
-            return
-        placed = []
-        for request in self._waiting:
-            free = [e for e in self.healthy() if e.healthy and e.running < self._settings.max_in_flight]
+        kept = []
+        while self._enough and self._waiting:
+            free = [engine for engine in self.healthy() if engine.running < limits.IN_FLIGHT]
             if not free:
                 break
-            if not request.placed.done() and (engine := self._engine(request, free)):
+            request = self._waiting.popleft()
+            if request.placed.done():
+                continue  # it was cancelled just now
+            if engine := self._engine(request, free):
                 self._give(request, engine)
-                placed.append(request)
-        for request in placed:
-            self._waiting.remove(request)
+            else:
+                kept.append(request)
+        self._waiting.extendleft(reversed(kept))
+
+    def check(self) -> None:
+        """Raises EngineLost, or SamplerError when the router is closed."""
+        if hopeless := self._hopeless():
+            raise hopeless
 
     def _engine(self, request: Request, free: Sequence[Engine]) -> Engine | None:
         """The one that it goes to; None when it should rather wait for an engine that has not failed it yet."""
         untried = [e for e in free if e not in request.tried]
-        if not untried:
-            if any(e not in request.tried for e in self.healthy()):
-                return None
-            untried = free
-        by_name = {e.name: e for e in untried}
+        if not untried and any(e not in request.tried for e in self.healthy()):
+            return None
+        by_name = {e.name: e for e in untried or free}
         matched = self._prefixes.matched(request.blocks, by_name)
-        options = [Option(e.name, e.load, matched[e.name], e.idle_since) for e in untried]
-        return by_name[choose(options, request.cost, self._settings.slack).name]
+        options = [Option(e.name, e.load, matched[e.name], e.idle_since) for e in by_name.values()]
+        return by_name[choose(options, request.cost).name]
 
     def _give(self, request: Request, engine: Engine) -> None:
         self._given += 1
@@ -154,31 +156,7 @@ class Queue:
         engine.running += 1
         engine.load += request.cost
         self._prefixes.add(request.blocks, engine.name)
-        request.engine = engine
-        request.given = asyncio.get_running_loop().time()
         request.placed.set_result(engine)
-
-    def _paused(self) -> bool:
-        """Below the floor; says so when that begins and ends, and counts who waits for it."""
-        healthy, floor = len(self.healthy()), self._settings.min_healthy
-        below = healthy < floor
-        if below != self._below:
-            self._below = below
-            if self._reached:
-                state = "Requests wait until more are back" if below else "Requests go on"
-                self._say(f"{healthy} of {len(self._replicas)} engines are healthy, at least {floor} must be. {state}.")
-            self._reached = True
-        if below:
-            for request in self._waiting:
-                if not request.paused:
-                    request.paused = True
-                    self._counters["waited"] += 1
-        return below
-
-    def check(self) -> None:
-        """Raises EngineLost, or SamplerError when the router is closed."""
-        if hopeless := self._hopeless():
-            raise hopeless
 
     def _hopeless(self) -> SamplerError | None:
         """Why no request will ever be served again."""
@@ -186,11 +164,11 @@ class Queue:
             return SamplerError("The sampler was closed.", "Open a new one.")
         lost = [r for r in self._replicas if r.state == "lost"]
         left = len(self._replicas) - len(lost)
-        if left >= self._settings.min_healthy:
+        if left >= self._min_healthy:
             return None
         reasons = "; ".join(f"{r.name}: {r.fault}" for r in lost)
         return EngineLost(
-            f"{left} of {len(self._replicas)} engines are left, at least {self._settings.min_healthy} must be. "
+            f"{left} of {len(self._replicas)} engines are left, at least {self._min_healthy} must be. "
             f"Given up: {reasons}.",
             "Read the engines' logs, remove the cause, then resume the run; raise max_restarts if it has passed.",
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from cotune.integrations.ray.router import limits
 from cotune.integrations.ray.router.replica import Make
 from cotune.integrations.ray.router.router import Router
-from cotune.integrations.ray.router.settings import RouterSettings, RouterStats
 from cotune.integrations.samplers.loop_thread import LoopThread
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
@@ -20,9 +20,9 @@ class RoutedSampler:
     For a whole cluster, host one in a Ray actor: then all processes share one view of load and health.
 
     A request goes to the engine that has seen its prefix, unless others are much less loaded. An engine that dies,
-    hangs, answers garbage or is many times slower than the others is taken out and started anew, with everything that
-    is published, before it takes requests again; what it was working on is given to others, with the same policy
-    version. The weights of all live versions are kept here for that.
+    hangs or answers garbage is taken out and started anew, with everything that is published, before it takes requests
+    again; what it was working on is given to others, with the same policy version. The weights of all live versions
+    are kept here for that.
     """
 
     def __init__(self, thread: LoopThread, router: Router) -> None:
@@ -33,27 +33,36 @@ class RoutedSampler:
     async def open(
         cls,
         makes: Sequence[Make],
-        settings: RouterSettings | None = None,
-        on_event: Callable[[str], None] | None = None,
+        *,
+        min_healthy: int = 1,
+        max_restarts: int = 3,
+        health_timeout: float = 60.0,
+        vocabulary: int | None = None,
     ) -> RoutedSampler:
         """Start one engine with each of `makes`, an async function without arguments that opens a Sampler.
 
-        The same function starts the engine's successors. `on_event` is given one line of text, in a thread of the
-        router, when engines go, come back or are too few. Raises ConfigError, EngineLost.
+        The same function starts the engine's successors, `max_restarts` at most. Requests wait while fewer than
+        `min_healthy` engines are well; one that does not answer a health check within `health_timeout` seconds is not.
+        `vocabulary` is the number of token ids: ids outside it are garbage (None: not checked). Raises ConfigError,
+        EngineLost.
         """
-        settings = settings or RouterSettings()
-        settings.check(len(makes))
         thread = LoopThread("cotune-router")
 
         async def start() -> Router:
-            router = Router(makes, settings, on_event)
+            router = Router(
+                makes,
+                min_healthy=min_healthy,
+                max_restarts=max_restarts,
+                health_timeout=health_timeout,
+                vocabulary=vocabulary,
+            )
             await router.open()
             return router
 
         try:
             return cls(thread, await thread.call(start))
         except BaseException:
-            await thread.stop(_nothing, settings.close_timeout)
+            await thread.stop(_nothing, limits.CLOSE_SECONDS)
             raise
 
     async def sample(
@@ -89,17 +98,9 @@ class RoutedSampler:
         """Wake all engines; one whose weights are not what they were is taken out and started anew."""
         await self._thread.call(self._router.rest, "wake")
 
-    async def stats(self) -> RouterStats:
-        """Counters by reason, the state of every engine, and the last events."""
-
-        async def read() -> RouterStats:
-            return self._router.stats()
-
-        return await self._thread.call(read)
-
     async def aclose(self) -> None:
         """Stop all engines; pending requests fail with SamplerError. Safe to call twice."""
-        await self._thread.stop(self._router.aclose, self._router.settings.close_timeout)
+        await self._thread.stop(self._router.aclose, limits.CLOSE_SECONDS)
 
 
 async def _nothing() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -35,16 +37,27 @@ class Published:
         self.lock = asyncio.Lock()
         self._drained = drained
         self._versions: dict[str, Version] = {}
-        self._users: dict[str, int] = {}
+        self._users: Counter[str] = Counter()
         self._retired: set[str] = set()
 
-    def versions(self) -> dict[str, Version]:
-        """All that engines must have, retired ones with unfinished requests included."""
-        return dict(self._versions)
+    def versions(self) -> list[Version]:
+        """All that engines must have, in the order of publishing, retired ones with unfinished requests included."""
+        return list(self._versions.values())
 
     def served(self) -> dict[str, str]:
         """Fingerprints of what new requests may ask for."""
         return {key: v.fingerprint for key, v in self._versions.items() if key not in self._retired}
+
+    def expected(self) -> dict[str, str]:
+        """Fingerprints of what every healthy engine serves at this moment; nothing while versions come or go.
+
+        An engine may hold the full weights of one version only: of those the last one counts.
+        """
+        if self.lock.locked():
+            return {}
+        last = {v.policy.name: key for key, v in self._versions.items() if v.lora is None}
+        adapters = {key for key, v in self._versions.items() if v.lora is not None}
+        return {key: value for key, value in self.served().items() if key in adapters or key in last.values()}
 
     def known(self, policy: PolicyRef, fingerprint: str) -> bool:
         """Whether exactly this is served already. Raises RequestRefused for other weights under the same version."""
@@ -58,8 +71,9 @@ class Published:
     def add(self, version: Version) -> None:
         self._versions[str(version.policy)] = version
 
-    def enter(self, policy: PolicyRef) -> None:
-        """A request of `policy` begins; `leave` ends it. Raises RequestRefused for a version that is not served."""
+    @contextmanager
+    def used(self, policy: PolicyRef) -> Iterator[None]:
+        """While a request of `policy` runs. Raises RequestRefused for a version that is not served."""
         key = str(policy)
         if key in self._retired or (key not in self._versions and policy.version != 0):
             raise RequestRefused(
@@ -67,14 +81,12 @@ class Published:
                 "version 0.",
                 "Publish this version before sampling from it.",
             )
-        self._users[key] = self._users.get(key, 0) + 1
-
-    def leave(self, policy: PolicyRef) -> None:
-        key = str(policy)
-        self._users[key] -= 1
-        if not self._users[key]:
-            del self._users[key]
-            if key in self._retired:
+        self._users[key] += 1
+        try:
+            yield
+        finally:
+            self._users[key] -= 1
+            if not self._users[key] and key in self._retired:
                 self._drained(self._versions[key])
 
     def retire(self, policy: PolicyRef) -> Version | None:
@@ -86,11 +98,12 @@ class Published:
         if key not in self._versions or key in self._retired:
             raise RequestRefused(f"{policy} is not served, so it cannot be retired.", "Retire what was published.")
         self._retired.add(key)
-        return None if key in self._users else self._versions[key]
+        return None if self._users[key] else self._versions[key]
 
     def forget(self, version: Version) -> None:
         key = str(version.policy)
         self._versions.pop(key, None)
+        self._users.pop(key, None)
         self._retired.discard(key)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import math
 import selectors
@@ -239,8 +238,6 @@ class Site:
         self.pace = pace
         self.max_model_len = max_model_len
         self.start_seconds = 5.0
-        self.stubborn = False
-        """A start goes on to its end though it is cancelled."""
         self.publish_seconds = 0.0
         self.one_version = False
         """Engines hold the weights of the version published last, as vLLM does with full weights."""
@@ -259,12 +256,7 @@ class Site:
 
     def _make(self, index: int) -> Callable[[], Coroutine[Any, Any, FakeEngine]]:
         async def make() -> FakeEngine:
-            starting = asyncio.ensure_future(asyncio.sleep(self.start_seconds))
-            if self.stubborn:
-                while not starting.done():
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.shield(starting)
-            await starting
+            await asyncio.sleep(self.start_seconds)
             if self.failing_starts.get(index, 0) > 0:
                 self.failing_starts[index] -= 1
                 raise SamplerError("no memory", "")

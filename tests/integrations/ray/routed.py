@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest.mock import patch
 
+from cotune.integrations.ray.router import limits
 from cotune.integrations.ray.router.router import Router
-from cotune.integrations.ray.router.settings import RouterSettings
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import SamplingParams
@@ -23,18 +24,15 @@ def params(**changes: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 8, **changes})
 
 
-def settings(**changes: Any) -> RouterSettings:
-    quick = {"health_every": 5.0, "health_timeout": 2.0, "request_timeout": 60.0, "close_timeout": 10.0}
-    return RouterSettings(**{"vocabulary": 1000, **quick, **changes})
+def routed(site: Site, scenario: Callable[[Router], Awaitable[Any]], **changes: Any) -> Any:
+    """The scenario's result; afterwards every engine that was made is closed, and nothing is counted twice.
 
-
-def routed(
-    site: Site, scenario: Callable[[Router], Awaitable[Any]], events: list[str] | None = None, **changes: Any
-) -> Any:
-    """The scenario's result; afterwards every engine that was made is closed, and nothing is counted twice."""
+    `changes` in capitals are limits, others are arguments of the router.
+    """
+    changed = {name: changes.pop(name) for name in list(changes) if name.isupper()}
 
     async def alone() -> Any:
-        router = Router(site.makes(), settings(**changes), None if events is None else events.append)
+        router = Router(site.makes(), **{"vocabulary": 1000, "health_timeout": 2.0, "max_restarts": 5, **changes})
         await router.open()
         try:
             result = await scenario(router)
@@ -45,9 +43,15 @@ def routed(
         assert count["requests"] == sum(count[end] for end in ends)
         return result
 
-    result = jump(alone())
+    with patch.multiple(limits, **{"HEALTH_EVERY": 5.0, "REQUEST_SECONDS": 60.0, **changed}):
+        result = jump(alone())
     assert all(engine.closed for engine in site.all())
     return result
+
+
+def fault(router: Router, replica: int) -> str:
+    """Why a replica's engine was taken out."""
+    return router._replicas[replica].fault
 
 
 async def mark(router: Router, policy: PolicyRef = BASE, prompt: list[int] = PROMPT, **changes: Any) -> int:

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotune.integrations.ray.router.affinity import Option, PrefixMap, choose, prefix_blocks
-from cotune.integrations.ray.router.latency import Pace, slow
 from cotune.integrations.ray.router.validate import validate_completions
 from cotune.sampling.protocol import Completion
 
@@ -141,19 +140,3 @@ def test_an_answer_is_an_answer() -> None:
 )
 def test_garbage_is_named(answer: list[Completion], wrong: str) -> None:
     assert wrong in validate_completions(answer, 1, 4, vocabulary=7)
-
-
-def pace(seconds: float, tokens: int, count: int = 5) -> Pace:
-    made = Pace()
-    for _ in range(count):
-        made.add(seconds, tokens)
-    return made
-
-
-def test_slow_is_many_times_slower_per_token_than_the_others_and_slow_to_wait_for() -> None:
-    well = {"a": pace(2.0, 100), "b": pace(3.0, 100)}
-    assert list(slow({**well, "c": pace(60.0, 100)}, 10.0, 5.0)) == ["c"]
-    assert not slow({**well, "c": pace(60.0, 1000)}, 10.0, 5.0), "long answers take long"
-    assert not slow({**well, "c": pace(4.0, 10)}, 10.0, 5.0), "nobody waits long for it"
-    assert not slow({**well, "c": pace(60.0, 100, count=4)}, 10.0, 5.0), "too few answers"
-    assert not slow({"c": pace(60.0, 100)}, 10.0, 5.0), "nobody to compare with"

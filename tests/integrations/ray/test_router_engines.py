@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from cotune.errors import SamplerError
+from cotune.integrations.ray.router import limits
+from cotune.integrations.ray.router.replica import Make, Replica
 from cotune.integrations.ray.router.sampler import RoutedSampler
-from cotune.integrations.ray.router.settings import RouterSettings, RouterStats
 from cotune.integrations.ray.runtime import RayRuntime
 from cotune.integrations.ray.sampler import RaySampler, start_sampler
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
@@ -33,7 +33,19 @@ PROMPTS = [[1, *range(20 + i, 60 + i)] for i in range(16)]
 HOW = SamplingParams(max_tokens=48)
 LONG = SamplingParams(max_tokens=160)
 """So long that an engine is broken before it has answered."""
-QUICK = RouterSettings(health_every=0.5, health_timeout=10.0, close_timeout=30.0, backoff=0.1, vocabulary=512)
+
+
+async def open_quick(makes: list[Make]) -> RoutedSampler:
+    """A router that looks at its engines often."""
+    limits.HEALTH_EVERY, limits.BACKOFF = 0.5, 0.1
+    return await RoutedSampler.open(makes, health_timeout=10.0, vocabulary=512, max_restarts=5)
+
+
+@pytest.fixture(autouse=True)
+def limits_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEALTH_EVERY", "BACKOFF"):
+        monkeypatch.setattr(limits, name, getattr(limits, name))
+
 
 Burst = list[tuple[PolicyRef, list[int], list[Completion]]]
 
@@ -67,13 +79,8 @@ async def publish(sampler: Sampler, models: Reference) -> None:
         await sampler.publish(policy, models.weights[policy.name], LORA)
 
 
-async def all_healthy(sampler: RoutedSampler) -> bool:
-    return all(replica.state == "healthy" for replica in (await sampler.stats()).replicas.values())
-
-
-async def served_since(sampler: RoutedSampler, before: RouterStats) -> dict[str, int]:
-    now = await sampler.stats()
-    return {name: r.answered - before.replicas[name].answered for name, r in now.replicas.items()}
+def replicas(sampler: RoutedSampler) -> list[Replica]:
+    return sampler._router._replicas
 
 
 def test_a_process_is_killed_and_another_stopped_in_the_middle_of_a_burst(reference: Reference) -> None:  # noqa: F811
@@ -90,24 +97,28 @@ def test_a_process_is_killed_and_another_stopped_in_the_middle_of_a_burst(refere
         asked = asyncio.create_task(burst(sampler, 48, LONG))
 
         async def all_running() -> bool:
-            return all(replica.running for replica in (await sampler.stats()).replicas.values())
+            return all(replica.engine.running for replica in replicas(sampler))
+
+        async def all_healthy() -> bool:
+            return all(replica.state == "healthy" for replica in replicas(sampler))
 
         await until(all_running, every=0.01)
         os.kill(victim, how)
         assert largest_gap(reference, await asked) < 1e-4
-        await until(lambda: all_healthy(sampler))
+        await until(all_healthy)
 
     async def scenario() -> None:
-        sampler = await RoutedSampler.open([make, make], QUICK)
+        sampler = await open_quick([make, make])
         await publish(sampler, reference)
         await break_one(sampler, signal.SIGKILL, processes()[0])
         await break_one(sampler, signal.SIGSTOP, processes()[1])
-        before = await sampler.stats()
-        assert before.counters["restarts"] == before.counters["unhealthy"] == 2
-        assert before.counters["retried"] == before.counters["died"] >= 2
-        assert before.counters["failed"] == 0
+        counters = (await sampler.info()).counters
+        assert counters["restarts"] == counters["unhealthy"] == 2
+        assert counters["retried"] == counters["died"] >= 2
+        assert counters["failed"] == 0
+        given = [replica.engine.idle_since for replica in replicas(sampler)]
         assert largest_gap(reference, await burst(sampler, 24)) < 1e-4
-        assert all((await served_since(sampler, before)).values())
+        assert all(r.engine.idle_since > before for r, before in zip(replicas(sampler), given, strict=True))
         await sampler.aclose()
 
     asyncio.run(scenario())
@@ -119,7 +130,7 @@ async def open_router_over_ray(model: str) -> RoutedSampler:
     """Runs in the router's own actor, and starts an actor for each engine."""
     factory = "cotune.integrations.samplers.transformers.sampler:TransformersSampler.open"
     make = functools.partial(start_sampler, factory, {"model": model, "host": "thread"})
-    return await RoutedSampler.open([make, make], msgspec.structs.replace(QUICK, close_timeout=5.0))
+    return await open_quick([make, make])
 
 
 def engine_actors(hosted: Any) -> list[Any]:
@@ -205,7 +216,7 @@ def test_callers_from_several_loops_share_one_router() -> None:
     async def open_() -> tuple[RoutedSampler, Site]:
         site = Site(2, pace=0.05)
         site.start_seconds = 0.05
-        return await RoutedSampler.open(site.makes(), QUICK), site
+        return await open_quick(site.makes()), site
 
     sampler, site = asyncio.run(open_())
     answers: list[int] = []
@@ -225,9 +236,9 @@ def test_callers_from_several_loops_share_one_router() -> None:
     for thread in threads:
         thread.join()
     assert answers == [11] * 64
-    stats = asyncio.run(sampler.stats())
-    assert stats.counters["requests"] == 68
-    assert stats.counters["answered"] + stats.counters["cancelled"] == 68
+    counters = asyncio.run(sampler.info()).counters
+    assert counters["requests"] == 68
+    assert counters["answered"] + counters["cancelled"] == 68
     asyncio.run(sampler.retire(PLANNER))
     assert asyncio.run(sampler.sample(PROMPTS[0], 1, HOW, BASE))[0].token_ids[0] == BASE_MARK
     asyncio.run(sampler.aclose())
