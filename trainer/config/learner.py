@@ -97,3 +97,10 @@ def check_anchor(settings: LearnerSettings, loss: LossSpec) -> None:
                 f"trainer, as the loss ({field} = {getattr(loss, field)!r}) has {why}",
                 "Leave learner.anchor out.",
             )
+
+
+def check_loss(loss: LossSpec, settings: LearnerSettings) -> None:
+    """Raises ConfigError for a loss that lacks a number, or that the settings do not fit."""
+    check_anchor(settings, loss)
+    if loss.aggregation == "constant" and loss.constant_length is None:
+        raise ConfigError("loss.constant_length", None, "the run's response limit, in tokens")

@@ -15,7 +15,7 @@ Prices = Mapping[str, tuple[float, float]]
 """Price of a million prompt tokens and of a million completion tokens, by model name, or policy name for policies."""
 
 
-class Tokens(msgspec.Struct, kw_only=True):
+class TokenCounts(msgspec.Struct, kw_only=True):
     """What answered under one name: a policy's, or the model's that the application's provider was asked for."""
 
     calls: int = 0
@@ -49,7 +49,7 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
     unpriced: int = 0
 
 
-def use(answered: Mapping[str, Tokens], latencies: Sequence[float], prices: Prices) -> Use:
+def use(answered: Mapping[str, TokenCounts], latencies: Sequence[float], prices: Prices) -> Use:
     """Sums over all that answered, and their cost."""
     priced = {name: tokens for name, tokens in answered.items() if name in prices}
     costs = [

@@ -22,7 +22,7 @@ from cotune.tasks import as_tasks, load_tasks
 from cotune.trainer.config.train import convert
 from cotune.trainer.evaluation.cost import Prices
 from cotune.trainer.evaluation.modes import USUAL, check_modes, lineups, pairs
-from cotune.trainer.evaluation.policies import open_contestants
+from cotune.trainer.evaluation.policies import open_evaluated_policies
 from cotune.trainer.evaluation.progress import EvaluationProgress, OnMode
 from cotune.trainer.evaluation.remarks import remarks
 from cotune.trainer.evaluation.report import EvaluationReport, compare
@@ -67,7 +67,7 @@ def evaluate(
     _check_out(out)
     if timeout is not None and not timeout > 0:
         raise ConfigError("timeout", timeout, "seconds above 0")
-    contestants = open_contestants(source, model)
+    evaluated = open_evaluated_policies(source, model)
     trained = None if is_export(Path(source)) else convert(describe(source)["config"])
     app = app.named_by(roles_by or (trained.roles_by if trained else None))
     params = SamplingParams(max_tokens=max_tokens or (trained.sampling if trained else SamplingParams()).max_tokens)
@@ -75,12 +75,12 @@ def evaluate(
     async def run() -> EvaluationReport:
         async with contextlib.AsyncExitStack() as stack:
             progress = stack.enter_context(EvaluationProgress())
-            progress.say(f"loading the model {contestants.model} ...")
-            chat = ChatTemplate.load(contestants.model, contestants.tool_format)
-            sampler = await TransformersSampler.open(contestants.model, threads=threads)
+            progress.say(f"loading the model {evaluated.model} ...")
+            chat = ChatTemplate.load(evaluated.model, evaluated.tool_format)
+            sampler = await TransformersSampler.open(evaluated.model, threads=threads)
             stack.push_async_callback(sampler.aclose)
             progress.say("publishing the policies ...")
-            await contestants.publish(sampler)
+            await evaluated.publish(sampler)
             info = await sampler.info()
             store = _open_store(out, stack)
             return await evaluate_modes(
@@ -88,10 +88,10 @@ def evaluate(
                 held_out,
                 sampler=sampler,
                 chat=chat,
-                roles=contestants.roles,
-                trained=contestants.trained,
-                provider_roles=contestants.provider_roles,
-                others=stand_in(contestants.other_roles),
+                roles=evaluated.roles,
+                trained=evaluated.trained,
+                provider_roles=evaluated.provider_roles,
+                others=stand_in(evaluated.other_roles),
                 modes=chosen,
                 params=params,
                 deployed_params=params if max_tokens else SamplingParams(max_tokens=info.max_model_len),

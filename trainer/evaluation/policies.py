@@ -17,7 +17,7 @@ from cotune.sampling.publish import publish_verified
 
 
 @dataclass(frozen=True)
-class Contestants:
+class EvaluatedPolicies:
     """Policies with their weights, the base `model` (a folder or Hugging Face id) that version 0 stands for, and what
     plays a role that has no policy."""
 
@@ -54,7 +54,7 @@ class Contestants:
             await publish_verified(sampler, ref, policy.weights, lora, fingerprint(policy.weights))
 
 
-def open_contestants(source: str | Path, model: str | None = None) -> Contestants:
+def open_evaluated_policies(source: str | Path, model: str | None = None) -> EvaluatedPolicies:
     """Read the newest checkpoint of a run, or an export (hashes checked).
 
     `model` replaces the recorded path of the base model. Raises RunError, AdapterError.
@@ -64,10 +64,10 @@ def open_contestants(source: str | Path, model: str | None = None) -> Contestant
         return _from_export(folder, model)
     policies = latest_policies(folder)
     base = model or next((policy.model for policy in policies if policy.model), None)
-    return Contestants(_needed(base, folder), policies, other_roles_of(folder), tool_format_of(folder))
+    return EvaluatedPolicies(_needed(base, folder), policies, other_roles_of(folder), tool_format_of(folder))
 
 
-def _from_export(folder: Path, model: str | None) -> Contestants:
+def _from_export(folder: Path, model: str | None) -> EvaluatedPolicies:
     manifest = read_manifest(folder)
     recorded = next((policy.base.model for policy in manifest.policies if policy.base), None)
     export = load_export(folder, model or recorded)
@@ -83,7 +83,7 @@ def _from_export(folder: Path, model: str | None) -> Contestants:
         )
         for policy in manifest.policies
     ]
-    return Contestants(_needed(export.model, folder), policies, manifest.other_roles, manifest.tool_format)
+    return EvaluatedPolicies(_needed(export.model, folder), policies, manifest.other_roles, manifest.tool_format)
 
 
 def _needed(model: str | Path | None, folder: Path) -> str:

@@ -10,7 +10,7 @@ import msgspec
 
 from cotune.recording.recorder import Sink
 from cotune.recording.records import Call, Episode, Record, Reward, candidate_id
-from cotune.trainer.evaluation.cost import Tokens
+from cotune.trainer.evaluation.cost import TokenCounts
 
 
 class RoleStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class EvaluationSink:
     def __init__(self, sink: Sink | None = None) -> None:
         self.sink = sink
         self.endings: dict[str, Ending] = {}
-        self.answered: dict[str, Tokens] = {}
+        self.answered: dict[str, TokenCounts] = {}
         """What answered calls, by the name of the policy, or of the model that the provider was asked for."""
         self._roles: dict[str, _RoleCount] = {}
         self._rewards: dict[str, dict[str, float]] = {}
@@ -77,7 +77,7 @@ class EvaluationSink:
         role = self._roles.setdefault(call.role, _RoleCount())
         role.call(call)
         if call.status == "ok":
-            self.answered.setdefault(call.policy.name if call.policy else call.model, Tokens()).add(call)
+            self.answered.setdefault(call.policy.name if call.policy else call.model, TokenCounts()).add(call)
         if call.chosen is not None:
             chosen[candidate_id(call.id, call.chosen)] = role
 

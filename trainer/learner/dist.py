@@ -1,4 +1,4 @@
-"""What the processes of one learner have to agree on: a few sums and maxima. One process alone agrees with itself."""
+"""What the processes of one learner exchange, and the tensors that are sharded among them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Ranks(Protocol):
-    """The processes that train the same weights together, seen from one of them."""
+class ProcessGroup(Protocol):
+    """The processes that train the same weights together, seen from the one with number `rank` of `size`."""
 
     rank: int
     size: int
@@ -23,7 +23,7 @@ class Ranks(Protocol):
 
 
 class SingleProcess:
-    """A learner of one process."""
+    """The group of a learner that has one process."""
 
     rank = 0
     size = 1
@@ -35,23 +35,21 @@ class SingleProcess:
         return values
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor, which every rank has to ask for; any other tensor as it is."""
-    full = getattr(tensor, "full_tensor", None)
-    return tensor if full is None else full()
+def gather(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor, for which all ranks must call this; any other tensor as it is."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def shard_of(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor (may be empty); any other tensor as it is."""
-    local = getattr(tensor, "to_local", None)
-    return tensor if local is None else local()
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def fill(target: Tensor, source: Tensor) -> None:
+def copy_whole(target: Tensor, source: Tensor) -> None:
     """Copy a whole tensor, which every rank has, into one that may be sharded."""
     if is_sharded(target):
         from torch.distributed.tensor import distribute_tensor

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from cotune.errors import RunError
 from cotune.policies import PolicySpec
-from cotune.trainer.learner.dist import Ranks, fill, is_sharded, whole
+from cotune.trainer.learner.dist import ProcessGroup, copy_whole, is_sharded
 from cotune.trainer.learner.policy_model import PolicyModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -41,15 +41,11 @@ def check_identity(folder: Path, specs: Sequence[PolicySpec]) -> None:
             raise RunError(f"{folder} holds the policies {found}, this run trains {own}.")
 
 
-def write_weights(folder: Path, policy: PolicyModel, ranks: Ranks) -> None:
-    """`<i>.safetensors`, by the first rank; each tensor is gathered in turn."""
-    state = {}
-    for name, tensor in policy.state().items():
-        gathered = whole(tensor)
-        if ranks.rank == 0:
-            state[name] = gathered
-    if ranks.rank == 0:
-        _write(folder / f"{policy.index}.safetensors", state)
+def write_weights(folder: Path, policy: PolicyModel, group: ProcessGroup) -> None:
+    """Write `<i>.safetensors` on rank 0; sharded tensors are gathered one by one, on all ranks."""
+    weights = policy.weights(keep=group.rank == 0)
+    if group.rank == 0:
+        _write(folder / f"{policy.index}.safetensors", {name: torch.from_numpy(w) for name, w in weights.items()})
 
 
 def read_weights(folder: Path, policy: PolicyModel) -> None:
@@ -89,7 +85,7 @@ def read_optimizer(folder: Path, policy: PolicyModel, optimizer: torch.optim.Opt
     with safe_open(folder / f"{policy.index}.optimizer.safetensors", "pt") as file:
         _open_state(parameters, optimizer, file.keys())
         for name, tensor in _state(parameters, optimizer).items():
-            fill(tensor, file.get_tensor(name))
+            copy_whole(tensor, file.get_tensor(name))
 
 
 def write_progress(folder: Path, policy: PolicyModel, order: torch.Generator, steps: int) -> None:

@@ -1,5 +1,5 @@
-"""Proof that an optimizer trains what it should: each tensor is in exactly one, gets a gradient, and moves, unless
-rounding swallows its steps, which is told."""
+"""Checks that each trained tensor is in exactly one optimizer, gets a gradient, and changes in its first step, or that
+the step is too small for its precision, which is reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cotune.errors import LearnerError
-from cotune.trainer.learner.dist import Ranks, SingleProcess, shard_of
+from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, local_shard
 
 BFLOAT16 = 2.0**16
 """A unit in the last place of bfloat16 in those of float32."""
@@ -45,76 +45,78 @@ def check_optimizers(
 
 
 class GradientChecks:
-    """Watches a policy's tensors until each has moved once; costs nothing afterwards.
+    """Checks a policy's tensors until each has changed once (`pending` holds those that have not); costs nothing after.
 
-    The entry whose step is largest in units in the last place, on whichever rank holds it, stands for its tensor. Where
-    even that one is under half a unit, float32 rounds the whole step away, as it may early in a warm-up: the tensor is
-    in `lost` and watched on. B of a LoRA starts at zero, so A has no gradient before the second step.
+    Of each tensor one entry is compared before and after the step: the one, on whichever rank, whose step is largest in
+    units in the last place. Where even that is under half a unit, float32 rounds the whole step away, as it may early
+    in a warm-up: the tensor is in `lost` and checked again at the next step. B of a LoRA starts at zero, so A has no
+    gradient before the second step.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.AdamW,
-        ranks: Ranks | None = None,
+        group: ProcessGroup | None = None,
         *,
         dtype: str = "float32",
     ) -> None:
         self.pending = dict(parameters)
         self.lost: dict[str, float] = {}
-        """Tensors that a step has not moved: the largest step in halves of a unit in the last place, under 1."""
+        """By tensor that its last step did not change: the largest step, in halves of a unit in the last place."""
         self.steps = 0
         self._optimizer = optimizer
         self._dtype = dtype
-        self._ranks = ranks or SingleProcess()
-        self._marks: dict[str, tuple[float, tuple[int, float] | None]] = {}
+        self._group = group or SingleProcess()
+        self._before: dict[str, tuple[float, tuple[int, float] | None]] = {}
         self._counts = torch.zeros(3, dtype=torch.float64)
-        self._news: dict[str, float] = {}
-        self._told: set[str] = set()
+        self._found: dict[str, float] = {}
+        self._reported: set[str] = set()
 
     def before_step(self) -> None:
-        """Note where each tensor that has a gradient stands, and how far its step will reach."""
+        """Note the value of one entry of each tensor that has a gradient, and how far its step will reach."""
         names = list(self.pending)
         reaches = [_reach(self.pending[name], self._optimizer) for name in names]
-        largest = self._ranks.max(torch.tensor([reach.largest for reach in reaches])).tolist()
+        largest = self._group.max(torch.tensor([reach.largest for reach in reaches])).tolist()
         counts = torch.tensor([reach.counts for reach in reaches], dtype=torch.float64).reshape(-1, 3)
-        self._counts = self._counts + self._ranks.sum(counts.sum(0))
-        self._marks = {}
+        self._counts = self._counts + self._group.sum(counts.sum(0))
+        self._before = {}
         for name, reach, peak in zip(names, reaches, largest, strict=True):
             if peak > 0:
                 held = reach.largest == peak
-                mark = (reach.entry, _entry(self.pending[name], reach.entry)) if held else None
-                self._marks[name] = (peak, mark)
+                value = (reach.entry, _entry(self.pending[name], reach.entry)) if held else None
+                self._before[name] = (peak, value)
 
     def after_step(self) -> None:
-        """Raises LearnerError when a tensor stands where it stood though its step does not round away."""
+        """Compare the entries. Raises LearnerError when one is unchanged though its step does not round away."""
         absent = all(parameter.grad is None for parameter in self.pending.values())
-        self.steps += bool(self._marks) or absent
-        stood = [
-            mark is not None and _entry(self.pending[name], mark[0]) == mark[1]
-            for name, (_, mark) in self._marks.items()
+        self.steps += bool(self._before) or absent
+        unchanged = [
+            value is not None and _entry(self.pending[name], value[0]) == value[1]
+            for name, (_, value) in self._before.items()
         ]
-        still = self._ranks.max(torch.tensor(stood, dtype=torch.float32)).tolist()
-        for (name, (reach, _)), stands in zip(self._marks.items(), still, strict=True):
-            if stands and reach > SURE:
+        unmoved = self._group.max(torch.tensor(unchanged, dtype=torch.float32)).tolist()
+        for (name, (reach, _)), still in zip(self._before.items(), unmoved, strict=True):
+            if still and reach > SURE:
                 raise LearnerError(
                     f"Tensor {name} has a gradient but did not move in its first optimizer step, which reaches "
                     f"{reach:.3g} times half a unit in the last place.",
                     "The optimizer does not hold what is trained: report this with the versions of torch and peft.",
                 )
             if self._dtype == "bfloat16" and reach < BFLOAT16:
-                self._news[f"lost_bfloat16/{name}"] = reach / BFLOAT16
-            if stands:
-                self.lost[name] = self._news[f"lost/{name}"] = reach
+                self._found[f"lost_bfloat16/{name}"] = reach / BFLOAT16
+            if still:
+                self.lost[name] = self._found[f"lost/{name}"] = reach
             else:
                 self.lost.pop(name, None)
                 del self.pending[name]
 
     def after_update(self, policy: str) -> dict[str, float]:
-        """Figures of the tensors that are watched: `lost_tensors`, how many no step has moved yet; where any was
-        watched, `lost_share`, that of their entries with a step under half a unit in the last place; and once of each
-        tensor of which that holds throughout, `lost/<tensor>`: its largest step in such halves. The same with
-        `_bfloat16` for forward passes in it, which see the steps when they have added up in float32.
+        """Metrics of the update: `lost_tensors`, how many tensors no step has changed yet; `lost_share`, the share of
+        entries whose step was under half a unit in the last place, over the tensors that were checked (absent where
+        none was); and, once per tensor of which no entry was above, `lost/<tensor>`: its largest step in such halves.
+        With passes in bfloat16 also the last two for its precision, as `lost_share_bfloat16` and
+        `lost_bfloat16/<tensor>`: such steps show in a pass once several have added up in float32.
 
         Raises LearnerError when a tensor has had no gradient though it should.
         """
@@ -130,9 +132,9 @@ class GradientChecks:
             found["lost_share"] = lost / entries
             if self._dtype == "bfloat16":
                 found["lost_share_bfloat16"] = unseen / entries
-        found |= {name: reach for name, reach in self._news.items() if name not in self._told}
-        self._told |= self._news.keys()
-        self._counts, self._news = torch.zeros(3, dtype=torch.float64), {}
+        found |= {name: reach for name, reach in self._found.items() if name not in self._reported}
+        self._reported |= self._found.keys()
+        self._counts, self._found = torch.zeros(3, dtype=torch.float64), {}
         return found
 
 
@@ -153,7 +155,7 @@ def _reach(parameter: nn.Parameter, optimizer: torch.optim.AdamW) -> _Reach:
     state = optimizer.state.get(parameter, {})
     parts = [parameter.detach(), parameter.grad, *(state[name] for name in ("exp_avg", "exp_avg_sq") if state)]
     taken = int(state["step"]) if state else 0
-    for start, pieces in enumerate(zip(*(shard_of(p).reshape(-1).split(CHUNK) for p in parts), strict=True)):
+    for start, pieces in enumerate(zip(*(local_shard(p).reshape(-1).split(CHUNK) for p in parts), strict=True)):
         if not pieces[0].numel():
             continue
         value, size = pieces[0], _adam_step(group, taken, *pieces).abs()
@@ -178,4 +180,4 @@ def _adam_step(
 
 
 def _entry(parameter: nn.Parameter, index: int) -> float:
-    return float(shard_of(parameter.detach()).reshape(-1)[index])
+    return float(local_shard(parameter.detach()).reshape(-1)[index])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +15,44 @@ from torch import Tensor
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
-from cotune.errors import ConfigError, GroupError, LearnerError, RunError
+from cotune.errors import ConfigError, LearnerError, RunError
 from cotune.policies import Policies
 from cotune.sampling.protocol import Weights
-from cotune.trainer.config.learner import FULL_LR, LORA_LR, LearnerSettings, check_anchor
-from cotune.trainer.learner import files as files
+from cotune.trainer.config.learner import FULL_LR, LORA_LR, LearnerSettings, check_loss
+from cotune.trainer.learner import files
 from cotune.trainer.learner.batching import mini_batches, passes
-from cotune.trainer.learner.dist import Ranks, SingleProcess, whole
+from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, gather
 from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
 from cotune.trainer.learner.load import open_policy_models
-from cotune.trainer.learner.loss import Tokens, policy_loss, token_weights, trusted
+from cotune.trainer.learner.loss import Tokens, policy_loss, token_weights
 from cotune.trainer.learner.metric_sums import MetricSums
 from cotune.trainer.learner.policy_model import PolicyModel
+from cotune.trainer.learner.rows import (
+    check_rows,
+    counted_tokens,
+    lengths_of,
+    masked_share,
+    row_of_token,
+    sampler_logprobs,
+    trajectory_tokens,
+)
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What the optimizer steps of one update share.
+
+    Of each row, `old` is log pi before the update of its response tokens (None where the loss does not need it yet),
+    `counted` says which of them count (both [tokens of the row]), and `trajectories` [rows] how many count in its
+    trajectory.
+    """
+
+    model: PolicyModel
+    rows: Sequence[TrainRow]
+    old: Sequence[Tensor] | None
+    counted: Sequence[Tensor]
+    trajectories: Tensor
+    sums: MetricSums
 
 
 class LocalLearner:
@@ -36,8 +62,8 @@ class LocalLearner:
     weighs min(pi_before_the_update / pi_sampler, cap); with "sampler" it is pi_train / pi_sampler in all optimizer
     steps of an update.
 
-    As one of several `ranks` it holds a part of every tensor and computes a part of the rows; all ranks call the same
-    methods with the same rows, and all return the same.
+    In a process group of several it holds a shard of every tensor and computes a part of the rows; all ranks call the
+    same methods with the same rows, and all return the same.
     """
 
     def __init__(
@@ -45,19 +71,19 @@ class LocalLearner:
         policies: Mapping[str, PolicyModel],
         settings: LearnerSettings,
         loss: LossSpec,
-        ranks: Ranks | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         self._policies = dict(policies)
         self._settings = settings
         self._loss = loss
-        self._ranks = ranks or SingleProcess()
+        self._group = group or SingleProcess()
         self._lock = threading.RLock()
         self._order = {name: torch.Generator().manual_seed(settings.seed) for name in self._policies}
         self._optimizers = {name: _optimizer(policy, settings) for name, policy in self._policies.items()}
         trainable = {name: policy.parameters() for name, policy in self._policies.items()}
         check_optimizers(trainable, self._optimizers)
-        self._movement = {
-            name: GradientChecks(parameters, self._optimizers[name], self._ranks, dtype=settings.dtype)
+        self._gradient_checks = {
+            name: GradientChecks(parameters, self._optimizers[name], self._group, dtype=settings.dtype)
             for name, parameters in trainable.items()
         }
 
@@ -88,40 +114,36 @@ class LocalLearner:
         with self._lock:
             check_rows(rows)
             model = self._model(policy)
-            rows = model.drawn(rows)
+            rows = model.without_forced_tokens(rows)
             epochs = [self._mini_batches(policy, rows) for _ in range(self._settings.epochs)]
-            old = self._anchor(model, rows, epochs)
-            counted = self._counted(rows, old)
+            old = self._logprobs_before(model, rows, epochs)
+            counted = counted_tokens(rows, self._loss, old)
+            found = {**masked_share(rows, counted), "rows": float(len(rows))}
             used = [[i for i in batch if counted[i].any()] for epoch in epochs for batch in epoch]
             batches = [batch for batch in used if batch]
-            trajectories = _trajectories(rows, counted)
-            tally = MetricSums([row.role for row in rows])
-            rejected = _rejected(rows, counted)
             if not batches:
-                none = dict.fromkeys(("steps", "skipped_steps", "idle_steps"), 0.0)
-                return {**rejected, **none, "rows": float(len(rows))}
+                return {**found, **dict.fromkeys(("steps", "skipped_steps", "idle_steps"), 0.0)}
+            sums = MetricSums([row.role for row in rows])
+            update = _Update(model, rows, old, counted, trajectory_tokens(rows, counted), sums)
             norms, losses = [], []
             for step, batch in enumerate(batches):
-                loss = self._backward(model, rows, batch, old, counted, trajectories, tally, first=step == 0)
+                losses.append(self._backward(update, batch, first=step == 0))
                 norms.append(self._step(policy, lr_scale, moves=any(rows[i].advantage for i in batch)))
-                losses.append(loss)
-            losses = self._ranks.sum(torch.tensor(losses, dtype=torch.float64)).tolist()
+            losses = self._group.sum(torch.tensor(losses, dtype=torch.float64)).tolist()
             finite = [norm for norm in norms if np.isfinite(norm)]
             if not finite:
                 raise LearnerError(
                     f"No gradient of this update of policy {policy!r} is finite.", "Lower learner.lr, or use float32."
                 )
-            rounding = self._movement[policy].after_update(policy)
             return {
-                **tally.metrics(self._ranks),
-                **rejected,
-                **rounding,
+                **sums.metrics(self._group),
+                **found,
+                **self._gradient_checks[policy].after_update(policy),
                 "loss": float(np.mean(losses)),
                 "grad_norm": float(np.mean(finite)),
                 "steps": float(len(batches)),
                 "skipped_steps": float(len(norms) - len(finite)),
                 "idle_steps": float(norms.count(0.0)) if self._settings.weight_decay == 0.0 else 0.0,
-                "rows": float(len(rows)),
                 "weight_norm": _norm(model),
                 "lr": self._lr(model) * lr_scale,
                 "seconds": time.perf_counter() - started,
@@ -136,12 +158,12 @@ class LocalLearner:
     def weights(self, policy: str) -> Weights:
         """Trainable weights as fp32 arrays: PEFT state-dict names for a LoRA, model parameter names else."""
         with self._lock:
-            return self._model(policy).weights(keep=self._ranks.rank == 0)
+            return self._model(policy).weights(keep=self._group.rank == 0)
 
     def save(self, folder: Path) -> None:
-        """Write `learner.json`, and weights, optimizer and row order per policy (see `learner_files`)."""
+        """Write `learner.json`, and weights, optimizer and row order per policy (see `files`)."""
         with self._lock:
-            if self._ranks.rank == 0:
+            if self._group.rank == 0:
                 files.write_identity(folder, [policy.spec for policy in self._policies.values()])
             self.save_policies(folder)
 
@@ -149,10 +171,10 @@ class LocalLearner:
         """What `save` writes of each policy."""
         with self._lock:
             for name, policy in self._policies.items():
-                files.write_weights(folder, policy, self._ranks)
+                files.write_weights(folder, policy, self._group)
                 files.write_optimizer(folder, policy, self._optimizers[name])
-                if self._ranks.rank == 0:
-                    files.write_progress(folder, policy, self._order[name], self._movement[name].steps)
+                if self._group.rank == 0:
+                    files.write_progress(folder, policy, self._order[name], self._gradient_checks[name].steps)
 
     def load(self, folder: Path, new: Collection[str] = ()) -> None:
         """Restore what `save` wrote, here or in a learner of several processes, but for policies that are `new`. Raises
@@ -168,19 +190,19 @@ class LocalLearner:
                     continue
                 files.read_weights(folder, policy)
                 files.read_optimizer(folder, policy, self._optimizers[name])
-                self._movement[name].steps = files.read_progress(folder, policy, self._order[name])
-                if self._movement[name].steps and not self._optimizers[name].state:
+                self._gradient_checks[name].steps = files.read_progress(folder, policy, self._order[name])
+                if self._gradient_checks[name].steps and not self._optimizers[name].state:
                     raise RunError(f"{folder} holds no optimizer state of {name!r}.", "Use another checkpoint.")
 
     def _mini_batches(self, policy: str, rows: Sequence[TrainRow]) -> list[list[int]]:
         return mini_batches(rows, self._settings.mini_batch, self._order[policy])
 
     def _micro_batches(self, model: PolicyModel, rows: Sequence[TrainRow], batch: Sequence[int]) -> list[list[int]]:
-        """This rank's passes over a batch; an empty one keeps the others company."""
-        budget, ranks = self._settings.micro_batch_tokens, self._ranks
-        return passes(rows, batch, budget, shared=model.shares_prompts, rank=ranks.rank, size=ranks.size)
+        """This rank's passes over a batch: as many as every other rank makes, so the last ones may have no rows."""
+        budget, group = self._settings.micro_batch_tokens, self._group
+        return passes(rows, batch, budget, shared=model.shares_prompts, rank=group.rank, size=group.size)
 
-    def _anchor(
+    def _logprobs_before(
         self, model: PolicyModel, rows: Sequence[TrainRow], epochs: Sequence[Sequence[Sequence[int]]]
     ) -> list[Tensor] | None:
         """log pi before the update, where it has to be known before the first optimizer step.
@@ -191,65 +213,61 @@ class LocalLearner:
         needed = self._settings.anchor == "trainer" and (several or self._loss.mask != "none")
         return self._logprobs(model, rows, epochs[0]) if needed else None
 
-    def _counted(self, rows: Sequence[TrainRow], old: Sequence[Tensor] | None) -> list[Tensor]:
-        """Which response tokens of each row count: neither masked in the row nor rejected by the loss. On the CPU."""
-        counted = [torch.tensor(row.loss_mask or (True,) * len(row.response_ids)) for row in rows]
-        if self._loss.mask == "none" or old is None:
-            return counted
-        kept = torch.cat(counted)
-        row = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(r.response_ids) for r in rows]))
-        mismatch = torch.cat([values.cpu() for values in old]) - _sampler_logprobs(rows)
-        if kept.any():
-            kept[kept.clone()] = trusted(self._loss, mismatch[kept], row[kept])
-        return list(kept.split([len(r.response_ids) for r in rows]))
-
     def _logprobs(self, model: PolicyModel, rows: Sequence[TrainRow], batches: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Of all rows, batch by batch: each rank computes its own and adds them to the others'."""
-        lengths = [len(row.response_ids) for row in rows]
+        """log pi_train of the response tokens of each row, in the passes of `batches`; each rank computes a part."""
+        lengths = lengths_of(rows)
         found = torch.zeros(sum(lengths), device=model.device)
         parts = found.split(lengths)
         for micro in [micro for batch in batches for micro in self._micro_batches(model, rows, batch)]:
             values = model.logprobs([rows[i] for i in micro])
             for index, value in zip(micro, values.split([lengths[i] for i in micro]) if micro else (), strict=True):
                 parts[index].copy_(value)
-        return list(self._ranks.sum(found).split(lengths))
+        return list(self._group.sum(found).split(lengths))
 
-    def _backward(
-        self,
-        model: PolicyModel,
-        rows: Sequence[TrainRow],
-        batch: Sequence[int],
-        old: Sequence[Tensor] | None,
-        counted: Sequence[Tensor],
-        trajectories: Tensor,
-        tally: MetricSums,
-        *,
-        first: bool,
-    ) -> float:
-        """Gradients of one mini-batch; returns this rank's part of its loss."""
+    def _backward(self, update: _Update, batch: Sequence[int], *, first: bool) -> float:
+        """Gradients of one mini-batch (indices of rows); returns this rank's part of its loss."""
+        model, counted = update.model, update.counted
         lengths = torch.tensor([int(counted[i].sum()) for i in batch])
-        weights = token_weights(self._loss, lengths, trajectories[torch.tensor(batch)])
-        shares = dict(zip(batch, weights.split(lengths.tolist()), strict=True))
+        weights = token_weights(self._loss, lengths, update.trajectories[torch.tensor(batch)])
+        weight_of = dict(zip(batch, weights.split(lengths.tolist()), strict=True))
         total = 0.0
-        micros = self._micro_batches(model, rows, batch)
+        micros = self._micro_batches(model, update.rows, batch)
         for number, micro in enumerate(micros):
-            part = [rows[i] for i in micro]
-            reference = model.reference_logprobs(part) if self._loss.kl else None
-            new, entropy = model.token_logprobs(part)
-            model.scorer.reduce_next(number == len(micros) - 1)
-            if not micro:
-                (new.sum() * 0.0).backward()
+            model.logprob_model.reduce_next(number == len(micros) - 1)
+            if not micro:  # no rows are left here, but FSDP's exchanges need every rank
+                if self._loss.kl:
+                    model.reference_logprobs([])
+                (model.token_logprobs([])[0].sum() * 0.0).backward()
                 continue
-            anchor = None
-            if self._settings.anchor == "trainer":
-                anchor = new.detach() if old is None else torch.cat([old[i] for i in micro])
-            count = [counted[i] for i in micro]
-            tokens = _tokens(part, count, torch.cat([shares[i] for i in micro]), new, entropy, anchor, reference)
+            tokens = self._tokens(update, micro, torch.cat([weight_of[i] for i in micro]))
             parts = policy_loss(self._loss, tokens)
             parts.loss.backward()
             total += parts.loss.item()
-            tally.add(micro, tokens, parts, first=first)
+            update.sums.add(micro, tokens, parts, first=first)
         return total
+
+    def _tokens(self, update: _Update, micro: Sequence[int], weight: Tensor) -> Tokens:
+        """The tokens of a micro-batch that count, after its forward pass; `weight` [tokens] is of these."""
+        rows = [update.rows[i] for i in micro]
+        reference = update.model.reference_logprobs(rows) if self._loss.kl else None
+        new, entropy = update.model.token_logprobs(rows)
+        old = None
+        if self._settings.anchor == "trainer":
+            old = new.detach() if update.old is None else torch.cat([update.old[i] for i in micro])
+        count = torch.cat([update.counted[i] for i in micro])
+        row = row_of_token(rows)[count]
+        advantage = torch.tensor([r.advantage for r in rows], dtype=torch.float32)[row]
+        there = count.to(new.device)
+        return Tokens(
+            new=new[there],
+            sampler=sampler_logprobs(rows)[count].to(new.device),
+            advantage=advantage.to(new.device),
+            weight=weight.to(new.device),
+            row=row.to(new.device),
+            old=None if old is None else old[there],
+            entropy=entropy[there],
+            reference=None if reference is None else reference[there],
+        )
 
     def _step(self, policy: str, lr_scale: float, *, moves: bool) -> float:
         """One optimizer step on the gradients at hand; returns their norm. A non-finite one is not applied, nor one of
@@ -259,13 +277,14 @@ class LocalLearner:
         if np.isfinite(norm):
             for group in optimizer.param_groups:
                 group["lr"] = self._lr(model) * lr_scale
-            watch = moves and lr_scale > 0 and bool(self._movement[policy].pending)
-            if watch:
-                self._movement[policy].before_step()
+            checks = self._gradient_checks[policy]
+            checked = moves and lr_scale > 0 and bool(checks.pending)
+            if checked:
+                checks.before_step()
             if norm > 0.0 or self._settings.weight_decay > 0.0:
                 optimizer.step()
-            if watch:
-                self._movement[policy].after_step()
+            if checked:
+                checks.after_step()
         optimizer.zero_grad(set_to_none=True)
         return norm
 
@@ -297,87 +316,10 @@ def _clip(parameters: Sequence[Tensor], limit: float) -> float:
     """Scale the gradients to an L2 norm of at most `limit` (0: as they are); returns the norm that they had."""
     if not parameters:
         return 0.0
-    norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+    norm = gather(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
     torch.nn.utils.clip_grads_with_norm_(parameters, limit or float("inf"), norm)
     return float(norm)
 
 
 def _norm(model: PolicyModel) -> float:
-    return float(whole(torch.nn.utils.get_total_norm([p.detach() for p in model.parameters().values()])))
-
-
-def _tokens(
-    rows: Sequence[TrainRow],
-    counted: Sequence[Tensor],
-    share: Tensor,
-    new: Tensor,
-    entropy: Tensor,
-    old: Tensor | None,
-    reference: Tensor | None,
-) -> Tokens:
-    """The tokens of `rows` that count; `share` is of these, the other tensors are of all."""
-    count = torch.cat(list(counted))
-    index = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(row.response_ids) for row in rows]))[count]
-    advantage = torch.tensor([row.advantage for row in rows], dtype=torch.float32)[index]
-    there = count.to(new.device)
-    return Tokens(
-        new=new[there],
-        sampler=_sampler_logprobs(rows)[count].to(new.device),
-        advantage=advantage.to(new.device),
-        weight=share.to(new.device),
-        row=index.to(new.device),
-        old=None if old is None else old[there],
-        entropy=entropy[there],
-        reference=None if reference is None else reference[there],
-    )
-
-
-def _sampler_logprobs(rows: Sequence[TrainRow]) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.asarray(row.logprobs, np.float32) for row in rows]))
-
-
-def _trajectories(rows: Sequence[TrainRow], counted: Sequence[Tensor]) -> Tensor:
-    """[rows] tokens that count in the trajectory of each row."""
-    sizes: Counter[str] = Counter()
-    for row, tokens in zip(rows, counted, strict=True):
-        sizes[row.trajectory or row.id] += int(tokens.sum())
-    return torch.tensor([sizes[row.trajectory or row.id] for row in rows])
-
-
-def _rejected(rows: Sequence[TrainRow], counted: Sequence[Tensor]) -> dict[str, float]:
-    """`masked_share`: of the tokens that count in the rows, how many the loss rejects; also per role of several."""
-    roles = [row.role for row in rows]
-    could = torch.tensor([sum(row.loss_mask) if row.loss_mask else len(row.response_ids) for row in rows])
-    left = torch.tensor([int(tokens.sum()) for tokens in counted])
-    found = {"masked_share": 1.0 - float(left.sum()) / max(float(could.sum()), 1.0)}
-    for role in sorted(set(roles)) if len(set(roles)) > 1 else ():
-        own = torch.tensor([one == role for one in roles])
-        found[f"{role}/masked_share"] = 1.0 - float(left[own].sum()) / max(float(could[own].sum()), 1.0)
-    return found
-
-
-def check_loss(loss: LossSpec, settings: LearnerSettings) -> None:
-    """Raises ConfigError for a loss that lacks a number, or that the settings do not fit."""
-    check_anchor(settings, loss)
-    if loss.aggregation == "constant" and loss.constant_length is None:
-        raise ConfigError("loss.constant_length", None, "the run's response limit, in tokens")
-
-
-def check_rows(rows: Sequence[TrainRow]) -> None:
-    """Raises GroupError for rows that cannot be trained on."""
-    if not rows:
-        raise GroupError("There are no rows to train on.")
-    for row in rows:
-        problem = None
-        if not row.prompt_ids or not row.response_ids:
-            problem = "has an empty prompt or response"
-        elif len(row.logprobs) != len(row.response_ids):
-            problem = f"has {len(row.logprobs)} sampler log-probabilities for {len(row.response_ids)} response tokens"
-        elif row.loss_mask and len(row.loss_mask) != len(row.response_ids):
-            problem = f"has a loss mask of {len(row.loss_mask)} for {len(row.response_ids)} response tokens"
-        elif not row.temperature > 0:
-            problem = f"was sampled at temperature {row.temperature}, where log-probabilities are not defined"
-        elif not (np.isfinite(row.advantage) and np.isfinite(row.logprobs).all()):
-            problem = "has a non-finite advantage or log-probability"
-        if problem:
-            raise GroupError(f"Row {row.id} of role {row.role!r} {problem}.", "Leave it out of training.")
+    return float(gather(torch.nn.utils.get_total_norm([p.detach() for p in model.parameters().values()])))

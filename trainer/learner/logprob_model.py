@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from cotune.algorithms.samples import TrainRow
 from cotune.trainer.learner.forward import plain_states, shared_states
 from cotune.trainer.learner.logprobs import token_logprobs
-from cotune.trainer.learner.sampled_distribution import RowShapes
+from cotune.trainer.learner.sampled_distribution import SampledDistribution
 
 FILLER = TrainRow(id="filler", role="", prompt_ids=(0,), response_ids=(0, 0), logprobs=(0.0, 0.0), advantage=0.0)
-"""The row of a rank that has none left while others still compute."""
+"""What a rank computes that has no rows left while other ranks still do."""
 
 
 class LogprobModel(nn.Module):  # type: ignore[misc]
-    """Rows in, log-probabilities out. All uses of a network's weights are inside `forward`, where FSDP gathers them."""
+    """Rows in, log-probabilities out. FSDP gathers the network's weights for `forward` only."""
 
     sharded = False
     """Set by FSDP's wrapping: passes must then be of the same kind on all ranks."""
@@ -28,12 +28,12 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
     def __init__(self, network: Any) -> None:
         super().__init__()
         self.network = network
-        self.shapes = RowShapes(network.config.name_or_path)
+        self.sampled_distribution = SampledDistribution(network.config.name_or_path)
 
     def forward(self, rows: Sequence[TrainRow], *, shared: bool, dtype: str) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each response token, rows in order; both [tokens], float32, in nats.
 
-        `shared` computes each distinct prompt once. No rows give those of a filler.
+        `shared` computes each distinct prompt once; `dtype` is the precision of the pass. No rows: those of `FILLER`.
         """
         rows = rows or [FILLER]
         head = self.network.get_output_embeddings()
@@ -46,8 +46,8 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
                 hidden = shared_states(self.network, rows, always_continue=self.sharded)
             else:
                 hidden = plain_states(self.network, rows)
-        shapes = self.shapes.of(rows, head.weight.shape[0], device)
-        return token_logprobs(hidden, head.weight, head.bias, targets, temperature.repeat_interleave(lengths), shapes)
+        shaping = self.sampled_distribution.of(rows, head.weight.shape[0], device)
+        return token_logprobs(hidden, head.weight, head.bias, targets, temperature.repeat_interleave(lengths), shaping)
 
     def reduce_next(self, on: bool) -> None:
         """Whether the next backward pass exchanges gradients between ranks, or only adds to this rank's own."""

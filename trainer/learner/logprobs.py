@@ -16,8 +16,8 @@ CHUNK_ROWS = {"cpu": 64, "cuda": 256}
 reading the output embedding pays. About three buffers of a chunk live at a time."""
 
 
-class Shapes(NamedTuple):
-    """What changed the logits of tokens before they were drawn: a grammar's bits, and what was added to logits.
+class LogitShaping(NamedTuple):
+    """What changed the logits before each token was sampled: masks of allowed tokens, and biases.
 
     `bits` [M, words] (int32, as `grammar.Bits`) and `added` [B, V] hold each distinct mask and bias once; `bits_at` and
     `added_at` [N] (int64) say which one is a token's, -1 for none. All on the device of the logits.
@@ -47,7 +47,7 @@ class Shapes(NamedTuple):
 class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
     """Keeps hidden states and two numbers per token; the backward pass computes each chunk's logits again.
 
-    With z = (W h + b + what shapes it) / T, log p = z - logsumexp(z) and H = -sum(p log p):
+    With z = (W h + b, shaped) / T, log p = z - logsumexp(z) and H = -sum(p log p):
     d log p[y] / dz = onehot(y) - p, and dH / dz = -p (log p + H).
     """
 
@@ -59,20 +59,20 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
         bias: Tensor | None,
         targets: Tensor,
         temperature: Tensor,
-        shapes: Shapes | None,
+        shaping: LogitShaping | None,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
         lse = torch.empty_like(logprobs)
         for part in _parts(len(targets), rows):
-            z = _logits(hidden, weight, bias, temperature, shapes, part)
+            z = _logits(hidden, weight, bias, temperature, shaping, part)
             lse[part] = torch.logsumexp(z, dim=-1)
             z -= lse[part, None]
             logprobs[part] = z.gather(1, targets[part, None]).squeeze(1)
             entropy[part] = -torch.linalg.vecdot(z.exp(), z)
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy)
-        ctx.shapes, ctx.rows = shapes, rows
+        ctx.shaping, ctx.rows = shaping, rows
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -84,7 +84,7 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias) if need_bias else None
         for part in _parts(len(targets), ctx.rows):
-            z = _logits(hidden, weight, bias, temperature, ctx.shapes, part)
+            z = _logits(hidden, weight, bias, temperature, ctx.shaping, part)
             z -= lse[part, None]
             grad = z.exp()
             if grad_entropy is None:
@@ -117,11 +117,11 @@ def token_logprobs(
     bias: Tensor | None,
     targets: Tensor,
     temperature: Tensor,
-    shapes: Shapes | None = None,
+    shaping: LogitShaping | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of `targets[n]` and entropy of its distribution, softmax(W hidden[n] / temperature[n]), in nats.
 
-    Where `shapes` forbid tokens or add to logits, the distribution is the one over what is left.
+    Where `shaping` forbids tokens or adds to logits, the distribution is that of the logits after it.
 
     hidden [N, H], weight [V, H], bias [V] or None, targets [N] (int64), temperature [N], all above 0. Returns two
     float32 tensors [N], both differentiable in hidden, weight and bias. Memory beyond the inputs and gradients:
@@ -130,7 +130,7 @@ def token_logprobs(
     rows = max(CHUNK_ROWS.get(hidden.device.type, 64), CHUNK_BYTES // (4 * weight.shape[0]))
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
-    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, shapes, rows)
+    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, shaping, rows)
     return logprobs, entropy
 
 
@@ -139,9 +139,9 @@ def _parts(total: int, rows: int) -> list[slice]:
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, shapes: Shapes | None, part: slice
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, shaping: LogitShaping | None, part: slice
 ) -> Tensor:
     logits = torch.nn.functional.linear(hidden[part], weight, bias).float()
-    if shapes is not None:
-        shapes.apply(logits, part)
+    if shaping is not None:
+        shaping.apply(logits, part)
     return logits.div_(temperature[part, None])

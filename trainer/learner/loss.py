@@ -70,7 +70,7 @@ def token_weights(spec: LossSpec, lengths: Tensor, trajectories: Tensor | None =
     return per_row.repeat_interleave(lengths)
 
 
-def trusted(spec: LossSpec, mismatch: Tensor, row: Tensor) -> Tensor:
+def unmasked(spec: LossSpec, mismatch: Tensor, row: Tensor) -> Tensor:
     """Which tokens [N] the recipe's mask leaves in. `mismatch` [N] is log pi_old - log pi_sampler of each.
 
     token: exp of its own mismatch is within the bounds. sequence: that of its row's sum is. geometric: of its mean.

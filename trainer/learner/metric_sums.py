@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cotune.trainer.learner.dist import Ranks
+from cotune.trainer.learner.dist import ProcessGroup
 from cotune.trainer.learner.loss import LossParts, Tokens
 
 MEANS = ("clip_share", "tis_clipped_share", "entropy", "ratio_mean", "kl")
@@ -54,9 +54,9 @@ class MetricSums:
                 found.index_add_(0, owner, values.double())
                 self._sums[name] = self._sums[name] + found if name in self._sums else found
 
-    def metrics(self, ranks: Ranks) -> dict[str, float]:
+    def metrics(self, group: ProcessGroup) -> dict[str, float]:
         """Means, maxima and token counts over all ranks; also per role, as `<role>/<name>`, where there are several."""
-        sums = self._reduced(ranks)
+        sums = self._reduced(group)
         found = _means({name: _pool(name, values) for name, values in sums.items()})
         if len(self._names) > 1:
             for index, role in enumerate(self._names):
@@ -64,14 +64,14 @@ class MetricSums:
                 found |= {f"{role}/{name}": value for name, value in part.items()}
         return found
 
-    def _reduced(self, ranks: Ranks) -> dict[str, Tensor]:
+    def _reduced(self, group: ProcessGroup) -> dict[str, Tensor]:
         """Sums and maxima over all ranks, of what any of them has counted; a rank may have had no rows."""
         empty = torch.zeros(len(self._names), dtype=torch.float64)
         known = (*SUMS, *MAXIMA)
-        counted = ranks.max(torch.tensor([float(name in self._sums) for name in known])).tolist()
+        counted = group.max(torch.tensor([float(name in self._sums) for name in known])).tolist()
         mine = {name: self._sums.get(name, empty).double().cpu() for name in known}
-        sums = dict(zip(SUMS, ranks.sum(torch.stack([mine[name] for name in SUMS])), strict=True))
-        maxima = dict(zip(MAXIMA, ranks.max(torch.stack([mine[name] for name in MAXIMA])), strict=True))
+        sums = dict(zip(SUMS, group.sum(torch.stack([mine[name] for name in SUMS])), strict=True))
+        maxima = dict(zip(MAXIMA, group.max(torch.stack([mine[name] for name in MAXIMA])), strict=True))
         found = {**sums, **maxima}
         return {name: found[name] for name, any_rank in zip(known, counted, strict=True) if any_rank}
 

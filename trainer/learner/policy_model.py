@@ -13,7 +13,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.policies import PolicySpec
 from cotune.sampling.protocol import Weights
 from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.learner.dist import fill, whole
+from cotune.trainer.learner.dist import copy_whole, gather
 from cotune.trainer.learner.forward import can_share
 from cotune.trainer.learner.logprob_model import LogprobModel
 
@@ -29,7 +29,7 @@ class PolicyModel:
 
     spec: PolicySpec
     index: int
-    scorer: LogprobModel
+    logprob_model: LogprobModel
     settings: LearnerSettings
     peft: Any = None
     adapter: str | None = None
@@ -38,7 +38,7 @@ class PolicyModel:
     @property
     def network(self) -> Any:
         """The causal LM, with all its adapters inside."""
-        return self.scorer.network
+        return self.logprob_model.network
 
     @property
     def device(self) -> torch.device:
@@ -54,8 +54,8 @@ class PolicyModel:
         """Trainable parameters by the names they have inside the network."""
         if self.adapter is None:
             return dict(self.network.named_parameters())
-        mark = f".{self.adapter}."
-        return {name: p for name, p in self.peft.named_parameters() if mark in name}
+        infix = f".{self.adapter}."
+        return {name: p for name, p in self.peft.named_parameters() if infix in name}
 
     def activate(self) -> None:
         """Make the network compute, and take gradients for, this policy."""
@@ -65,34 +65,35 @@ class PolicyModel:
     def token_logprobs(self, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each response token, rows in order; both [tokens], float32, in nats."""
         self.activate()
-        return self._run(self.scorer, rows)
+        return self._run(self.logprob_model, rows)
 
     def logprobs(self, rows: Sequence[TrainRow]) -> Tensor:
         """The log-probabilities of `token_logprobs` without gradients."""
         self.activate()
-        return self._look(self.scorer, rows)
+        return self._without_gradients(self.logprob_model, rows)
 
     def reference_logprobs(self, rows: Sequence[TrainRow]) -> Tensor:
-        """What `logprobs` gives for the untrained policy."""
+        """Log-probabilities of the same tokens under the untrained model, without gradients."""
         if self.frozen_copy is not None:
-            return self._look(self.frozen_copy, rows)
+            return self._without_gradients(self.frozen_copy, rows)
         self.activate()
         with self.peft.disable_adapter():
-            return self._look(self.scorer, rows)
+            return self._without_gradients(self.logprob_model, rows)
 
-    def drawn(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
-        """The rows of an update: tokens that a grammar forced do not count. Masks of earlier rows are dropped."""
-        self.scorer.shapes.forget()
-        return self.scorer.shapes.drawn(rows, self.network.config.get_text_config().vocab_size)
+    def without_forced_tokens(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
+        """The rows of an update, their loss masks without the tokens that a grammar forced."""
+        distribution = self.logprob_model.sampled_distribution
+        distribution.clear()
+        return distribution.without_forced_tokens(rows, self.network.config.get_text_config().vocab_size)
 
     def weights(self, *, keep: bool = True) -> Weights:
         """Trainable weights as fp32 copies on the CPU: PEFT state-dict names for a LoRA, else parameter names.
 
-        Sharded tensors are gathered one by one, on all ranks; one that does not `keep` them returns none.
+        Sharded tensors are gathered one by one, on all ranks; with `keep` False none are returned.
         """
         found = {}
         for name, tensor in self.state().items():
-            gathered = whole(tensor)
+            gathered = gather(tensor)
             if keep:
                 found[name] = gathered.to(**COPY).numpy()
         return found
@@ -111,14 +112,14 @@ class PolicyModel:
         own = self.state()
         with torch.no_grad():
             for name, tensor in state.items():
-                fill(own[name], tensor)
+                copy_whole(own[name], tensor)
 
-    def _run(self, scorer: LogprobModel, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = scorer(rows, shared=self.shares_prompts, dtype=self.settings.dtype)
+    def _run(self, model: LogprobModel, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = model(rows, shared=self.shares_prompts, dtype=self.settings.dtype)
         return logprobs, entropy
 
-    def _look(self, scorer: LogprobModel, rows: Sequence[TrainRow]) -> Tensor:
+    def _without_gradients(self, model: LogprobModel, rows: Sequence[TrainRow]) -> Tensor:
         with torch.no_grad():
-            found = self._run(scorer, rows)[0]
-        scorer.release()
+            found = self._run(model, rows)[0]
+        model.release()
         return found

@@ -1,4 +1,4 @@
-"""What shaped the distribution that rows were drawn from, made again from the rows: grammars and token biases."""
+"""Makes again, from training rows, the grammar masks and logit biases under which their tokens were sampled."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import LearnerError, SamplerError
 from cotune.integrations.chat.grammar import Grammars
 from cotune.integrations.models.folder import loading
-from cotune.trainer.learner.logprobs import Shapes
+from cotune.trainer.learner.logprobs import LogitShaping
 
 
-class RowShapes:
-    """Makes the `Shapes` of rows with the tokenizer of `model`, which is loaded when the first row has a grammar.
+class SampledDistribution:
+    """Makes the `LogitShaping` of rows. The tokenizer of `model` is loaded when the first row has a grammar.
 
-    Masks are kept from one pass over the rows to the next, until `forget`.
+    Masks are kept from one pass over the rows to the next, until `clear`.
     """
 
     def __init__(self, model: str) -> None:
@@ -29,39 +29,39 @@ class RowShapes:
         self._masks: list[npt.NDArray[np.int32]] = []
         self._known: dict[tuple[str, tuple[int, ...]], npt.NDArray[np.int64]] = {}
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop the masks of earlier rows."""
         self._numbers, self._masks, self._known = {}, [], {}
 
-    def of(self, rows: Sequence[TrainRow], vocabulary: int, device: torch.device) -> Shapes | None:
-        """Shapes of all response tokens, rows in order; None where nothing shaped any.
+    def of(self, rows: Sequence[TrainRow], vocabulary: int, device: torch.device) -> LogitShaping | None:
+        """That of all response tokens, rows in order; None where no row has a grammar or a bias.
 
-        Raises LearnerError for a reply that its own grammar does not allow.
+        Raises LearnerError for a response that its own grammar does not allow.
         """
         if not any(row.grammar or row.logit_bias for row in rows):
             return None
         biases = {row.logit_bias: 0 for row in rows if row.logit_bias}
         biases = {bias: number for number, bias in enumerate(biases)}
         added_at = [np.full(len(row.response_ids), biases.get(row.logit_bias, -1)) for row in rows]
-        numbers = np.concatenate([self._replayed(row, vocabulary) for row in rows])
+        numbers = np.concatenate([self._mask_numbers(row, vocabulary) for row in rows])
         used, bits_at = np.unique(numbers[numbers >= 0], return_inverse=True)
         numbers[numbers >= 0] = bits_at
         bits = np.stack([self._masks[i] for i in used]) if len(used) else np.empty((0, 0), np.int32)
         parts = bits, numbers, _added(list(biases), vocabulary), np.concatenate(added_at)
-        return Shapes(*(torch.from_numpy(part).to(device) for part in parts))
+        return LogitShaping(*(torch.from_numpy(part).to(device) for part in parts))
 
-    def drawn(self, rows: Sequence[TrainRow], vocabulary: int) -> list[TrainRow]:
-        """The rows with a loss mask that leaves out the tokens that their grammar forced: those were not drawn."""
-        return [self._drawn(row, vocabulary) if row.grammar else row for row in rows]
+    def without_forced_tokens(self, rows: Sequence[TrainRow], vocabulary: int) -> list[TrainRow]:
+        """The rows with loss masks that leave out each token that was the only one its grammar allowed."""
+        return [self._without_forced(row, vocabulary) if row.grammar else row for row in rows]
 
-    def _drawn(self, row: TrainRow, vocabulary: int) -> TrainRow:
-        numbers = self._replayed(row, vocabulary)
+    def _without_forced(self, row: TrainRow, vocabulary: int) -> TrainRow:
+        numbers = self._mask_numbers(row, vocabulary)
         forced = np.array([int(np.unpackbits(self._masks[i].view(np.uint8)).sum()) == 1 for i in numbers])
         counts = ~forced & np.array(row.loss_mask or (True,) * len(forced))
         return msgspec.structs.replace(row, loss_mask=tuple(counts.tolist()))
 
-    def _replayed(self, row: TrainRow, vocabulary: int) -> npt.NDArray[np.int64]:
-        """The number of each response token's mask, -1 without a grammar."""
+    def _mask_numbers(self, row: TrainRow, vocabulary: int) -> npt.NDArray[np.int64]:
+        """[tokens] number of each response token's mask in `_masks`, -1 without a grammar."""
         if not row.grammar:
             return np.full(len(row.response_ids), -1)
         key = row.grammar, row.response_ids
@@ -88,7 +88,7 @@ class RowShapes:
 
 
 def _added(biases: Sequence[tuple[tuple[int, float], ...]], vocabulary: int) -> npt.NDArray[np.float32]:
-    """What each bias adds to the logits [biases, vocabulary]."""
+    """[biases, vocabulary] what each bias adds to the logits."""
     added = np.zeros((len(biases), vocabulary), np.float32)
     for row, bias in zip(added, biases, strict=True):
         for token, value in bias:

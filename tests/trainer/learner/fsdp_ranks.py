@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from cotune.integrations.ray.worker_group import RayGang
 from cotune.trainer.learner.fsdp.learner import FsdpLearner, Pool
-from cotune.trainer.learner.fsdp.worker import FsdpRank
+from cotune.trainer.learner.fsdp.worker import FsdpWorker
 
 TIMEOUT = 120.0
 RANK = "tests.trainer.learner.fsdp_ranks:TestedRank"
 
 
-class TestedRank(FsdpRank):
+class TestedRank(FsdpWorker):
     """A rank that also fails on demand, and counts what it exchanges."""
 
     __test__ = False

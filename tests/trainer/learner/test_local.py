@@ -161,10 +161,10 @@ def test_all_tensors_have_moved_after_two_steps(base):
     learner = opened(base)
     start = snapshot(learner, "a")
     learner.update("a", make_rows())
-    assert len(learner._movement["a"].pending) == 14
-    assert all(".lora_A." in name for name in learner._movement["a"].pending)
+    assert len(learner._gradient_checks["a"].pending) == 14
+    assert all(".lora_A." in name for name in learner._gradient_checks["a"].pending)
     learner.update("a", make_rows(seed=3))
-    assert not learner._movement["a"].pending
+    assert not learner._gradient_checks["a"].pending
     assert all(not np.array_equal(start[name], array) for name, array in learner.weights("a").items())
 
 

@@ -90,7 +90,9 @@ def test_masks_and_biases_equal_the_naive_way(bonus):
     bits = torch.stack([even, alone]).view(2, 2, 32).long().mul(1 << torch.arange(32)).sum(-1).to(torch.int32)
     added = torch.zeros(1, 40)
     added[0, [1, 6]] = 3.0
-    shapes = logprobs.Shapes(bits, torch.tensor([-1, -1, 0, 1, -1, 0]), added, torch.tensor([-1, -1, -1, -1, 0, 0]))
+    shaping = logprobs.LogitShaping(
+        bits, torch.tensor([-1, -1, 0, 1, -1, 0]), added, torch.tensor([-1, -1, -1, -1, 0, 0])
+    )
     shift = torch.zeros(6, 40)
     shift[4:] += added[0]
     shift[[2, 5]] = shift[[2, 5]].masked_fill(~even[:40], -1e9)
@@ -102,7 +104,7 @@ def test_masks_and_biases_equal_the_naive_way(bonus):
         return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
     share = torch.linspace(-1.0, 1.0, 6)
-    fused = gradients(lambda *given: token_logprobs(*given, shapes), arguments, share, bonus)
+    fused = gradients(lambda *given: token_logprobs(*given, shaping), arguments, share, bonus)
     expected = gradients(shaped, arguments, share, bonus)
     assert fused[0][3] == 0.0 == fused[1][3]
     for mine, theirs in zip([*fused[:2], *fused[2]], [*expected[:2], *expected[2]], strict=True):

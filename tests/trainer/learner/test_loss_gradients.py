@@ -113,7 +113,7 @@ def found_gradients(learner):
     steps = []
     parameters = learner._policies["a"].parameters()
     learner._optimizers["a"].step = lambda: steps.append({n: p.grad.clone() for n, p in parameters.items()})
-    learner._movement["a"].pending.clear()
+    learner._gradient_checks["a"].pending.clear()
     return steps
 
 

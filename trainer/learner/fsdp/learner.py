@@ -18,14 +18,14 @@ from cotune.errors import ConfigError, LearnerError
 from cotune.integrations.ray.worker_group import RayGang
 from cotune.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Weights
-from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.learner import files as files
+from cotune.trainer.config.learner import LearnerSettings, check_loss
+from cotune.trainer.learner import files
 from cotune.trainer.learner.fsdp.worker import pack_rows
-from cotune.trainer.learner.local import check_loss, check_rows
+from cotune.trainer.learner.rows import check_rows
 
 T = TypeVar("T")
 
-RANK = "cotune.trainer.learner.fsdp.worker:FsdpRank"
+RANK = "cotune.trainer.learner.fsdp.worker:FsdpWorker"
 
 
 class Pool:
@@ -97,7 +97,6 @@ class FsdpLearner:
         gpus_per_worker: float = 0,
         cpus_per_worker: float = 1,
         placement: str = "PACK",
-        runtime_env: Mapping[str, Any] | None = None,
         timeout: float = 600,
     ) -> FsdpLearner:
         """Start `workers` actors per pool in this process's Ray and load `model` for every trained policy.
@@ -121,7 +120,7 @@ class FsdpLearner:
                 cpus=cpus_per_worker,
                 gpus=gpus_per_worker,
                 placement=placement,
-                runtime_env=runtime_env,
+                runtime_env=None,
                 timeout=timeout,
             )
 
@@ -151,7 +150,7 @@ class FsdpLearner:
         return {name: np.array(array) for name, array in self._pool(policy).call("weights", policy).items()}
 
     def save(self, folder: Path) -> None:
-        """Write weights whole, optimizer states divided (see `learner_files`); all pools at once."""
+        """Write weights whole, optimizer states divided (see `learner.files`); all pools at once."""
         files.write_identity(folder, self._specs)
         self._all(lambda pool: pool.call("save", str(folder.absolute())))
 

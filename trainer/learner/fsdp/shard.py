@@ -15,8 +15,8 @@ from cotune.trainer.learner.logprob_model import LogprobModel
 from cotune.trainer.learner.policy_model import PolicyModel
 
 
-class GroupRanks:
-    """The ranks of a process group."""
+class TorchProcessGroup:
+    """A process group of torch.distributed (None: the default one)."""
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self._group = group
@@ -41,24 +41,24 @@ def shard(policies: Iterable[PolicyModel], mesh: DeviceMesh, dtype: str) -> None
 
     Gradients are summed over ranks, in fp32. With `dtype` other than float32 weights are gathered in it.
     """
-    scorers = {id(s): s for policy in policies for s in (policy.scorer, policy.frozen_copy) if s is not None}
-    for scorer in scorers.values():
-        _shard(scorer, mesh, dtype)
+    models = {id(m): m for policy in policies for m in (policy.logprob_model, policy.frozen_copy) if m is not None}
+    for model in models.values():
+        _shard(model, mesh, dtype)
 
 
-def _shard(scorer: LogprobModel, mesh: DeviceMesh, dtype: str) -> None:
+def _shard(model: LogprobModel, mesh: DeviceMesh, dtype: str) -> None:
     precision = MixedPrecisionPolicy()
     if dtype != "float32":
         precision = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
-    for layer in _layers(scorer.network):
+    for layer in _layers(model.network):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(scorer, mesh=mesh, mp_policy=precision)
-    for module in scorer.modules():
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    scorer.set_reduce_scatter_unused_params(True)
-    scorer.sharded = True
+    model.set_reduce_scatter_unused_params(True)
+    model.sharded = True
 
 
 def _layers(network: Any) -> list[Any]:

@@ -19,12 +19,12 @@ from cotune.algorithms.samples import TrainRow
 from cotune.policies import Policies
 from cotune.sampling.protocol import Weights
 from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.learner.fsdp.shard import GroupRanks, shard
+from cotune.trainer.learner.fsdp.shard import TorchProcessGroup, shard
 from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.local import LocalLearner
 
 
-class FsdpRank:
+class FsdpWorker:
     """All ranks are called with the same arguments, in the same order. Rows come packed (`pack_rows`)."""
 
     _learner: LocalLearner
@@ -57,7 +57,7 @@ class FsdpRank:
         whole = msgspec.structs.replace(settings, device="cpu")
         opened = open_policy_models(model, policies, whole, reference=loss.kl > 0, names=names)
         shard(opened.values(), init_device_mesh(self._device, (self._size,)), settings.dtype)
-        self._learner = LocalLearner(opened, settings, loss, GroupRanks())
+        self._learner = LocalLearner(opened, settings, loss, TorchProcessGroup())
 
     def update(self, policy: str, rows: bytes, lr_scale: float) -> dict[str, float]:
         done = dict(self._learner.update(policy, unpack_rows(rows), lr_scale=lr_scale))
