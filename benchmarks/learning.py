@@ -34,7 +34,7 @@ from cotune.integrations.samplers.transformers.sampler import TransformersSample
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import SamplingParams
 from cotune.tasks import as_tasks
-from cotune.trainer.evaluation.run import Evaluation, evaluate_policies
+from cotune.trainer.evaluation.run import Evaluation, Players, evaluate_policies
 from cotune.trainer.evaluation.statistics import share
 from cotune.trainer.train import resume, train
 
@@ -217,9 +217,8 @@ async def play(row: Row, players: Mapping[str, TrainedPolicy], model: Path, sett
             await sampler.publish(refs[role], policy.weights, policy.lora if policy.kind == "lora" else None)
         chat = ChatTemplate.load(model)
         params = SamplingParams(max_tokens=MAX_TOKENS)
-        return await evaluate_policies(
-            flow, tasks, sampler=sampler, chat=chat, policies=refs, label="row", params=params, temperature=1.0
-        )
+        players = Players(sampler=sampler, chat=chat, roles=refs)
+        return await evaluate_policies(flow, tasks, players, label="row", params=params, temperature=1.0)
     finally:
         await sampler.aclose()
 

@@ -16,7 +16,7 @@ Prices = Mapping[str, tuple[float, float]]
 
 
 class TokenCounts(msgspec.Struct, kw_only=True):
-    """What answered under one name: a policy's, or the model's that the application's provider was asked for."""
+    """Calls and tokens of one policy, or of one model of the application's own provider."""
 
     calls: int = 0
     prompt: int = 0
@@ -49,8 +49,8 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
     unpriced: int = 0
 
 
-def use(answered: Mapping[str, TokenCounts], latencies: Sequence[float], prices: Prices) -> Use:
-    """Sums over all that answered, and their cost."""
+def total_use(answered: Mapping[str, TokenCounts], latencies: Sequence[float], prices: Prices) -> Use:
+    """Sums over the token counts by name, and their cost; `latencies` are the seconds of each episode."""
     priced = {name: tokens for name, tokens in answered.items() if name in prices}
     costs = [
         (tokens.prompt * prices[name][0] + tokens.completion * prices[name][1]) / MILLION

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from cotune.errors import ConfigError
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.policies import stand_in
-from cotune.recording.records import PolicyRef, Task
+from cotune.recording.records import Task
 from cotune.runtime.run_sync import run_sync
-from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
+from cotune.sampling.protocol import SamplingParams
 from cotune.storage.protocol import Store
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tasks import as_tasks, load_tasks
@@ -26,7 +27,7 @@ from cotune.trainer.evaluation.policies import open_evaluated_policies
 from cotune.trainer.evaluation.progress import EvaluationProgress, OnMode
 from cotune.trainer.evaluation.remarks import remarks
 from cotune.trainer.evaluation.report import EvaluationReport, compare
-from cotune.trainer.evaluation.run import Evaluation, evaluate_episodes, evaluate_policies
+from cotune.trainer.evaluation.run import Evaluation, EvaluationOptions, Players, evaluate_episodes, evaluate_policies
 from cotune.trainer.run_folder import describe, write_atomically
 from cotune.workflows import Workflow, WorkflowSource, load_workflow, workflow_of
 
@@ -82,24 +83,29 @@ def evaluate(
             progress.say("publishing the policies ...")
             await evaluated.publish(sampler)
             info = await sampler.info()
-            store = _open_store(out, stack)
-            return await evaluate_modes(
-                app,
-                held_out,
+            players = Players(
                 sampler=sampler,
                 chat=chat,
                 roles=evaluated.roles,
-                trained=evaluated.trained,
                 provider_roles=evaluated.provider_roles,
                 others=stand_in(evaluated.other_roles),
+            )
+            options = EvaluationOptions(
+                concurrency=concurrency,
+                timeout=timeout,
+                sink=_open_store(out, stack),
+                seed=seed,
+                prices=prices or {},
+            )
+            return await evaluate_modes(
+                app,
+                held_out,
+                players,
+                trained=evaluated.trained,
                 modes=chosen,
                 params=params,
                 deployed_params=params if max_tokens else SamplingParams(max_tokens=info.max_model_len),
-                concurrency=concurrency,
-                timeout=timeout,
-                seed=seed,
-                sink=store,
-                prices=prices,
+                options=options,
                 on_mode=progress.mode,
             )
 
@@ -113,53 +119,45 @@ def evaluate(
 async def evaluate_modes(
     workflow: Workflow,
     tasks: Sequence[Task],
+    players: Players,
     *,
-    sampler: Sampler,
-    chat: ChatFormat,
-    roles: Mapping[str, PolicyRef],
     trained: Collection[str],
     modes: Sequence[str] = USUAL,
-    on_mode: OnMode | None = None,
     params: SamplingParams | None = None,
     deployed_params: SamplingParams | None = None,
-    provider_roles: Collection[str] = (),
-    others: PolicyRef | None = None,
-    seed: int = 0,
-    **options: Any,
+    options: EvaluationOptions | None = None,
+    on_mode: OnMode | None = None,
 ) -> EvaluationReport:
     """Evaluate each mode on the same tasks and compare them pairwise.
 
-    `roles` maps roles to their trained versions, which the sampler serves; `trained` are the names of the trained
-    policies. `params` hold where the application asks for nothing, `deployed_params` in the modes that sample as it
-    asks. `on_mode(mode, episodes)` returns what to call after each episode (or None). `options` go to
-    `evaluate_episodes`.
+    `players` play in the mode `trained`; of their policies `trained` names those that were. `params` hold where the
+    application asks for nothing, `deployed_params` in the modes that sample as it asks. `on_mode(mode, episodes)`
+    returns what to call after each episode (or None).
     """
-    played, notes = lineups(roles, trained, check_modes(modes))
+    options = options or EvaluationOptions()
+    played, notes = lineups(players.roles, trained, check_modes(modes))
     evaluations: dict[str, Evaluation] = {}
     for mode, lineup in played.items():
-        common = {"label": mode, "phase": f"eval-{mode}", **options}
-        common["on_episode"] = on_mode(mode, len(tasks)) if on_mode else None
+        phase = f"eval-{mode}"
+        own = replace(options, on_episode=on_mode(mode, len(tasks)) if on_mode else None)
         if lineup.policies is None:
-            evaluations[mode] = await evaluate_episodes(workflow, tasks, **common)
+            evaluations[mode] = await evaluate_episodes(workflow, tasks, label=mode, phase=phase, options=own)
             continue
         evaluations[mode] = await evaluate_policies(
             workflow,
             tasks,
-            sampler=sampler,
-            chat=chat,
-            policies=lineup.policies,
-            temperature=lineup.temperature,
+            replace(players, roles=lineup.policies),
+            label=mode,
+            phase=phase,
             params=deployed_params or params if lineup.temperature is None else params,
-            provider_roles=provider_roles,
-            others=others,
-            seed=seed,
-            **common,
+            temperature=lineup.temperature,
+            options=own,
         )
     sound = [mode for mode, found in evaluations.items() if found.all_failed is None]
     return EvaluationReport(
         evaluations=evaluations,
         comparisons=tuple(compare(evaluations[mode], evaluations[other]) for mode, other in pairs(sound)),
-        notes=(*notes, *remarks(evaluations, roles, provider_roles, others)),
+        notes=(*notes, *remarks(evaluations, players)),
     )
 
 

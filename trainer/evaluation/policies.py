@@ -18,8 +18,10 @@ from cotune.sampling.publish import publish_verified
 
 @dataclass(frozen=True)
 class EvaluatedPolicies:
-    """Policies with their weights, the base `model` (a folder or Hugging Face id) that version 0 stands for, and what
-    plays a role that has no policy."""
+    """Policies with their weights, and the folder or Hugging Face id of the base `model`, which is their version 0.
+
+    `other_roles` says what plays a role without a policy.
+    """
 
     model: str
     policies: Sequence[TrainedPolicy]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
-from cotune.recording.recorder import Responder, Sink
+from cotune.recording.recorder import Sink
 from cotune.recording.records import Episode, PolicyRef, Task
 from cotune.recording.rollout import rollout
 from cotune.sampling.protocol import UNSHAPED, ChatFormat, Sampler, SamplingParams
 from cotune.sampling.responder import PolicyResponder
-from cotune.trainer.evaluation.cost import Prices, Use, use
+from cotune.trainer.evaluation.cost import Prices, Use, total_use
 from cotune.trainer.evaluation.sink import Ending, EvaluationSink, RoleStatistics
 from cotune.trainer.evaluation.statistics import Interval, mean, share
 from cotune.workflows import Workflow
@@ -58,105 +59,112 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         return successes(self.endings)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Players:
+    """The policies that play the roles, and what generates their tokens.
+
+    `provider_roles` are left to the application's own provider; any role that is in neither is played by `others`, or
+    by the provider where that is None.
+    """
+
+    sampler: Sampler
+    chat: ChatFormat
+    roles: Mapping[str, PolicyRef]
+    provider_roles: Collection[str] = ()
+    others: PolicyRef | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    """How the episodes of an evaluation are run. Records go to `sink`; `timeout` is in seconds for each episode.
+
+    A call at the same place draws the same random numbers in every evaluation of one `seed`. `on_episode` is called
+    after each episode.
+    """
+
+    concurrency: int = 64
+    timeout: float | None = None
+    sink: Sink | None = None
+    seed: int = 0
+    prices: Prices = field(default_factory=dict)
+    on_episode: Callable[[Episode], None] | None = None
+
+
 async def evaluate_episodes(
     workflow: Workflow,
     tasks: Sequence[Task],
     *,
     label: str,
-    responder: Responder | None = None,
-    concurrency: int = 64,
-    timeout: float | None = None,
-    sink: Sink | None = None,
+    responder: PolicyResponder | None = None,
     phase: str = "eval",
-    on_episode: Callable[[Episode], None] | None = None,
-    prices: Prices | None = None,
+    options: EvaluationOptions | None = None,
 ) -> Evaluation:
     """Run each task once, answered by `responder`, or by the application's own provider without one."""
-    seen = EvaluationSink(sink)
+    options = options or EvaluationOptions()
+    sink = EvaluationSink(options.sink)
     started = time.perf_counter()
     await rollout(
         workflow,
         tasks,
-        sink=seen,
+        sink=sink,
         responder=responder,
         phase=phase,
-        concurrency=concurrency,
-        timeout=timeout,
-        on_episode=on_episode,
+        concurrency=options.concurrency,
+        timeout=options.timeout,
+        on_episode=options.on_episode,
     )
-    return summarise(label, seen, time.perf_counter() - started, prices or {})
+    found = summarise(label, sink, time.perf_counter() - started, options.prices)
+    if responder is None:
+        return found
+    errors, unlisted = dict(responder.scorer_errors), dict(responder.unlisted)
+    return msgspec.structs.replace(found, scorer_errors=errors, unlisted=unlisted)
 
 
 async def evaluate_policies(
     workflow: Workflow,
     tasks: Sequence[Task],
+    players: Players,
     *,
-    sampler: Sampler,
-    chat: ChatFormat,
-    policies: Mapping[str, PolicyRef],
     label: str,
-    provider_roles: Collection[str] = (),
-    others: PolicyRef | None = None,
+    phase: str = "eval",
     params: SamplingParams | None = None,
     temperature: float | None = None,
-    concurrency: int = 64,
-    timeout: float | None = None,
-    sink: Sink | None = None,
-    seed: int = 0,
-    phase: str = "eval",
-    on_episode: Callable[[Episode], None] | None = None,
-    prices: Prices | None = None,
+    options: EvaluationOptions | None = None,
 ) -> Evaluation:
-    """Run each task once with `policies` playing the roles; `provider_roles` are left to the application's provider,
-    any other role to `others` (to the provider where that is None).
+    """Run each task once with `players`; every call gets one candidate, and scorers choose nothing.
 
     `temperature` overrides what the application asks for (0 is greedy), and with it all that shapes the distribution,
-    as in training. Local rewards are taken but choose
-    nothing: every call gets one candidate. Records go to `sink` under `phase`. A call of one place draws the same
-    random numbers in every evaluation of one `seed`, whatever its phase.
+    as in training; `params` hold where the application asks for nothing.
     """
+    options = options or EvaluationOptions()
     responder = PolicyResponder(
-        sampler,
-        chat,
-        policies,
+        players.sampler,
+        players.chat,
+        players.roles,
         scorers=workflow.scorers,
         defaults=params,
-        provider_roles=provider_roles,
+        provider_roles=players.provider_roles,
         override=None if temperature is None else {"temperature": temperature, **UNSHAPED},
-        others=others,
-        seed=seed,
+        others=players.others,
+        seed=options.seed,
         stream="eval",
     )
-    found = await evaluate_episodes(
-        workflow,
-        tasks,
-        label=label,
-        responder=responder,
-        concurrency=concurrency,
-        timeout=timeout,
-        sink=sink,
-        phase=phase,
-        on_episode=on_episode,
-        prices=prices,
-    )
-    return msgspec.structs.replace(
-        found, scorer_errors=dict(responder.scorer_errors), unlisted=dict(responder.unlisted)
-    )
+    return await evaluate_episodes(workflow, tasks, label=label, responder=responder, phase=phase, options=options)
 
 
-def summarise(label: str, seen: EvaluationSink, seconds: float, prices: Prices) -> Evaluation:
-    """Intervals and counts of what a sink has seen."""
-    endings = seen.endings
-    told = successes(endings)
+def summarise(label: str, sink: EvaluationSink, seconds: float, prices: Prices) -> Evaluation:
+    """Intervals and counts of the episodes that a sink has counted."""
+    endings = sink.endings
+    succeeded = successes(endings)
     return Evaluation(
         label=label,
         episodes=len(endings),
-        success=share(sum(told.values()), len(told)),
+        success=share(sum(succeeded.values()), len(succeeded)),
         reward=mean([e.reward for e in endings.values() if e.reward is not None]),
-        roles=seen.roles(),
+        roles=sink.roles(),
         failed=dict(Counter(reason for e in endings.values() if (reason := failure(e)))),
         seconds=seconds,
-        use=use(seen.answered, [e.seconds for e in endings.values() if e.status == "ok"], prices),
+        use=total_use(sink.answered, [e.seconds for e in endings.values() if e.status == "ok"], prices),
         endings=endings,
     )
 

@@ -20,7 +20,7 @@ from cotune.integrations.samplers.transformers.sampler import TransformersSample
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, Sampler, SamplingParams
 from cotune.tasks import as_tasks
-from cotune.trainer.evaluation.run import evaluate_policies
+from cotune.trainer.evaluation.run import Players, evaluate_policies
 from cotune.workflows import workflow_of
 from tests.integrations import talker
 
@@ -82,9 +82,7 @@ def evaluated(sampler: Any, model: Path, policy: PolicyRef) -> tuple[Prompts, fl
         evaluate_policies(
             workflow_of(recorded),
             as_tasks([{"number": i} for i in range(EPISODES)]),
-            sampler=watched,  # type: ignore[arg-type]
-            chat=ChatTemplate.load(model),
-            policies={"walker": policy},
+            Players(sampler=watched, chat=ChatTemplate.load(model), roles={"walker": policy}),  # type: ignore[arg-type]
             label="trained",
             temperature=0.0,
         )

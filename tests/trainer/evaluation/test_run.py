@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from cotune.sampling.protocol import Completion, SamplingParams
 from cotune.trainer.evaluation.evaluate import evaluate_modes
 from cotune.trainer.evaluation.modes import Lineup, lineups, swap
 from cotune.trainer.evaluation.report import render
-from cotune.trainer.evaluation.run import evaluate_policies
+from cotune.trainer.evaluation.run import EvaluationOptions, Players, evaluate_policies
 from cotune.trainer.evaluation.statistics import Interval
 from cotune.workflows import Workflow
 
@@ -89,10 +90,10 @@ def tasks(count: int, broken: int = 0) -> list[Task]:
 def modes(workflow: Workflow, its_tasks: list[Task], roles: Mapping[str, PolicyRef], **options: Any) -> Any:
     names = {ref.name for ref in roles.values()}
     sampler = options.pop("sampler", None) or Scripted()
-    coroutine = evaluate_modes(
-        workflow, its_tasks, sampler=sampler, chat=Letters(), roles=roles, trained=names, **options
-    )
-    return asyncio.run(coroutine)
+    who = {name: options.pop(name) for name in ("provider_roles", "others") if name in options}
+    players = Players(sampler=sampler, chat=Letters(), roles=roles, **who)
+    how = EvaluationOptions(**{f.name: options.pop(f.name) for f in fields(EvaluationOptions) if f.name in options})
+    return asyncio.run(evaluate_modes(workflow, its_tasks, players, trained=names, options=how, **options))
 
 
 def test_success_reward_and_roles_of_one_evaluation() -> None:
@@ -100,7 +101,11 @@ def test_success_reward_and_roles_of_one_evaluation() -> None:
     sink = Listed()
     found = asyncio.run(
         evaluate_policies(
-            workflow, tasks(4, broken=1), sampler=Scripted(), chat=Letters(), policies=TRAINED, label="x", sink=sink
+            workflow,
+            tasks(4, broken=1),
+            Players(sampler=Scripted(), chat=Letters(), roles=TRAINED),
+            label="x",
+            options=EvaluationOptions(sink=sink),
         )
     )
     assert found.episodes == 4
