@@ -1,4 +1,4 @@
-"""Ten thousand overlapping calls across frameworks, threads, tasks and nested frameworks: none on a wrong one."""
+"""Overlapping calls across frameworks, threads, tasks and nested frameworks: none on a wrong one."""
 
 from __future__ import annotations
 
@@ -20,25 +20,15 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(1200)
-def test_ten_thousand_calls_and_none_on_the_wrong_role_episode_turn_or_candidate():
-    halves = [start(seed) for seed in (0, 1)]
-    results = [json.loads(last_line(half)) for half in halves]
-    assert sum(result["calls"] for result in results) >= 10_000
-    assert [result["wrong"] for result in results] == [0, 0], results
-
-
-def start(seed: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "benchmarks/stress.py", "--calls", "5000", "--seed", str(seed)]
+@pytest.mark.parametrize("calls", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_no_call_is_on_the_wrong_role_episode_turn_or_candidate(calls: int):
+    command = [sys.executable, "benchmarks/stress.py", "--calls", str(calls)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-
-
-def last_line(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate()
-    assert out, err[-20_000:]
-    return out.splitlines()[-1]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.stdout, done.stderr[-20_000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["calls"] >= calls
+    assert result["wrong"] == 0, result
 
 
 def test_the_check_finds_calls_on_a_wrong_role(tmp_path: Path):

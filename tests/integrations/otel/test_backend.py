@@ -84,6 +84,7 @@ def _wait(server: subprocess.Popen[bytes], backend: Backend) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_a_backend_understands_the_spans_and_gives_them_back(
     backend: Backend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,10 @@ ENGINES = {"vllm-url": "vllm_by_url", "vllm-ray": "vllm_in_ray"}
 
 NAMES = [*SAMPLERS, *(pytest.param(name, marks=pytest.mark.timeout(900)) for name in ENGINES)]
 
+maths = pytest.mark.parametrize("sampler", ["thread", NAMES[-1]], indirect=True)
+"""What an engine computes is checked once per engine; how it is reached (process, actor, router, server) adds errors,
+cancellation, time-outs, versions and closing, which are checked on all."""
+
 LORA = LoraSpec(rank=4, alpha=8.0)
 BASE = PolicyRef("anyone")
 PROMPTS = [[1, *range(20, 20 + length)] for length in (3, 40, 11, 27)]
@@ -162,18 +166,21 @@ def gap(reference: Reference, adapter: str | None, answers: list[list[Completion
     )
 
 
+@maths
 def test_greedy_tokens_equal_generate(sampler: Sampler, reference: Reference) -> None:
     answers = run(ask(sampler, BASE, params(temperature=0.0), n=2))
     for prompt, completions in zip(PROMPTS, answers, strict=True):
         assert [c.token_ids for c in completions] == [reference.greedy(None, prompt, 12)] * 2
 
 
+@maths
 def test_greedy_tokens_of_an_adapter_equal_generate(sampler: Sampler, reference: Reference) -> None:
     answers = run(ask(sampler, PolicyRef("coder", 1), params(temperature=0.0), n=1))
     for prompt, completions in zip(PROMPTS, answers, strict=True):
         assert completions[0].token_ids == reference.greedy("coder", prompt, 12)
 
 
+@maths
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("adapter", [None, "planner"])
 def test_logprobs_equal_a_plain_forward_pass(
@@ -184,11 +191,13 @@ def test_logprobs_equal_a_plain_forward_pass(
     assert gap(reference, adapter, answers, temperature) < 1e-4
 
 
+@maths
 def test_greedy_logprobs_are_those_of_the_model(sampler: Sampler, reference: Reference) -> None:
     answers = run(ask(sampler, BASE, params(temperature=0.0), n=1))
     assert gap(reference, None, answers, 1.0) < 1e-4
 
 
+@maths
 def test_regression_per_role_lora_the_adapter_never_switched(sampler: Sampler, reference: Reference) -> None:
     async def together() -> list[list[list[Completion]]]:
         policies = [PolicyRef("planner", 1), BASE, PolicyRef("coder", 1)]
@@ -202,6 +211,7 @@ def test_regression_per_role_lora_the_adapter_never_switched(sampler: Sampler, r
     assert gap(reference, "planner", coder, 1.0) > 0.1
 
 
+@maths
 def test_a_mixed_batch_equals_separate_runs(sampler: Sampler) -> None:
     roles, how = [PolicyRef("planner", 1), PolicyRef("coder", 1), BASE], params(seed=3)
 
@@ -217,6 +227,7 @@ def tokens(answers: Any) -> Any:
     return answers.token_ids if isinstance(answers, Completion) else [tokens(a) for a in answers]
 
 
+@maths
 def test_n_candidates_differ_and_each_has_one_logprob_per_token(sampler: Sampler) -> None:
     answer = run(sampler.sample(PROMPTS[0], 7, params(), BASE))
     assert len(answer) == 7
@@ -224,6 +235,7 @@ def test_n_candidates_differ_and_each_has_one_logprob_per_token(sampler: Sampler
     assert all(len(c.logprobs) == len(c.token_ids) for c in answer)
 
 
+@maths
 def test_a_seed_fixes_the_candidates_whatever_else_runs(sampler: Sampler) -> None:
     how = params(seed=11, temperature=0.8)
     alone = run(sampler.sample(PROMPTS[1], 4, how, BASE))
@@ -238,11 +250,13 @@ def test_a_seed_fixes_the_candidates_whatever_else_runs(sampler: Sampler) -> Non
     assert tokens(run(sampler.sample(PROMPTS[1], 4, params(seed=12, temperature=0.8), BASE))) != tokens(alone)
 
 
+@maths
 def test_without_a_seed_two_requests_differ(sampler: Sampler) -> None:
     first, second = (run(sampler.sample(PROMPTS[0], 2, params(), BASE)) for _ in range(2))
     assert tokens(first) != tokens(second)
 
 
+@maths
 def test_an_end_token_ends_a_candidate_and_belongs_to_it(sampler: Sampler) -> None:
     async def scenario() -> list[Completion]:
         hows = [params(temperature=2.0, max_tokens=100, seed=seed) for seed in range(6)]
@@ -256,12 +270,14 @@ def test_an_end_token_ends_a_candidate_and_belongs_to_it(sampler: Sampler) -> No
     assert all(len(c.token_ids) == 100 and 2 not in c.token_ids for c in answer if c.finish_reason == "length")
 
 
+@maths
 def test_max_tokens_is_exact(sampler: Sampler) -> None:
     for most in (1, 2, 9):
         answer = run(sampler.sample(PROMPTS[0], 3, params(max_tokens=most, temperature=0.0), BASE))
         assert [(len(c.token_ids), c.finish_reason) for c in answer] == [(most, "length")] * 3
 
 
+@maths
 def test_a_stop_string_ends_a_candidate(sampler: Sampler) -> None:
     tokenizer = tiny_models.tokenizer()
     full = run(sampler.sample(PROMPTS[2], 1, params(temperature=0.0, max_tokens=20), BASE))[0]
@@ -272,12 +288,14 @@ def test_a_stop_string_ends_a_candidate(sampler: Sampler) -> None:
     assert [(c.token_ids, c.finish_reason) for c in answer] == [(full.token_ids[:end], "stop")] * 2
 
 
+@maths
 def test_top_k_one_is_greedy_with_certainty(sampler: Sampler, reference: Reference) -> None:
     answer = run(sampler.sample(PROMPTS[0], 2, params(top_k=1), BASE))
     assert tokens(answer) == [reference.greedy(None, PROMPTS[0], 12)] * 2
     assert np.allclose(answer[0].logprobs, 0.0, atol=1e-6)
 
 
+@maths
 def test_top_p_logprobs_are_of_the_truncated_distribution(sampler: Sampler, reference: Reference) -> None:
     answer = run(sampler.sample(PROMPTS[0], 8, params(max_tokens=1, top_p=0.5, seed=1), BASE))
     ids = torch.tensor([PROMPTS[0]])
@@ -294,6 +312,7 @@ def test_a_prompt_longer_than_the_model_is_refused_with_both_numbers(sampler: Sa
         run(sampler.sample([5] * 600, 1, params(), BASE))
 
 
+@maths
 def test_a_reply_never_outgrows_the_model(sampler: Sampler) -> None:
     answer = run(sampler.sample([5] * 505, 1, params(max_tokens=100, temperature=0.0), BASE))
     assert (len(answer[0].token_ids), answer[0].finish_reason) == (7, "length")
