@@ -32,11 +32,11 @@ $(STAMP):
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/python examples/plan_path/demo.py
+	$(BIN)/python -m examples.plan_path.demo
 
 # The same loop with vLLM, FSDP and the application's processes on Ray.
 demo-cluster: $(STAMP)
-	$(BIN)/python examples/plan_path/demo_cluster.py
+	$(BIN)/python -m examples.plan_path.demo_cluster
 
 # Two workers: one has all tests that use Ray or vLLM (see tests/conftest.py), the other the rest meanwhile.
 test: lint

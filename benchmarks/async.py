@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -20,22 +19,21 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENAI_API_KEY", "none")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plan_path"
-sys.path.insert(0, str(EXAMPLE))
 
 
 def run(folder: Path, base: Path, mode: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Train in one mode; the lines of its metrics."""
-    import grid
     from rich.console import Console
 
     from cotune.trainer.config.train import load_config
     from cotune.trainer.run_folder import read_metrics
     from cotune.trainer.train import train
+    from examples.plan_path import grid
 
     flags = {"model": str(base), "mode": mode, "schedule.kind": "constant", **settings}
     config = load_config(EXAMPLE / "train.toml", flags)
     tasks = list(grid.make_tasks(config.steps * config.tasks_per_step, 0))
-    train(f"{EXAMPLE / 'train.py'}:solve", tasks, config, run=folder, console=Console(stderr=True))
+    train("examples.plan_path.train:solve", tasks, config, run=folder, console=Console(stderr=True))
     return list(read_metrics(folder))
 
 
@@ -51,7 +49,7 @@ def main() -> None:
     last: dict[str, list[float]] = {"sync": [], "async": []}
     staleness: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
-        import base
+        from examples.plan_path import base
 
         folder = Path(name)
         base.build(folder / "base")

@@ -13,14 +13,11 @@ import argparse
 import json
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.trainer import chaos
 from tests.trainer.tiny_app import build_base

@@ -1,6 +1,6 @@
 """The same task, team and recipe in three frameworks: what each reaches after a short training, and what it costs.
 
-    python benchmarks/frameworks.py
+    python -m benchmarks.frameworks
 
 Last line: {FRAMEWORK: {"base", "trained", "calls_per_s"}}.
 """
@@ -18,9 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = {
-    "LangGraph": ("plan_path", "plan_path/base.py"),
-    "AutoGen": ("plan_path_autogen", "plan_path/base.py"),
-    "CrewAI": ("plan_path_crewai", "plan_path_crewai/base.py"),
+    "LangGraph": ("plan_path", "plan_path.base"),
+    "AutoGen": ("plan_path_autogen", "plan_path.base"),
+    "CrewAI": ("plan_path_crewai", "plan_path_crewai.base"),
 }
 """By framework: its folder under examples/, and what builds its base model."""
 
@@ -45,11 +45,12 @@ def main() -> None:
 def measure(framework: str, folder: Path, args: argparse.Namespace) -> dict[str, float]:
     """Build the base, train, evaluate; print one row of the table."""
     example, base = EXAMPLES[framework]
-    app = f"examples/{example}/train.py:solve"
-    grid = "examples/plan_path/grid.py"
-    run("python", f"examples/{base}", "--out", folder / "base")
+    app = f"examples.{example}.train:solve"
+    run("python", "-m", f"examples.{base}", "--out", folder / "base")
     for name, count, seed in (("tasks", 2000, 1), ("held", args.fresh, 2)):
-        (folder / f"{name}.jsonl").write_text(run("python", grid, "--tasks", count, "--seed", seed))
+        (folder / f"{name}.jsonl").write_text(
+            run("python", "-m", "examples.plan_path.grid", "--tasks", count, "--seed", seed)
+        )
     settings = ["--steps", args.steps, "--tasks-per-step", args.tasks_per_step]
     config = ["--config", "examples/plan_path/train.toml", "--model", folder / "base"]
     started = time.perf_counter()

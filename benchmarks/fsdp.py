@@ -1,6 +1,6 @@
 """Seconds per update: the local learner beside FSDP on one and on two workers, same rows, in alternation.
 
-    python benchmarks/fsdp.py --rounds 5
+    python -m benchmarks.fsdp --rounds 5
 
 One thread per process and a small model from scratch by default. With GPUs: --gpus 1 --dtype bfloat16 --model DIR.
 The last line is JSON.

@@ -1,7 +1,7 @@
 """Does training roles together teach the team, and what does training a role alone teach? On Plan-Path.
 
-    python benchmarks/learning.py                                 # everything; hours on one core
-    python benchmarks/learning.py --seeds 0 --rows team_lora,team_swapped
+    python -m benchmarks.learning                                 # everything; hours on one core
+    python -m benchmarks.learning --seeds 0 --rows team_lora,team_swapped
 
 The base model is reseeded and rebuilt per seed. All rows of a seed start from it, and train on the same tasks with
 AT-GRPO (K = 8, tree) through cotune's own loop; every row is evaluated on the same fresh tasks at temperature 1.
@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from plan_path_agents import DEMONSTRATORS, MAX_TOKENS, WORKFLOWS, base, grid
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.plan_path_agents import DEMONSTRATORS, MAX_TOKENS, WORKFLOWS, base, grid
 from cotune.adapters.trained import TrainedPolicy, latest_policies
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler

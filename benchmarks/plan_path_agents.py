@@ -8,19 +8,13 @@ A single agent presses the controls itself, with what it sees: the navigator's v
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import cotune
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "plan_path"))
-import base
-import grid
-import rewards
-from grid import Cell, Grid
+from examples.plan_path import base, grid, rewards
+from examples.plan_path.grid import Cell, Grid
 
 MAX_TOKENS = 6
 """What the example's application asks for."""

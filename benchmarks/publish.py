@@ -7,7 +7,7 @@ log-probabilities with PEFT's, and retires the version before. `--load` requests
 `publish_s` is until the engine has told the fingerprint of what it loaded and serves it; `proven_s` is all of that,
 the probe and the retiring included; `adapters_left` is what the engine still holds in the end.
 
-    python benchmarks/publish.py --rounds 30
+    python -m benchmarks.publish --rounds 30
 """
 
 from __future__ import annotations

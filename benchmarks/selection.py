@@ -1,7 +1,7 @@
 """Which candidate should go on in training: the best, a random one, or the first? On Plan-Path's team.
 
-    python benchmarks/selection.py                                    # 3 seeds x 3 ways; hours on one core
-    python benchmarks/selection.py --seeds 0 --steps 20 --tasks 300   # a reduced form
+    python -m benchmarks.selection                                    # 3 seeds x 3 ways; hours on one core
+    python -m benchmarks.selection --seeds 0 --steps 20 --tasks 300   # a reduced form
 
 The states that a role is trained on are those that the selection leads to. A seed is a base model of its own; its three
 runs start from it, train on the same tasks with AT-GRPO (K = 8, tree) and differ in `plan.select` alone. Each is
@@ -21,10 +21,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from plan_path_agents import MAX_TOKENS, WORKFLOWS, base, grid
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.plan_path_agents import MAX_TOKENS, WORKFLOWS, base, grid
 from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.evaluation.statistics import share
 from cotune.trainer.run_folder import read_metrics

@@ -1,7 +1,7 @@
 """Overlapping calls across frameworks, threads, tasks and nested frameworks: is each on its own role, episode, turn and
 candidate? Every prompt says whose it is, every answer says which it is; the records must agree with both.
 
-    python benchmarks/stress.py --calls 100000
+    python -m benchmarks.stress --calls 100000
 
 Last line: {"calls", "wrong"}.
 """

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,8 +20,6 @@ from typing import Any
 
 import jsonschema
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cotune.algorithms.recipes import recipe
 from cotune.algorithms.samples import TrainRow

@@ -15,7 +15,7 @@ from cotune.integrations.ray.runtime import RayRuntime, open_ray
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A busy machine is no fault of what is tested.
-hypothesis.settings.register_profile("cotune", deadline=None)
+hypothesis.settings.register_profile("cotune", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("cotune")
 
 ROOT = Path(__file__).parent

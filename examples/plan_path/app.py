@@ -3,7 +3,7 @@
 The navigator sees the way to the goal and the walls near it, but not the controls. The driver sees the controls, but
 not the grid. Up to five times the navigator says a move or two and the driver presses controls.
 
-    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python examples/plan_path/app.py --tasks 3
+    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python -m examples.plan_path.app --tasks 3
 """
 
 from __future__ import annotations
@@ -12,9 +12,20 @@ import argparse
 import os
 from typing import Any, TypedDict
 
-from grid import ROUNDS, carry_out, cell_of, driver_messages, grid_of, make_tasks, moves_of, navigator_messages
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
+
+from examples.plan_path.grid import (
+    ROUNDS,
+    Board,
+    carry_out,
+    cell_of,
+    driver_messages,
+    grid_of,
+    make_tasks,
+    moves_of,
+    navigator_messages,
+)
 
 TEMPERATURE = float(os.environ.get("PLAN_PATH_TEMPERATURE", "1"))
 API_KEY = os.environ.get("OPENAI_API_KEY", "none")
@@ -23,7 +34,7 @@ API_KEY = os.environ.get("OPENAI_API_KEY", "none")
 class State(TypedDict, total=False):
     """State of a walk: the task, the cell the agent is on, what the navigator said last, and turns taken."""
 
-    task: dict[str, Any]
+    task: Board
     at: list[int]
     message: str
     rounds: int

@@ -3,7 +3,7 @@
 Pretrained weights would do as well; this takes about a minute and needs no download. The demonstrators know the format
 and the game, but err often, so that the base succeeds at about one task in seven and nothing is out of its reach.
 
-    python examples/plan_path/base.py --out runs/demo/base --seed 0
+    python -m examples.plan_path.base --out runs/demo/base --seed 0
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import argparse
 import math
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
-from grid import (
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from examples.plan_path.grid import (
     DRIVER,
     LETTERS,
     MOVES,
@@ -38,9 +39,7 @@ from grid import (
     navigator_messages,
     step,
 )
-from tiny_model import UNLABELLED, Row, build_model, warm_up
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from examples.tiny_model import UNLABELLED, Row, build_model, warm_up
 
 STEPS = 260
 BATCH = 96

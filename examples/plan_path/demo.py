@@ -1,6 +1,6 @@
 """The whole loop on one machine: record, train by role, evaluate, export, serve, and run the same app again.
 
-    python examples/plan_path/demo.py
+    python -m examples.plan_path.demo
 
 Each stage prints the command that does the same by hand. Ends with a table and RUN/summary.json.
 """
@@ -23,9 +23,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from examples.plan_path.grid import make_tasks
+
 HERE = Path(__file__).parent
-APP = HERE / "app.py"
-WORKFLOW = f"{HERE / 'train.py'}:solve"
+APP = "examples.plan_path.app"
+BASE = "examples.plan_path.base"
+WORKFLOW = "examples.plan_path.train:solve"
 CONFIG = HERE / "train.toml"
 TRAIN_SEED, HELD_OUT_SEED = 0, 1
 MODES = ("base", "trained", "greedy", "swapped")
@@ -49,9 +52,6 @@ class Stages:
 
 def write_tasks(path: Path, count: int, seed: int) -> Path:
     """A tasks file of the game."""
-    sys.path.insert(0, str(HERE))
-    from grid import make_tasks
-
     path.write_text("".join(json.dumps(task) + "\n" for task in make_tasks(count, seed)))
     return path
 
@@ -59,7 +59,7 @@ def write_tasks(path: Path, count: int, seed: int) -> Path:
 def run_app(url: str, tasks: int) -> tuple[int, int]:
     """Run the unchanged application in a process of its own against `url`; return (reached, tasks)."""
     environment = {**os.environ, "OPENAI_BASE_URL": url}
-    command = [sys.executable, str(APP), "--tasks", str(tasks), "--seed", str(HELD_OUT_SEED)]
+    command = [sys.executable, "-m", APP, "--tasks", str(tasks), "--seed", str(HELD_OUT_SEED)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     found = re.search(r"(\d+) of (\d+) reached", done.stdout)
     if done.returncode or not found:
@@ -132,8 +132,8 @@ def main() -> None:
     base, run, export = out / "base", out / "run", out / "export"
     stages = Stages()
 
-    with stages("warm up a base model", f"python {HERE / 'base.py'} --out {base}"):
-        subprocess.run([sys.executable, str(HERE / "base.py"), "--out", str(base)], check=True)
+    with stages("warm up a base model", f"python -m {BASE} --out {base}"):
+        subprocess.run([sys.executable, "-m", BASE, "--out", str(base)], check=True)
     tasks = write_tasks(out / "tasks.jsonl", 4096, TRAIN_SEED)
     held_out = write_tasks(out / "held_out.jsonl", options.eval_tasks, HELD_OUT_SEED)
 
@@ -162,7 +162,7 @@ def main() -> None:
     with stages("export", f"cotune export {run} --to {export}"):
         export_run(run, export)
     with (
-        stages("serve", f"cotune serve {export} & OPENAI_BASE_URL=... python {APP} --tasks {options.eval_tasks}"),
+        stages("serve", f"cotune serve {export} & OPENAI_BASE_URL=... python -m {APP} --tasks {options.eval_tasks}"),
         serving(export) as endpoint,
     ):
         served = share(*run_app(endpoint.url, options.eval_tasks))

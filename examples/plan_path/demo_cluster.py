@@ -1,6 +1,6 @@
 """The whole loop on Ray: vLLM samples, FSDP trains, two processes run the application, and vLLM serves the result.
 
-    python examples/plan_path/demo_cluster.py
+    python -m examples.plan_path.demo_cluster
 
 The same application and the same stages as demo.py; ends with a table and OUT/summary.json.
 """
@@ -20,7 +20,20 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from demo import APP, HELD_OUT_SEED, HERE, MODES, TRAIN_SEED, WORKFLOW, Stages, conclude, console, run_app, write_tasks
+from examples.plan_path.demo import (
+    APP,
+    BASE,
+    HELD_OUT_SEED,
+    HERE,
+    MODES,
+    TRAIN_SEED,
+    WORKFLOW,
+    Stages,
+    conclude,
+    console,
+    run_app,
+    write_tasks,
+)
 
 CONFIG = HERE / "cluster.toml"
 ROLES = ("navigator", "driver")
@@ -94,8 +107,8 @@ def main() -> None:
     base, run, export = out / "base", out / "run", out / "export"
     stages = Stages()
 
-    with stages("warm up a base model", f"python {HERE / 'base.py'} --out {base}"):
-        subprocess.run([sys.executable, str(HERE / "base.py"), "--out", str(base)], check=True)
+    with stages("warm up a base model", f"python -m {BASE} --out {base}"):
+        subprocess.run([sys.executable, "-m", BASE, "--out", str(base)], check=True)
     tasks = write_tasks(out / "tasks.jsonl", 4096, TRAIN_SEED)
     held_out = write_tasks(out / "held_out.jsonl", options.eval_tasks, HELD_OUT_SEED)
 
@@ -125,7 +138,7 @@ def main() -> None:
     port = free_port()
     command = vllm_command(base, export, port)
     with (
-        stages("serve with vLLM", f"{' '.join(command)} & OPENAI_BASE_URL=... python {APP}"),
+        stages("serve with vLLM", f"{' '.join(command)} & OPENAI_BASE_URL=... python -m {APP}"),
         vllm_serving(command, port, out / "vllm.log") as url,
     ):
         served = share(*run_app(url, options.eval_tasks))

@@ -3,7 +3,7 @@
 Cells are (x, y) with x to the right and y up. A task is plain JSON: `size`, `walls`, `start`, `goal`, and
 `controls`, the letter that each move answers to, which differs from task to task.
 
-    python examples/plan_path/grid.py --tasks 512 --seed 0 > tasks.jsonl
+    python -m examples.plan_path.grid --tasks 512 --seed 0 > tasks.jsonl
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import argparse
 import json
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TypedDict
 
 Cell = tuple[int, int]
 
@@ -41,6 +41,17 @@ DISTANCES = range(3, 7)
 
 NAVIGATOR = "You navigate."
 DRIVER = "You drive."
+
+
+class Board(TypedDict):
+    """A task: walls and cells are [x, y], `controls` has the letter of each move."""
+
+    id: str
+    size: int
+    walls: list[list[int]]
+    start: list[int]
+    goal: list[int]
+    controls: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,7 @@ class Effect:
     reached: bool
 
 
-def grid_of(task: Mapping[str, Any]) -> Grid:
+def grid_of(task: Board) -> Grid:
     """The board of a task."""
     walls = frozenset((x, y) for x, y in task["walls"])
     return Grid(task["size"], walls, cell_of(task["goal"]), tuple(task["controls"].items()))
@@ -139,24 +150,30 @@ def driver_messages(grid: Grid, message: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": DRIVER}, {"role": "user", "content": content}]
 
 
-def make_task(rng: random.Random) -> dict[str, Any]:
+def make_task(rng: random.Random, name: str = "") -> Board:
     """A random task whose goal can be reached, at a distance within `DISTANCES`."""
     cells = [(x, y) for x in range(SIZE) for y in range(SIZE)]
     letters = list(LETTERS)
     while True:
         *walls, start, goal = rng.sample(cells, WALLS + 2)
         rng.shuffle(letters)
-        controls = dict(zip(MOVES, letters, strict=True))
-        task = {"size": SIZE, "walls": walls, "start": start, "goal": goal, "controls": controls}
+        task: Board = {
+            "id": name,
+            "size": SIZE,
+            "walls": [list(wall) for wall in walls],
+            "start": list(start),
+            "goal": list(goal),
+            "controls": dict(zip(MOVES, letters, strict=True)),
+        }
         if _distances(grid_of(task)).get(start, 0) in DISTANCES:
-            return json.loads(json.dumps(task))
+            return task
 
 
-def make_tasks(count: int, seed: int) -> Iterator[dict[str, Any]]:
+def make_tasks(count: int, seed: int) -> Iterator[Board]:
     """`count` tasks with ids, the same for the same seed; other seeds give held-out tasks."""
     rng = random.Random(f"plan_path {seed}")
     for number in range(count):
-        yield {"id": f"{seed}-{number}", **make_task(rng)}
+        yield make_task(rng, f"{seed}-{number}")
 
 
 @lru_cache(maxsize=8192)

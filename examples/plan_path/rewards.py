@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grid import Cell, Grid, carry_out, moves_in, moves_of
+from examples.plan_path.grid import Cell, Grid, carry_out, moves_in, moves_of
 
 BAD_FORMAT = -1.0
 BUMP = -0.1

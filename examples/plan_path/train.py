@@ -5,20 +5,15 @@ cotune train examples/plan_path/train.py:solve --config examples/plan_path/train
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Any
-
 import cotune
-
-sys.path.insert(0, str(Path(__file__).parent))
-from app import graph, position
-from grid import cell_of, grid_of
-from rewards import driver_reward, navigator_reward, team_reward
+from cotune.types import Call, Candidate
+from examples.plan_path.app import graph, position
+from examples.plan_path.grid import Board, cell_of, grid_of
+from examples.plan_path.rewards import driver_reward, navigator_reward, team_reward
 
 
 @cotune.workflow
-async def solve(task: dict[str, Any]) -> dict[str, float]:
+async def solve(task: Board) -> dict[str, float]:
     """Walk one task; `success` is whether the goal was reached."""
     state = await graph.ainvoke({"task": task})
     start, end = cell_of(task["start"]), cell_of(state["at"])
@@ -26,12 +21,12 @@ async def solve(task: dict[str, Any]) -> dict[str, float]:
 
 
 @solve.scorer("navigator")
-def moves_said(candidate: Any, call: Any, task: dict[str, Any]) -> dict[str, float]:
+def moves_said(candidate: Candidate, call: Call, task: Board) -> dict[str, float]:
     """The moves that the navigator says, as if the driver carried them out from where the agent is."""
     return navigator_reward(grid_of(task), position(call.state), candidate.text)
 
 
 @solve.scorer("driver")
-def controls_pressed(candidate: Any, call: Any, task: dict[str, Any]) -> dict[str, float]:
+def controls_pressed(candidate: Candidate, call: Call, task: Board) -> dict[str, float]:
     """The moves that the driver's controls stand for."""
     return driver_reward(grid_of(task), position(call.state), candidate.text)

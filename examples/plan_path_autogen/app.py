@@ -3,7 +3,7 @@
 The game and the team are those of `examples/plan_path`, as a group chat of three: up to five times the navigator says
 a move or two, the driver presses controls, and the world moves the agent.
 
-    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python examples/plan_path_autogen/app.py --tasks 3
+    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python -m examples.plan_path_autogen.app --tasks 3
 """
 
 from __future__ import annotations
@@ -11,12 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "plan_path"))
 
 from autogen_agentchat.agents import AssistantAgent, BaseChatAgent
 from autogen_agentchat.base import Response
@@ -27,10 +22,12 @@ from autogen_core import CancellationToken
 from autogen_core.model_context import ChatCompletionContext
 from autogen_core.models import LLMMessage, UserMessage
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from grid import (
+
+from examples.plan_path.grid import (
     DRIVER,
     NAVIGATOR,
     ROUNDS,
+    Board,
     carry_out,
     cell_of,
     driver_messages,
@@ -47,7 +44,7 @@ API_KEY = os.environ.get("OPENAI_API_KEY", "none")
 class Walk:
     """State of a walk: its board, the cell the agent is on, and turns taken."""
 
-    def __init__(self, task: dict[str, Any]) -> None:
+    def __init__(self, task: Board) -> None:
         self.grid = grid_of(task)
         self.at = cell_of(task["start"])
         self.rounds = 0
@@ -143,7 +140,7 @@ def team_for(walk: Walk) -> RoundRobinGroupChat:
     return RoundRobinGroupChat(members, termination_condition=ends, max_turns=len(members) * ROUNDS)
 
 
-async def solve(task: dict[str, Any]) -> Walk:
+async def solve(task: Board) -> Walk:
     """Walk one task to its end."""
     walk = Walk(task)
     await team_for(walk).run(task="walk")

@@ -3,7 +3,7 @@
 The game and the team are those of `examples/plan_path`, as a flow with two agents: up to five times the navigator says
 a move or two and the driver presses controls.
 
-    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python examples/plan_path_crewai/app.py --tasks 3
+    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python -m examples.plan_path_crewai.app --tasks 3
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ import argparse
 import asyncio
 import logging
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("CREWAI_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("CREWAI_TRACING_ENABLED", "false")
 os.environ.setdefault("CREWAI_DISABLE_VERSION_CHECK", "true")
-sys.path.insert(0, str(Path(__file__).parents[1] / "plan_path"))
 
 from crewai import LLM, Agent
 from crewai.events.utils.console_formatter import set_suppress_console_output
 from crewai.flow.flow import Flow, listen, router, start
-from grid import ROUNDS, carry_out, cell_of, grid_of, make_tasks, moves_of, table, view
 from pydantic import BaseModel
+
+from examples.plan_path.grid import ROUNDS, carry_out, cell_of, grid_of, make_tasks, moves_of, table, view
 
 TEMPERATURE = float(os.environ.get("PLAN_PATH_TEMPERATURE", "1"))
 API_KEY = os.environ.get("OPENAI_API_KEY", "none")

@@ -1,22 +1,19 @@
 """Builds a base model for the CrewAI application: that of `examples/plan_path`, warmed up on the prompts CrewAI makes.
 
-python examples/plan_path_crewai/base.py --out runs/crewai/base
+python -m examples.plan_path_crewai.base --out runs/crewai/base
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "plan_path"))
-
-import base
 from crewai import Agent, BaseLLM
-from plan_path_crewai.app import driver, navigator
+
+from examples.plan_path import base
+from examples.plan_path_crewai.app import driver, navigator
 
 PLACE = "<what is asked>"
 

@@ -5,21 +5,14 @@ cotune train examples/plan_path_crewai/train.py:solve --config examples/plan_pat
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Any
-
 import cotune
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from plan_path_crewai.app import PlanPath, Walk
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "plan_path"))
-from grid import cell_of, grid_of
-from rewards import driver_reward, navigator_reward, team_reward
+from cotune.types import Call, Candidate
+from examples.plan_path.grid import Board, cell_of, grid_of
+from examples.plan_path.rewards import driver_reward, navigator_reward, team_reward
+from examples.plan_path_crewai.app import PlanPath, Walk
 
 
-def outcome(walk: Walk, task: dict[str, Any]) -> dict[str, float]:
+def outcome(walk: Walk, task: Board) -> dict[str, float]:
     """How far a walk came; `success` is whether the goal was reached."""
     start = cell_of(task["start"])
     return {"team": team_reward(grid_of(task), start, walk.position), "success": float(walk.reached)}
@@ -29,12 +22,12 @@ solve = cotune.workflow(PlanPath, inputs=lambda task: {"task": task}, reward=out
 
 
 @solve.scorer("navigator")
-def moves_said(candidate: Any, call: Any, task: dict[str, Any]) -> dict[str, float]:
+def moves_said(candidate: Candidate, call: Call, task: Board) -> dict[str, float]:
     """The moves that the navigator says, as if the driver carried them out from where the agent is."""
     return navigator_reward(grid_of(task), Walk(**call.state.flow).position, candidate.text)
 
 
 @solve.scorer("driver")
-def controls_pressed(candidate: Any, call: Any, task: dict[str, Any]) -> dict[str, float]:
+def controls_pressed(candidate: Candidate, call: Call, task: Board) -> dict[str, float]:
     """The moves that the driver's controls stand for."""
     return driver_reward(grid_of(task), Walk(**call.state.flow).position, candidate.text)

@@ -1,6 +1,6 @@
 """A LangChain agent with two tools: it looks prices up in a list, calculates, and answers a customer.
 
-OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python examples/tool_agent/app.py --tasks 5
+OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python -m examples.tool_agent.app --tasks 5
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import ModelCallLimitMiddleware
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from shop import SYSTEM, calculate, find, make_tasks
+
+from examples.tool_agent.shop import SYSTEM, calculate, find, make_tasks
 
 TURNS = 5
 """Most model calls for one question."""

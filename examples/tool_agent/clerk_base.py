@@ -2,7 +2,7 @@
 
 Any Hugging Face model whose chat template knows tools would do as well; this takes a quarter of a minute.
 
-    python examples/tool_agent/clerk_base.py --out runs/tool_agent/base --seed 0
+    python -m examples.tool_agent.clerk_base --out runs/tool_agent/base --seed 0
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ import json
 import os
 import random
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
-from shop import PRICE_OF, SYSTEM, calculate, find, question
-from tiny_model import UNLABELLED, Row, build_model, warm_up
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from examples.tiny_model import UNLABELLED, Row, build_model, warm_up
+from examples.tool_agent.shop import PRICE_OF, SYSTEM, calculate, find, question
 
 STEPS, BATCH, LR = 150, 16, 5e-3
 CONVERSATIONS = 1500

@@ -1,6 +1,6 @@
 """The shop: its price list, what the two tools do, and questions with their answers.
 
-python examples/tool_agent/shop.py --tasks 512 --seed 0 > tasks.jsonl
+python -m examples.tool_agent.shop --tasks 512 --seed 0 > tasks.jsonl
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 PRICES = Path(__file__).parent / "prices.jsonl"
 SYSTEM = "Search the price, then calculate."
@@ -23,6 +23,14 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
 }
+
+
+class Question(TypedDict):
+    """A task: what a customer asks, and the right answer."""
+
+    id: str
+    question: str
+    answer: str
 
 
 def load_prices() -> dict[str, int]:
@@ -61,7 +69,7 @@ def asked_for(text: str) -> tuple[int, str]:
     return int(found[1]), found[2]
 
 
-def make_tasks(count: int, seed: int) -> Iterator[dict[str, Any]]:
+def make_tasks(count: int, seed: int) -> Iterator[Question]:
     """Questions with their answers; the same for the same seed."""
     rng = random.Random(f"shop {seed}")
     for number in range(count):

@@ -6,26 +6,23 @@ cotune train examples/tool_agent/train.py:solve --config examples/tool_agent/tra
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import cotune
-
-sys.path.insert(0, str(Path(__file__).parent))
-from app import answer
-from shop import asked_for, calculate, find
+from cotune.types import Call, Candidate
+from examples.tool_agent.app import answer
+from examples.tool_agent.shop import Question, asked_for, calculate, find
 
 
 @cotune.workflow
-async def solve(task: dict[str, Any]) -> bool:
+async def solve(task: Question) -> bool:
     """Answer one question."""
     return await answer(task["question"]) == task["answer"]
 
 
 @solve.scorer("clerk")
-def next_step(candidate: Any, call: Any, task: dict[str, Any]) -> float:
+def next_step(candidate: Candidate, call: Call, task: Question) -> float:
     """1 for the right next step, -1 for a tool call that cannot be read, 0 for anything else."""
     if candidate.malformed:
         return -1.0
@@ -33,7 +30,7 @@ def next_step(candidate: Any, call: Any, task: dict[str, Any]) -> float:
 
 
 def is_right(
-    text: str, tool_calls: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]], task: dict[str, Any]
+    text: str, tool_calls: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]], task: Question
 ) -> bool:
     """Whether a message is the next step: look the price up, then calculate, then say the number."""
     _, item = asked_for(task["question"])

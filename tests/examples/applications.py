@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.integrations.provider import completion, json_reply, serving
 
+ROOT = Path(__file__).parents[2]
 TRAINING = ("rewards", "train")
 """Modules of the examples that belong to their training."""
 
@@ -25,10 +26,10 @@ def imports_of(path: Path) -> list[str]:
 def check_knows_nothing_of_cotune(path: Path) -> None:
     """Fail where an application's file imports cotune or what trains it."""
     found = imports_of(path)
-    assert found and not [name for name in found if "cotune" in name or name in TRAINING]
+    assert found and not [name for name in found if "cotune" in name or name.rpartition(".")[2] in TRAINING]
 
 
-def models_asked_by(path: Path, *, answer: str, ends: str) -> Counter[str]:
+def models_asked_by(module: str, *, answer: str, ends: str) -> Counter[str]:
     """Run an application on two tasks against a provider that says `answer`; its requests by model.
 
     Fails unless its output ends with `ends`.
@@ -36,7 +37,7 @@ def models_asked_by(path: Path, *, answer: str, ends: str) -> Counter[str]:
     with serving() as provider:
         provider.reply = lambda body, number: json_reply(completion({"role": "assistant", "content": answer}))
         environment = {**os.environ, "OPENAI_BASE_URL": provider.url}
-        command = [sys.executable, str(path), "--tasks", "2"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", module, "--tasks", "2"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.endswith(ends), done.stderr
     return Counter(body["model"] for body in provider.requests)

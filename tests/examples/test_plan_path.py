@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.plan_path import base, grid, rewards
 from tests.examples.applications import check_knows_nothing_of_cotune, imports_of
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "plan_path"))
-
-import base
-import grid
-import rewards
 
 FOLDER = Path(grid.__file__).parent
 TASK = {
@@ -142,8 +136,7 @@ def test_the_team_earns_what_its_way_is_worth() -> None:
 @pytest.mark.parametrize("name", ["app.py", "grid.py"])
 def test_the_application_knows_nothing_of_cotune(name: str) -> None:
     check_knows_nothing_of_cotune(FOLDER / name)
-    local = {found for found in imports_of(FOLDER / name) if (FOLDER / f"{found}.py").is_file()}
-    assert local <= {"grid"}
+    assert {found for found in imports_of(FOLDER / name) if "examples" in found} <= {"examples.plan_path.grid"}
 
 
 def test_the_words_of_the_game_are_all_in_the_vocabulary() -> None:

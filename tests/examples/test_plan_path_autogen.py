@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "plan_path"))
-
-import base
-import grid
-from plan_path_autogen import app, train
 
 import cotune
 from cotune.adapters.export import export_run
@@ -23,6 +15,8 @@ from cotune.integrations import activate
 from cotune.recording.records import Message
 from cotune.trainer.config.train import load_config
 from cotune.trainer.train import train as run_training
+from examples.plan_path import base, grid
+from examples.plan_path_autogen import app, train
 from tests.examples.applications import check_knows_nothing_of_cotune, models_asked_by
 from tests.integrations.recorded import Recorded
 
@@ -77,7 +71,7 @@ def test_roles_and_prompts_are_those_of_the_langgraph_team() -> None:
 
 
 def test_the_application_runs_alone() -> None:
-    asked = models_asked_by(FOLDER / "app.py", answer="up", ends="0 of 2 reached the goal\n")
+    asked = models_asked_by("examples.plan_path_autogen.app", answer="up", ends="0 of 2 reached the goal\n")
     assert asked["driver"] == 2 * grid.ROUNDS
 
 

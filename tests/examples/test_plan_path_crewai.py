@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "plan_path"))
-
-import grid
-from plan_path_crewai import app, base, train
 
 import cotune
 from cotune.adapters.export import export_run
 from cotune.recording.records import Message
 from cotune.trainer.config.train import load_config
 from cotune.trainer.train import train as run_training
+from examples.plan_path import grid
+from examples.plan_path_crewai import app, base, train
 from tests.examples.applications import check_knows_nothing_of_cotune, models_asked_by
 from tests.integrations.recorded import Recorded
 
@@ -69,7 +64,7 @@ def test_roles_are_the_agents_and_prompts_those_of_the_base() -> None:
 
 
 def test_the_application_runs_alone() -> None:
-    asked = models_asked_by(FOLDER / "app.py", answer="up", ends="0 of 2 reached the goal\n")
+    asked = models_asked_by("examples.plan_path_crewai.app", answer="up", ends="0 of 2 reached the goal\n")
     assert asked["driver"] == 2 * grid.ROUNDS
 
 

@@ -22,30 +22,30 @@ from cotune.recording.records import Call
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.train import RunSummary, train
 from cotune.workflows import load_workflow
+from examples.tool_agent import clerk_base, shop
 from tests.examples.applications import check_knows_nothing_of_cotune
 
-FOLDER = Path(__file__).parents[2] / "examples" / "tool_agent"
-OWN = ("app", "clerk_base", "shop", "train")
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "tool_agent"
+CLIENTS = ("examples.tool_agent.app", "examples.tool_agent.train")
+"""Modules that make a client when they are imported."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_modules() -> Iterator[None]:
-    """The example's modules under their own names, which other examples have too."""
-    others = {name: sys.modules.pop(name) for name in OWN if name in sys.modules}
+def own_client() -> Iterator[None]:
+    """The application's client has an address at which nothing listens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
+        for name in CLIENTS:
+            patch.delitem(sys.modules, name, raising=False)
         patch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
         patch.setenv("LANGSMITH_TRACING", "false")
         yield
-    for name in OWN:
+    for name in CLIENTS:
         sys.modules.pop(name, None)
-    sys.modules.update(others)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import clerk_base
-
     folder = tmp_path_factory.mktemp("clerk") / "base"
     losses = clerk_base.build(folder)
     assert losses[-1] < 0.4 < losses[0]
@@ -54,15 +54,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(base: Path) -> Iterator[tuple[RunSummary, SqliteStore]]:
-    import shop
-
     settings = {"model": str(base), "policies": "lora", "steps": 3, "tasks_per_step": 8, "plan": {"k": 4}}
     learner = {"lr": 3e-3, "threads": 1, "device": "cpu"}
     with pytest.MonkeyPatch.context() as patch:
         opened = functools.partial(TransformersSampler.open, host="thread", device="cpu")
         patch.setattr("cotune.trainer.run.TransformersSampler.open", opened)
         summary = train(
-            load_workflow(f"{FOLDER / 'train.py'}:solve"),
+            load_workflow("examples.tool_agent.train:solve"),
             list(shop.make_tasks(24, 0)),
             {**settings, "learner": learner, "sampling": {"max_tokens": 24}},
             run=base.parent / "run",
@@ -86,8 +84,6 @@ def next_of(call: Call, store: SqliteStore) -> Call | None:
 
 
 def test_the_tools_of_the_shop() -> None:
-    import shop
-
     assert len(shop.PRICE_OF) == 12
     assert (shop.find(" Lamp "), shop.find("piano")) == (f"lamp costs {shop.PRICE_OF['lamp']}", "nothing found")
     assert [shop.calculate(text) for text in ("3 * 7", "2+3*4", "9 - 10")] == ["21", "14", "-1"]
@@ -96,8 +92,6 @@ def test_the_tools_of_the_shop() -> None:
 
 
 def test_questions_repeat_with_their_seed_and_have_answers() -> None:
-    import shop
-
     tasks = list(shop.make_tasks(40, 7))
     assert tasks == list(shop.make_tasks(40, 7)) != list(shop.make_tasks(40, 8))
     for task in tasks:
@@ -112,8 +106,7 @@ def test_the_application_knows_nothing_of_cotune(name: str) -> None:
 
 
 def test_what_each_message_is_worth() -> None:
-    import shop
-    import train as example
+    from examples.tool_agent import train as example
 
     price = shop.PRICE_OF["lamp"]
     task = {"question": "How much for 3 x lamp?", "answer": str(3 * price)}
@@ -144,9 +137,6 @@ def test_what_each_message_is_worth() -> None:
 
 
 def test_the_words_of_the_shop_are_tokens_and_every_text_survives() -> None:
-    import clerk_base
-    import shop
-
     tokenizer = clerk_base.build_tokenizer()
     rng = random.Random(0)
     for _ in range(20):
@@ -160,10 +150,8 @@ def test_the_words_of_the_shop_are_tokens_and_every_text_survives() -> None:
 
 
 def test_the_vocabulary_is_the_same_in_every_process() -> None:
-    import clerk_base
-
-    code = "import clerk_base; print(json.dumps(clerk_base.build_tokenizer().get_vocab()))"
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(FOLDER)}
+    code = "from examples.tool_agent import clerk_base; print(json.dumps(clerk_base.build_tokenizer().get_vocab()))"
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
     told = subprocess.check_output([sys.executable, "-c", f"import json; {code}"], env=environment)
     assert json.loads(told) == clerk_base.build_tokenizer().get_vocab()
 

@@ -102,30 +102,26 @@ def test_kinds_of_applications(app: Callable[[str], Any], provider: Provider, mo
 
 
 EXAMPLES = {
-    "plan_path": "grid:make_tasks",
-    "plan_path_autogen": "grid:make_tasks",
-    "plan_path_crewai": "grid:make_tasks",
-    "tool_agent": "shop:make_tasks",
+    "plan_path": "plan_path.grid",
+    "plan_path_autogen": "plan_path.grid",
+    "plan_path_crewai": "plan_path.grid",
+    "tool_agent": "tool_agent.shop",
 }
-"""By example: what makes its tasks."""
+"""By example: the module that makes its tasks."""
 
 
 def _forget_examples() -> None:
-    """Examples name their modules alike, and make their clients when they are imported."""
-    for name, module in list(sys.modules.items()):
-        known = vars(module)
-        if str(ROOT / "examples") in f"{known.get('__file__')} {list(known.get('__path__') or ())}":
-            del sys.modules[name]
+    """Examples make their clients when they are imported."""
+    for name in [name for name in sys.modules if name.startswith("examples.")]:
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples(name: str, provider: Provider, monkeypatch: pytest.MonkeyPatch):
+def test_examples(name: str, provider: Provider):
     provider.reply = functools.partial(answers, each_tool=True)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     _forget_examples()
-    flow = load_workflow(f"{ROOT}/examples/{name}/train.py:solve")
-    module, maker = EXAMPLES[name].split(":")
-    tasks = getattr(sys.modules[module], maker)(3, seed=1)
+    flow = load_workflow(f"examples.{name}.train:solve")
+    tasks = sys.modules[f"examples.{EXAMPLES[name]}"].make_tasks(3, seed=1)
     sink = episodes(flow, [Task(id=f"e{i}", input=task) for i, task in enumerate(tasks)])
     _forget_examples()
     assert provider.requests
