@@ -16,13 +16,6 @@ from cotune.errors import ConfigError
 APP = "MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of a @cotune.workflow"
 TASKS = "JSON-lines file: one task per line"
 RECORDS = "run folder or records file"
-FUNCTION = "MODULE:FUNCTION"
-ROLES = (
-    "MODULE:FUNCTION or FILE.py:FUNCTION that names the role of each call from its messages, model, tools and caller; "
-    "caller, for the name of the application's function that makes it; or model, for the model's that it asks; see "
-    "docs/roles.md"
-)
-REDACT = "sees each message before it is stored, and returns what to store; see docs/privacy.md"
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):

@@ -6,7 +6,8 @@ import argparse
 import os
 from typing import Any
 
-from cotune.cli.command import FUNCTION, REDACT, add_address, add_command, add_trust
+from cotune.cli.command import add_address, add_command, add_trust
+from cotune.cli.fields import add_fields
 from cotune.errors import ConfigError
 from cotune.terminal import tell
 
@@ -133,7 +134,7 @@ def add_gateway(commands: Any) -> None:
         "--max-inflight", type=int, default=512, metavar="N", help="requests in flight (default: %(default)s)"
     )
     command.add_argument("--timeout", type=float, default=600.0, help="seconds for one request (default: %(default)s)")
-    command.add_argument("--redact", metavar=FUNCTION, help=REDACT)
+    add_fields(command, "redact")
 
 
 def _add_identity(command: Any) -> None:

@@ -9,9 +9,6 @@ from typing import Any
 
 from cotune.cli.command import (
     APP,
-    FUNCTION,
-    REDACT,
-    ROLES,
     TASKS,
     add_command,
     add_trust,
@@ -19,23 +16,9 @@ from cotune.cli.command import (
     printing_aside,
     settings,
 )
+from cotune.cli.fields import RUN, add_fields, given
 from cotune.errors import ConfigError
 from cotune.terminal import tell, terminal
-
-_CLUSTER = "run on Ray: local (its own, for this run), auto or HOST:PORT of a cluster; see docs/cluster.md"
-_FLAGS = (
-    "model",
-    "policies",
-    "recipe",
-    "steps",
-    "tasks_per_step",
-    "concurrency",
-    "seed",
-    "mode",
-    "on_failure",
-    "redact",
-    "roles_by",
-)
 
 
 def add_check(commands: Any) -> None:
@@ -46,8 +29,7 @@ def add_check(commands: Any) -> None:
         from cotune.trainer.check.report import render
         from cotune.trainer.config.train import load_config
 
-        flags = {k: v for k, v in vars(a).items() if "." in k or k in ("policies", "recipe", "roles_by")}
-        config = load_config(a.config, {**flags, "model": a.model or "none", **settings(a.set)})
+        config = load_config(a.config, {"model": "none", **given(a), **settings(a.set)})
         bounds = {"limit": a.limit, "calls": a.calls, "timeout": a.timeout}
         with printing_aside() if a.json else nullcontext():
             report = check(
@@ -66,11 +48,8 @@ def add_check(commands: Any) -> None:
     command.add_argument("--tasks", required=True, help=TASKS)
     command.add_argument("--limit", type=int, default=1, help="take the first N tasks (default: %(default)s)")
     command.add_argument("--config", help="TOML file of the training run; see docs/config.md")
-    command.add_argument("--model", help="count tokens with this model's tokenizer; it is not loaded")
-    command.add_argument("--policies", choices=("shared", "lora", "full"), help="default: lora")
-    command.add_argument("--plan", dest="plan.kind", choices=("tree", "independent"), help="as in cotune train")
-    command.add_argument("-k", dest="plan.k", type=int, metavar="K", help="candidates per call, or episodes per task")
-    command.add_argument("--recipe", help="as in cotune train")
+    tokens = "count tokens with this model's tokenizer; it is not loaded"
+    add_fields(command, "model", "policies", "plan.kind", "plan.k", "recipe", "roles_by", model=tokens)
     command.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as in cotune train")
     command.add_argument(
         "--answer",
@@ -82,7 +61,6 @@ def add_check(commands: Any) -> None:
     command.add_argument("--no-tools", action="store_true", help="never answer with a tool call: no tool is run")
     command.add_argument("--calls", type=int, default=64, help="most calls of an episode (default: %(default)s)")
     command.add_argument("--timeout", type=float, default=60.0, help="seconds for one episode (default: %(default)s)")
-    command.add_argument("--roles", dest="roles_by", metavar="WHO", help=ROLES)
     command.add_argument(
         "--json",
         nargs="?",
@@ -100,9 +78,9 @@ def add_doctor(commands: Any) -> None:
         from cotune.trainer.config.train import load_config
         from cotune.trainer.doctor.doctor import examine, render
 
-        flags = {"model": a.model, "cluster.address": a.cluster, **settings(a.set)}
+        flags = {**given(a), **settings(a.set)}
         config = load_config(a.config, flags) if a.config or a.model else None
-        if config is None and a.cluster:
+        if config is None and "cluster.address" in flags:
             raise ConfigError("model", None, "given where --cluster is", "Pass --model or --config.")
         report = examine(config)
         if a.json:
@@ -116,8 +94,7 @@ def add_doctor(commands: Any) -> None:
     command = add_command(commands, "doctor", run, text, "cotune doctor --config train.toml --cluster local")
     add_trust(command)
     command.add_argument("--config", help="TOML file of the training run; see docs/config.md")
-    command.add_argument("--model", help="folder or Hugging Face id of the base model")
-    command.add_argument("--cluster", metavar="ADDRESS", help=_CLUSTER)
+    add_fields(command, "model", "cluster.address")
     command.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as in cotune train")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -126,10 +103,9 @@ def add_trace(commands: Any) -> None:
     """Add `cotune trace`."""
 
     def run(a: argparse.Namespace) -> int:
-        from cotune.trainer.trace import trace
+        from cotune.cli.trace import trace
 
-        settings = {"concurrency": a.concurrency, "limit": a.limit, "timeout": a.timeout, "redact": a.redact}
-        settings["roles_by"] = a.roles_by
+        settings = {"concurrency": a.concurrency, "limit": a.limit, "timeout": a.timeout, **given(a)}
         return trace(a.workflow, a.tasks, a.out, otlp=a.otlp, otlp_content=a.otlp_content, **settings)
 
     text = "record episodes of an application with the model that it uses today"
@@ -142,8 +118,7 @@ def add_trace(commands: Any) -> None:
     command.add_argument("--concurrency", type=int, default=8, help="episodes in flight (default: %(default)s)")
     command.add_argument("--limit", type=int, help="take only the first N tasks")
     command.add_argument("--timeout", type=float, default=600.0, help="seconds for one episode (default: %(default)s)")
-    command.add_argument("--redact", metavar=FUNCTION, help=REDACT)
-    command.add_argument("--roles", dest="roles_by", metavar="WHO", help=ROLES)
+    add_fields(command, "redact", "roles_by")
     command.add_argument("--otlp", metavar="URL", help="also send each episode's spans to this OTLP/HTTP endpoint")
     command.add_argument("--otlp-content", action="store_true", help="with --otlp, send messages and task inputs too")
 
@@ -157,59 +132,13 @@ def add_train(commands: Any) -> None:
     command.add_argument("workflow", nargs="?", help=APP)
     command.add_argument("--tasks", help=TASKS)
     command.add_argument("--config", help="TOML file; see docs/config.md. Flags go before it")
-    command.add_argument("--model", help="folder or Hugging Face id of the base model")
-    command.add_argument(
-        "--policies",
-        choices=("shared", "lora", "full"),
-        help="one adapter for all roles, one per role, or one model per role (default: lora)",
-    )
-    command.add_argument(
-        "--plan", dest="plan.kind", choices=("tree", "independent"), help="default: tree when the workflow has scorers"
-    )
-    command.add_argument(
-        "-k", dest="plan.k", type=int, metavar="K", help="candidates per call, or episodes per task (default: 4)"
-    )
-    command.add_argument(
-        "--select",
-        dest="plan.select",
-        choices=("argmax", "sample", "first"),
-        help="candidate that goes on (default: argmax)",
-    )
-    command.add_argument(
-        "--recipe", help="at_grpo, dr_mas, grpo, dr_grpo, rloo, gspo, dapo, cispo; see docs/recipes.md"
-    )
-    command.add_argument("--steps", type=int, help="default: 100")
-    command.add_argument("--tasks-per-step", dest="tasks_per_step", type=int, help="default: 32")
-    command.add_argument("--concurrency", type=int, help="episodes in flight (default: 64)")
-    command.add_argument(
-        "--lr", dest="learner.lr", type=float, help="learning rate (default: 5e-6 for LoRA, 1e-6 for all weights)"
-    )
-    command.add_argument(
-        "--max-tokens", dest="sampling.max_tokens", type=int, help="new tokens per candidate (default: 256)"
-    )
-    command.add_argument("--seed", type=int, help="default: 0")
-    command.add_argument(
-        "--on-failure",
-        dest="on_failure",
-        metavar="HOW",
-        help="outcome of episodes that the policy has failed: lowest, reward:NUMBER or exclude (default: lowest)",
-    )
-    command.add_argument("--redact", metavar=FUNCTION, help=REDACT)
-    command.add_argument("--roles", dest="roles_by", metavar="WHO", help=ROLES)
-    command.add_argument("--mode", choices=("sync", "async"), help="async: roll out the next steps while one trains")
-    command.add_argument("--cluster", dest="cluster.address", metavar="ADDRESS", help=_CLUSTER)
+    add_fields(command, *RUN)
     command.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="FIELD=VALUE",
         help="any other field, such as lora.rank=8 or schedule.kind=linear",
-    )
-    command.add_argument(
-        "--eval-tasks",
-        dest="evaluation.tasks",
-        metavar="FILE",
-        help="held-out tasks, tried every few steps (--set evaluation.every=10) with single samples",
     )
     command.add_argument("--out", help="run folder (default: runs/DATE-TIME)")
     command.add_argument(
@@ -226,17 +155,17 @@ def _run_train(a: argparse.Namespace) -> int:
     from cotune.trainer.config.train import load_config, read_toml
     from cotune.trainer.train import resume, train
 
-    given = {k: v for k, v in vars(a).items() if v is not None and ("." in k or k in _FLAGS)}
+    fields = {**given(a), **settings(a.set)}
     if a.resume:
         if a.out is not None:
             raise ConfigError("out", a.out, "left out with --resume, which names the run", "Leave out --out.")
-        typed = {**read_toml(a.config), **given, **settings(a.set)}
-        summary = resume(a.resume, workflow=a.workflow, tasks=a.tasks, changes=typed)
+        changes = {**read_toml(a.config), **fields}
+        summary = resume(a.resume, workflow=a.workflow, tasks=a.tasks, changes=changes)
     else:
         for name in ("workflow", "tasks"):
             if getattr(a, name) is None:
                 raise ConfigError(name, None, "given, unless --resume is", "See cotune train --help.")
-        summary = train(a.workflow, a.tasks, load_config(a.config, {**given, **settings(a.set)}), run=a.out)
+        summary = train(a.workflow, a.tasks, load_config(a.config, fields), run=a.out)
     state = "finished" if summary.finished else "stopped"
     tell(f"{state} after {summary.steps} steps in {summary.seconds:.0f} s: {summary.path}")
     if summary.finished:
@@ -253,7 +182,7 @@ def add_eval(commands: Any) -> None:
         from cotune.trainer.evaluation.report import render
 
         settings = {"limit": a.limit, "concurrency": a.concurrency, "out": a.out, "prices": prices(a.price)}
-        settings |= {"roles_by": a.roles_by, "timeout": a.timeout}
+        settings |= {"timeout": a.timeout, **given(a)}
         report = evaluate(a.run_folder, a.workflow, a.tasks, modes=tuple(a.modes.split(",")), **settings)
         terminal().print(render(report))
         return 1 if report.broken else 0
@@ -283,4 +212,4 @@ def add_eval(commands: Any) -> None:
     command.add_argument("--concurrency", type=int, default=64, help="episodes in flight (default: %(default)s)")
     command.add_argument("--timeout", type=float, default=600.0, help="seconds for one episode (default: %(default)s)")
     command.add_argument("--out", metavar="DIR", help="also write the records and evaluation.json to this new folder")
-    command.add_argument("--roles", dest="roles_by", metavar="WHO", help=f"{ROLES} (default: the run's)")
+    add_fields(command, "roles_by")

@@ -17,7 +17,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """How weights are updated. The defaults are those of the published AT-GRPO recipe."""
 
     lr: float | None = None
-    """Learning rate of AdamW. None: 5e-6 for a LoRA, 1e-6 for all weights, which suits models from about 1B
+    """Learning rate of AdamW; without a value: 5e-6 for a LoRA, 1e-6 for all weights, which suits models from about 1B
     parameters on; a model of under a million parameters wants about a thousand times that."""
 
     betas: tuple[float, float] = (0.9, 0.999)

@@ -87,7 +87,7 @@ class EvaluationConfig(_Table):
     """[evaluation] Held-out tasks within the run: single samples, nothing is selected."""
 
     tasks: str = ""
-    """JSON-lines file; empty for none."""
+    """JSON-lines file of held-out tasks, tried every few steps; empty for none."""
     every: int = 10
     """Steps between evaluations; there is one after the last step too."""
     limit: int | None = None
@@ -109,19 +109,24 @@ class TrainConfig(_Table):
     """What plays a role that has no policy, in training, evaluation and the export alike: frozen (the untrained model)
     | provider (what the application uses today). It is said, and counted."""
     roles_by: str = ""
-    """module:function or file.py:function that names the role of each call, or caller; see docs/roles.md."""
+    """module:function or file.py:function that names the role of each call from its messages, model, tools and caller |
+    caller: the name of the application's function that makes it | model: the name of the model that it asks; see
+    docs/roles.md."""
     tool_format: str = "auto"
     """How the model writes tool calls: auto (as its chat template does) | hermes | qwen3_coder | mistral |
     mistral_v11 | llama3_json | vllm:NAME (a tool parser of vLLM)."""
     recipe: str | None = None
-    """at_grpo, dr_mas, ...; without a value: at_grpo under a tree plan, dr_mas under independent rollouts."""
+    """at_grpo | dr_mas | grpo | dr_grpo | rloo | gspo | dapo | cispo, see docs/recipes.md; without a value: at_grpo
+    under a tree plan, dr_mas under independent rollouts."""
     overrides: dict[str, Any] = {}
     """[overrides] Single settings of the recipe, such as clip_high or entropy."""
     alpha: float = 1.0
     """Weight of the component `team` beside all others: r = alpha * team + local. Under a tree plan only one that a
     scorer returns is trained on."""
     steps: int = 100
+    """Training steps."""
     tasks_per_step: int = 32
+    """Tasks of a step."""
     concurrency: int = 64
     """Episodes in flight."""
     episode_timeout: float = 600.0
@@ -136,7 +141,8 @@ class TrainConfig(_Table):
     lowest (0, or the step's lowest outcome if that is below 0) | reward:<number> | exclude (it teaches nothing). One
     that engine, network or store have failed has none."""
     redact: str = ""
-    """module:function that sees each message before it is stored; beside the workflow's own redactors."""
+    """module:function that sees each message before it is stored, and returns what to store, beside the workflow's own
+    redactors; see docs/privacy.md."""
     keep_token_ids: bool = False
     """Whether token ids of redacted messages are stored: needed to train on them, and readable as text."""
     seed: int = 0

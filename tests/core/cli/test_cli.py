@@ -147,6 +147,37 @@ def test_flags_of_train_become_its_configuration(trained, capsys):
     assert said == f"loading app:solve ...\n{first}{last}"
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("train", "-k K candidates per call (tree) or episodes per task (independent) (default: 4)"),
+        (
+            "train",
+            "--policies {shared,lora,full} shared: one adapter for all roles | lora: one adapter per role | full:",
+        ),
+        ("train", "--plan {tree,independent} tree | independent; without a value: tree when the workflow has scorers"),
+        ("train", "--lr LR learning rate of AdamW; without a value: 5e-6 for a LoRA, 1e-6 for all weights"),
+        ("train", "--tasks-per-step N tasks of a step (default: 32)"),
+        ("train", "--eval-tasks FILE JSON-lines file of held-out tasks"),
+        ("check", "--model MODEL count tokens with this model's tokenizer; it is not loaded"),
+        ("trace", "--roles WHO module:function or file.py:function that names the role of each call"),
+        ("gateway", "--redact MODULE:FUNCTION module:function that sees each message before it is stored"),
+    ],
+)
+def test_a_flag_says_what_its_field_says(command, said, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("flags", [["-k", "many"], ["--lr", "fast"], ["--mode", "both"], ["--steps", "1.5"]])
+def test_a_flag_takes_what_its_field_takes(flags, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "app:solve", "--tasks", "t.jsonl", *flags])
+    assert ended.value.code == 2
+    assert flags[1] in capsys.readouterr().err
+
+
 def test_flags_go_before_the_file(trained, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('model = "base"\nsteps = 7\nseed = 1\n[plan]\nk = 2\n')

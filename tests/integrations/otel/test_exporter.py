@@ -219,7 +219,7 @@ def test_a_traced_application_sends_its_spans_as_it_goes(
     tmp_path: Path, provider: Provider, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exporter = InMemorySpanExporter()
-    monkeypatch.setattr("cotune.trainer.trace.otlp_exporter", lambda url: exporter)
+    monkeypatch.setattr("cotune.integrations.otel.exporter.otlp_exporter", lambda url: exporter)
     (tmp_path / "traced_app.py").write_text(
         "import cotune, openai\n"
         "@cotune.workflow\n"

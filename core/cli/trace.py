@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from cotune.errors import RunError, WorkflowError
-from cotune.integrations.otel.exporter import LiveExport, otlp_exporter
-from cotune.integrations.otel.spans import Detail
 from cotune.recording.records import Episode
 from cotune.recording.rollout import rollout
 from cotune.runtime.run_sync import run_sync
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tasks import load_tasks
 from cotune.terminal import terminal
-from cotune.trainer.progress import episode_bar
 from cotune.workflows import load_workflow
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def trace(
@@ -37,9 +36,13 @@ def trace(
     """Run every task once and record it in `out`; return 1 when every episode failed or records were lost.
 
     `redact` names a `module:function` that sees each message before it is stored, `roles_by` one that names the role of
-    each call (or is `caller`). With `otlp`, an OTLP/HTTP endpoint,
-    each episode is sent there as spans when it has ended; with `otlp_content`, what its messages say too.
+    each call (or is `caller`). With `otlp`, an OTLP/HTTP endpoint, each episode is sent there as spans when it has
+    ended; with `otlp_content`, what its messages say too.
     """
+    from cotune.integrations.otel.exporter import LiveExport, otlp_exporter
+    from cotune.integrations.otel.spans import Detail
+    from cotune.trainer.progress import episode_bar
+
     flow = load_workflow(workflow).redacted(redact).named_by(roles_by)
     listed = load_tasks(tasks)[:limit]
     console = console or terminal()

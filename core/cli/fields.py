@@ -1,0 +1,74 @@
+"""Flags that set fields of the training configuration: their type, choices, default and help are the field's own."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import textwrap
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+
+RUN = {
+    "model": ("--model", None),
+    "policies": ("--policies", None),
+    "plan.kind": ("--plan", None),
+    "plan.k": ("-k", "K"),
+    "plan.select": ("--select", None),
+    "recipe": ("--recipe", "RECIPE"),
+    "steps": ("--steps", "N"),
+    "tasks_per_step": ("--tasks-per-step", "N"),
+    "concurrency": ("--concurrency", "N"),
+    "learner.lr": ("--lr", "LR"),
+    "sampling.max_tokens": ("--max-tokens", "N"),
+    "seed": ("--seed", "N"),
+    "on_failure": ("--on-failure", "HOW"),
+    "redact": ("--redact", "MODULE:FUNCTION"),
+    "roles_by": ("--roles", "WHO"),
+    "mode": ("--mode", None),
+    "cluster.address": ("--cluster", "ADDRESS"),
+    "evaluation.tasks": ("--eval-tasks", "FILE"),
+}
+"""By field, its flag and what stands for its value."""
+
+
+def add_fields(command: Any, *names: str, **texts: str) -> None:
+    """Add the flags of these fields; `texts` replace the documentation of some."""
+    from cotune.trainer.config.train import TrainConfig
+
+    for name in names:
+        kind, default, text = _field(TrainConfig, name)
+        flag, stands_for = RUN[name]
+        choices = next((get_args(part) for part in (kind, *get_args(kind)) if get_origin(part) is Literal), None)
+        number = next((part for part in (kind, *get_args(kind)) if part in (int, float)), None)
+        text = texts.get(name, text.rstrip(".") if text[1:2].isupper() else f"{text[:1].lower()}{text[1:]}".rstrip("."))
+        text += "" if name in texts or default in (None, "", msgspec.NODEFAULT) else f" (default: {default})"
+        command.add_argument(flag, dest=name, type=number, choices=choices, metavar=stands_for, help=text)
+    command.set_defaults(fields=names)
+
+
+def given(a: argparse.Namespace) -> dict[str, Any]:
+    """The fields that the command line names, by their dotted names."""
+    return {name: value for name in a.fields if (value := getattr(a, name)) is not None}
+
+
+def _field(table: type[msgspec.Struct], name: str) -> tuple[Any, Any, str]:
+    """Type, default and documentation of a field by its dotted name."""
+    first, _, rest = name.partition(".")
+    field = next(field for field in msgspec.structs.fields(table) if field.name == first)
+    return _field(field.type, rest) if rest else (field.type, field.default, _documentation(table)[first])
+
+
+@cache
+def _documentation(table: type[msgspec.Struct]) -> Mapping[str, str]:
+    """The text below each field of a class, on one line."""
+    (made,) = ast.parse(textwrap.dedent(inspect.getsource(table))).body
+    assert isinstance(made, ast.ClassDef)
+    found: dict[str, str] = {}
+    for line, below in zip(made.body, made.body[1:], strict=False):
+        if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            found[ast.unparse(line.target)] = " ".join(str(below.value.value).split())
+    return found
