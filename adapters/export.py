@@ -172,11 +172,7 @@ def _sync(folder: Path) -> None:
     for path in (*folder.rglob("*"), folder):
         if path.is_file():
             path.chmod(mode)  # safetensors makes files for their owner alone
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _fsync(path)
 
 
 def _put_in_place(partial: Path, target: Path) -> None:
@@ -185,7 +181,11 @@ def _put_in_place(partial: Path, target: Path) -> None:
         target.rename(old)
     partial.rename(target)
     shutil.rmtree(old, ignore_errors=True)
-    handle = os.open(target.parent, os.O_RDONLY)
+    _fsync(target.parent)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

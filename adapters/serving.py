@@ -29,11 +29,9 @@ from cotune.integrations.http.requests import (
     RequestError,
     decode_body,
     read_body,
-    send_error,
-    send_json,
     unless_gone,
 )
-from cotune.integrations.http.responses import application, json_response
+from cotune.integrations.http.responses import application, json_response, refusal
 from cotune.integrations.http.server import RunningServer, check_access, running, stopped_by_signals
 from cotune.integrations.openai.chat_request import ChatRequest
 from cotune.integrations.openai.completions import completion_of
@@ -218,7 +216,7 @@ class ChatEndpoint:
             await self._serve(scope, receive, send)
         except RequestError as error:
             self.counts[f"refused_{error.status}"] += 1
-            await send_error(send, error)
+            await refusal(error)(scope, receive, send)
         finally:
             self.in_flight -= 1
 
@@ -250,9 +248,11 @@ class ChatEndpoint:
         self.counts["ok"] += 1
         if request.stream:
             options = request.stream_options
-            await _send_events(send, to_stream(body, usage=bool(options and options.include_usage)))
+            events = to_stream(body, usage=bool(options and options.include_usage))
+            response = Response(events, headers={"cache-control": "no-cache"}, media_type="text/event-stream")
         else:
-            await send_json(send, 200, body)
+            response = json_response(body)
+        await response(scope, receive, send)
 
     async def _answer(self, request: ChatRequest) -> dict[str, Any]:
         self.find(request.model)
@@ -298,9 +298,3 @@ class _Unrecorded:
 
     def write(self, records: Sequence[Record]) -> None:
         pass
-
-
-async def _send_events(send: Send, content: bytes) -> None:
-    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": content})

@@ -30,7 +30,8 @@ from cotune.integrations.gateway.episodes import Episodes
 from cotune.integrations.gateway.proxy import KEYS, Limits, Proxy
 from cotune.integrations.gateway.sessions import Split
 from cotune.integrations.gateway.upstream import Upstream, checked_url
-from cotune.integrations.http.requests import Access, RequestError, send_error
+from cotune.integrations.http.requests import Access, RequestError
+from cotune.integrations.http.responses import refusal
 from cotune.integrations.http.server import RunningServer, running, stopped_by_signals
 from cotune.recording.redaction import Redactor
 from cotune.recording.role_functions import RolesFunction
@@ -81,7 +82,7 @@ class Gateway:
                 await self.proxy(address, scope, receive, send)
         except RequestError as error:
             self.proxy.counts[f"refused_{error.status}"] += 1
-            await send_error(send, error)
+            await refusal(error)(scope, receive, send)
 
     def on_loop(self, work: Callable[[], None]) -> None:
         """Do something on the gateway's event loop, from another thread, and wait for it."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Scope
 
 from cotune.errors import field_and_fault
 
@@ -174,20 +174,6 @@ async def unless_gone(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
         raise ClientGone from None
     finally:
         watch.cancel()
-
-
-async def send_json(send: Send, status: int, body: Any, headers: Mapping[str, str] | None = None) -> None:
-    """Send a whole JSON response."""
-    content = json_bytes(body)
-    fields = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    fields += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-    await send({"type": "http.response.start", "status": status, "headers": fields})
-    await send({"type": "http.response.body", "body": content})
-
-
-async def send_error(send: Send, error: RequestError) -> None:
-    """Send a refusal."""
-    await send_json(send, error.status, error.body(), error.headers)
 
 
 def _too_large(limit: int) -> RequestError:

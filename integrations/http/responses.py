@@ -21,6 +21,11 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
     return Response(json_bytes(body), status, headers, media_type="application/json")
 
 
+def refusal(error: RequestError) -> Response:
+    """The answer to a request that is refused, in OpenAI form."""
+    return json_response(error.body(), error.status, error.headers)
+
+
 def application(routes: Sequence[Route]) -> Starlette:
     """A Starlette application that answers with errors in OpenAI form, and guesses no paths."""
     made = Starlette(routes=routes, exception_handlers=_refusals())
@@ -35,7 +40,7 @@ def _refusals() -> dict[Any, Callable[[Request, Exception], Any]]:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return json_response(error.body(), error.status, error.headers)
+    return refusal(error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -5,7 +5,9 @@ Works with openai 2.45 and later and with 3.x. Outside an episode each hook cost
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
@@ -57,19 +59,25 @@ def install() -> None:
     replace_method(base.AsyncAPIClient, "_send_request", _async_send)
 
 
+@contextlib.contextmanager
+def _new_exchange() -> Iterator[None]:
+    exchange = _Exchange()
+    token = _exchange.set(exchange)
+    try:
+        yield
+    except BaseException as error:
+        exchange.fail(error)
+        raise
+    finally:
+        _exchange.reset(token)
+
+
 def _sync_request(original: Any) -> Any:
     def request(self: Any, *args: Any, **kwargs: Any) -> Any:
         if current_episode.get() is None:
             return original(self, *args, **kwargs)
-        exchange = _Exchange()
-        token = _exchange.set(exchange)
-        try:
+        with _new_exchange():
             return original(self, *args, **kwargs)
-        except BaseException as error:
-            exchange.fail(error)
-            raise
-        finally:
-            _exchange.reset(token)
 
     return request
 
@@ -78,42 +86,26 @@ def _async_request(original: Any) -> Any:
     async def request(self: Any, *args: Any, **kwargs: Any) -> Any:
         if current_episode.get() is None:
             return await original(self, *args, **kwargs)
-        exchange = _Exchange()
-        token = _exchange.set(exchange)
-        try:
+        with _new_exchange():
             return await original(self, *args, **kwargs)
-        except BaseException as error:
-            exchange.fail(error)
-            raise
-        finally:
-            _exchange.reset(token)
 
     return request
 
 
 def _sync_send(original: Any) -> Any:
     def send(self: Any, request: Any, **kwargs: Any) -> Any:
-        episode = current_episode.get()
-        if episode is None:
+        begun = _begin(request)
+        if begun is None:
             return original(self, request, **kwargs)
-        form = form_of(request)
-        if form is None:
-            _passing(episode, request)
-            return original(self, request, **kwargs)
-        exchange = _exchange.get() or _Exchange()
-        call = _open(episode, form, request, exchange)
-        if call is None:
-            return original(self, request, **kwargs)
-        if not isinstance(call, LiveCall):
-            return call
-        if episode.responder is not None:
-            try:
-                found = answer_blocking(call)
-                if found is not None:
-                    return _answered(request, call, form, exchange.asked, found)
-            except Exception as error:  # noqa: BLE001
-                return _refused(request, call, error)
-        if episode.offline:
+        if not isinstance(begun, tuple):
+            return begun
+        call, form, exchange = begun
+        try:
+            if (found := answer_blocking(call)) is not None:
+                return _answered(request, call, form, exchange.asked, found)
+        except Exception as error:  # noqa: BLE001
+            return _refused(request, call, error)
+        if call.episode.offline:
             return _refused(request, call, _OFFLINE)
         try:
             response = original(self, request, **kwargs)
@@ -127,27 +119,18 @@ def _sync_send(original: Any) -> Any:
 
 def _async_send(original: Any) -> Any:
     async def send(self: Any, request: Any, **kwargs: Any) -> Any:
-        episode = current_episode.get()
-        if episode is None:
+        begun = _begin(request)
+        if begun is None:
             return await original(self, request, **kwargs)
-        form = form_of(request)
-        if form is None:
-            _passing(episode, request)
-            return await original(self, request, **kwargs)
-        exchange = _exchange.get() or _Exchange()
-        call = _open(episode, form, request, exchange)
-        if call is None:
-            return await original(self, request, **kwargs)
-        if not isinstance(call, LiveCall):
-            return call
-        if episode.responder is not None:
-            try:
-                found = await answer(call)
-                if found is not None:
-                    return _answered(request, call, form, exchange.asked, found)
-            except Exception as error:  # noqa: BLE001
-                return _refused(request, call, error)
-        if episode.offline:
+        if not isinstance(begun, tuple):
+            return begun
+        call, form, exchange = begun
+        try:
+            if (found := await answer(call)) is not None:
+                return _answered(request, call, form, exchange.asked, found)
+        except Exception as error:  # noqa: BLE001
+            return _refused(request, call, error)
+        if call.episode.offline:
             return _refused(request, call, _OFFLINE)
         try:
             response = await original(self, request, **kwargs)
@@ -157,6 +140,20 @@ def _async_send(original: Any) -> Any:
         return _observed(response, call, form, exchange)
 
     return send
+
+
+def _begin(request: Any) -> tuple[LiveCall, Form, _Exchange] | Any | None:
+    """The call of a request, its interface and its exchange; None lets it pass, anything else refuses it."""
+    episode = current_episode.get()
+    if episode is None:
+        return None
+    form = form_of(request)
+    if form is None:
+        _passing(episode, request)
+        return None
+    exchange = _exchange.get() or _Exchange()
+    call = _open(episode, form, request, exchange)
+    return (call, form, exchange) if isinstance(call, LiveCall) else call
 
 
 def _passing(episode: LiveEpisode, request: Any) -> None:
