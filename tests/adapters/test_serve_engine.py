@@ -93,7 +93,7 @@ def engine_of(pid: int) -> int:
     """The process of the sampler that a server has started."""
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in children.read_text().split():
-            if "sampler_process" in Path(f"/proc/{child}/cmdline").read_text():
+            if ".transformers.host" in Path(f"/proc/{child}/cmdline").read_text():
                 return int(child)
     raise AssertionError("no engine")
 
