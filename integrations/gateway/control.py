@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from typing import Annotated, Any, TypeVar
-from urllib.parse import quote
 
 import msgspec
 from starlette.applications import Starlette
@@ -24,7 +23,6 @@ from cotune.storage.sqlite_store import SqliteStore
 T = TypeVar("T")
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _TARGET = re.compile(r"([0-9A-HJKMNP-TV-Z]{26})(?:\.(\d{1,4}))?")
-_HOST = re.compile(r"[A-Za-z0-9.\-_\[\]:]{1,255}")
 
 
 class OpenEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,7 +69,7 @@ def control_app(
             phase=given.phase,
             training_step=given.training_step,
         )
-        base = f"{_origin(request)}/e/{episode.id}"
+        base = f"{request.base_url}e/{episode.id}"
         opened = {"id": episode.id, "task": episode.task.id, "base_url": f"{base}/v1", "roles_url": f"{base}/r"}
         return json_response(opened, 201)
 
@@ -129,12 +127,3 @@ def _known(store: SqliteStore, target: str, candidate: int | None) -> bool:
     rows = store.rows("SELECT episode FROM calls WHERE id = ?", (target,))
     calls = [call for (episode,) in rows for call in store.calls(episode) if call.id == target]
     return any(candidate < len(call.candidates) for call in calls)
-
-
-def _origin(request: Request) -> str:
-    """The address under which the client knows this gateway."""
-    given = request.headers.get("host", "")
-    if _HOST.fullmatch(given):
-        return f"http://{given}"
-    host, port = request.scope.get("server") or ("127.0.0.1", 80)
-    return f"http://{quote(str(host))}:{port}"
