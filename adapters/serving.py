@@ -207,7 +207,7 @@ class ChatEndpoint:
         self.in_flight = 0
         self.counts: Counter[str] = Counter()
         self.not_enforced: Counter[str] = Counter()
-        self._episode = LiveEpisode(_Unrecorded(), Task(id="serve", input=None), workflow="serve")
+        self._episode = LiveEpisode(_Discard(), Task(id="serve", input=None), workflow="serve")
         self._token_text = functools.lru_cache(None)(local.token_text)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -293,7 +293,7 @@ class _Responder(LocalResponder):
             raise RequestError(400, str(error), param="messages", code="invalid_value") from None
 
 
-class _Unrecorded:
+class _Discard:
     """A sink: nothing of what is served is recorded."""
 
     def write(self, records: Sequence[Record]) -> None:
