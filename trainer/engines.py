@@ -10,7 +10,7 @@ import msgspec
 
 from cotune.errors import ConfigError
 from cotune.integrations.models.folder import loading
-from cotune.integrations.ray.router.sampler import RoutedSampler
+from cotune.integrations.ray.router.router import RoutedSampler
 from cotune.integrations.ray.sampler import RaySampler, start_sampler
 from cotune.policies import Policies
 from cotune.sampling.protocol import Sampler

@@ -86,7 +86,8 @@ class SamplerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampler(Protocol):
-    """A generator of candidates. Every method may be awaited from any event loop or thread's loop.
+    """A generator of candidates. Every method may be awaited from any event loop or thread's loop, unless the class
+    says that it belongs to the loop that it was opened in.
 
     Cancelling the awaiting task cancels the request inside the engine.
     """

@@ -16,10 +16,6 @@ from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, Sampler, SamplerInfo, SamplingParams, Weights
 
-CONTROL = "control"
-"""Methods that must get through however many requests wait: they run on an event loop of their own. The others run in
-the order in which a caller asks."""
-
 DRAIN_SECONDS = 5.0
 """How long a closed sampler's actor waits for the failures of its pending requests to be sent."""
 
@@ -28,7 +24,7 @@ KILL_SECONDS = 30.0
 
 
 class SamplerActor:
-    """What runs in the actor: one sampler, made by a factory in the actor's own process."""
+    """What runs in the actor: one sampler, made by a factory in the actor's own process and on its event loop."""
 
     def __init__(self) -> None:
         # Ray hands arrays over read-only, in shared memory; no sampler writes into what it is given.
@@ -89,10 +85,9 @@ class RaySampler:
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
     ) -> list[Completion]:
         """Draw `n` candidates from one prefill. Raises RequestRefused, SampleTimeout, SamplerError."""
-        self._check_open()
         try:
             async with asyncio.timeout(params.timeout):
-                return await self._answer(self._actor.sample.remote(tuple(prompt_token_ids), n, params, policy))
+                return await self._call("sample", tuple(prompt_token_ids), n, params, policy)
         except TimeoutError:
             raise SampleTimeout(
                 f"{policy} did not answer within {params.timeout} s.",
@@ -101,46 +96,41 @@ class RaySampler:
 
     async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
         """Serve `policy` with these weights; return the fingerprint of what arrived."""
-        self._check_open()
-        return await self._answer(self._actor.publish.remote(policy, dict(weights), lora))
+        return await self._call("publish", policy, dict(weights), lora)
 
     async def retire(self, policy: PolicyRef) -> None:
         """Refuse new requests of a version at once; it is freed when its running requests have ended."""
-        self._check_open()
-        await self._answer(self._actor.retire.remote(policy))
+        await self._call("retire", policy)
 
     async def info(self) -> SamplerInfo:
-        return await self._control("info")
+        return await self._call("info")
 
     async def sleep(self) -> None:
         """As of the sampler in the actor, which must be able to."""
-        await self._control("sleep")
+        await self._call("sleep")
 
     async def wake(self) -> None:
-        await self._control("wake")
+        await self._call("wake")
 
     async def aclose(self) -> None:
         """Close the sampler in the actor and end the actor; pending requests fail with SamplerError."""
         if self._closed:
             return
         try:
-            await self._control("aclose")
+            await self._call("aclose")
         except SamplerError:
             pass  # it is gone already
         finally:
             self._closed = True
             await _end(self._actor)
 
-    async def _control(self, method: str, *arguments: Any) -> Any:
-        self._check_open()
-        call = getattr(self._actor, method).options(concurrency_group=CONTROL)
-        return await self._answer(call.remote(*arguments))
-
-    async def _answer(self, answer: Any) -> Any:
-        """What the actor answers; cancelled here, it is cancelled there."""
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        """What the actor's method returns; cancelled here, it is cancelled there."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
+        self._check_open()
+        answer = getattr(self._actor, method).remote(*arguments)
         try:
             return await answer
         except asyncio.CancelledError:
@@ -182,7 +172,7 @@ async def start_sampler(
     environment = dict(runtime_env or {})
     environment["env_vars"] = {**environment.get("env_vars", {}), **(env or {})}
     actor = (
-        ray.remote(concurrency_groups={CONTROL: 100})(SamplerActor)
+        ray.remote(SamplerActor)
         .options(
             num_cpus=num_cpus,
             num_gpus=num_gpus,
@@ -194,7 +184,7 @@ async def start_sampler(
     )
     sampler = RaySampler(actor)
     try:
-        await sampler._control("open", factory, dict(kwargs))
+        await sampler._call("open", factory, dict(kwargs))
     except BaseException:
         await asyncio.shield(_end(actor))
         raise

@@ -1,11 +1,11 @@
-"""What samplers on asynchronous engines share: a loop of their own, versions that drain, time-outs, closing."""
+"""What samplers on asynchronous engines share: versions that drain, time-outs, closing."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,19 +13,15 @@ import msgspec
 
 from cotune.errors import RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.models.meta_model import ModelSkeleton
-from cotune.integrations.samplers.loop_thread import LoopThread
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
 
 T = TypeVar("T")
 
-CLOSE_SECONDS = 1.0
-"""How long to wait for what an engine's client library still does after it was closed."""
-
 
 @dataclass(eq=False)
-class Served:
+class LoadedVersion:
     """A version in the engine. `target` is what the engine knows it by; `running` counts its unfinished requests."""
 
     target: Any
@@ -35,10 +31,10 @@ class Served:
 
 
 class LoopSampler(ABC):
-    """The `Sampler` protocol over an engine that lives on one event loop, in a thread of its own.
+    """The `Sampler` protocol over an engine that lives on one event loop: the one that it was opened in.
 
-    Methods with a leading underscore run on that loop, so what they share needs no locks; the public ones may be
-    awaited from any loop.
+    All methods are awaited there, so what they share needs no locks; `start_sampler` hosts one for every other loop and
+    process.
     """
 
     name: str
@@ -46,25 +42,24 @@ class LoopSampler(ABC):
     def __init__(self, skeleton: ModelSkeleton) -> None:
         self.max_model_len = 0
         self._skeleton = skeleton
-        self._served: dict[str, Served] = {}
-        self._base: Served | None = Served(target=None, fingerprint="")
+        self._served: dict[str, LoadedVersion] = {}
+        self._base: LoadedVersion | None = LoadedVersion(target=None, fingerprint="")
         self._publishing = asyncio.Lock()
         self._freed = asyncio.Event()
-        self._requests: set[asyncio.Task[Any]] = set()
-        self._work: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._broken: SamplerError | None = None
-        self._thread = LoopThread(f"cotune-{self.name}")
+        self._closing: asyncio.Task[None] | None = None
 
     @abstractmethod
     async def _generate(self, prompt: Sequence[int], n: int, params: SamplingParams, target: Any) -> list[Completion]:
         """Draw candidates; `params.max_tokens` fits the model. `target` None is the base. Cancelled, it aborts."""
 
     @abstractmethod
-    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Served:
+    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> LoadedVersion:
         """Bring weights that fit the model into the engine. Nothing is left behind when it raises."""
 
     @abstractmethod
-    async def _unload(self, served: Served) -> None:
+    async def _unload(self, served: LoadedVersion) -> None:
         """Free a version that nobody uses any more."""
 
     @abstractmethod
@@ -77,7 +72,7 @@ class LoopSampler(ABC):
         """Draw `n` candidates from one prefill. Raises RequestRefused, SampleTimeout, SamplerError."""
         try:
             async with asyncio.timeout(params.timeout):
-                return await self._there(self._sample, prompt_token_ids, n, params, policy)
+                return await self._run(self._sample(prompt_token_ids, n, params, policy))
         except TimeoutError:
             raise SampleTimeout(
                 f"{policy} did not answer within {params.timeout} s.",
@@ -86,54 +81,61 @@ class LoopSampler(ABC):
 
     async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
         """Serve `policy` with these weights; return the fingerprint of what arrived."""
-        return await self._there(self._whole, self._publish, policy, weights, lora)
+        return await self._finish(self._publish(policy, weights, lora))
 
     async def retire(self, policy: PolicyRef) -> None:
         """Refuse new requests of a version at once; it is freed when its running requests have ended."""
-        await self._there(self._whole, self._retire, policy)
+        await self._finish(self._retire(policy))
 
     async def info(self) -> SamplerInfo:
-        return await self._there(self._info)
+        return await self._run(self._info())
 
     async def aclose(self) -> None:
         """Stop the engine; pending requests fail with SamplerError. Safe to call twice."""
-        await self._thread.stop(self._end, CLOSE_SECONDS)
+        if self._closing is None:
+            self._broken = SamplerError("The sampler was closed.", "Open a new one.")
+            self._closing = asyncio.create_task(self._end())
+        await asyncio.shield(self._closing)
 
-    async def _there(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
-        """Run on the engine's loop; cancelled here, it is cancelled there."""
-        return await self._thread.call(self._tracked, function, *arguments)
-
-    async def _tracked(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
-        if self._broken is not None:
-            raise SamplerError(self._broken.cause, self._broken.remedy)
-        task = asyncio.current_task()
-        self._requests.add(task)
+    async def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Work that is cancelled with its caller. Raises SamplerError when the sampler is broken or closed."""
+        task = self._start(work)
         try:
-            return await function(*arguments)
+            return await task
         except asyncio.CancelledError:
-            if self._broken is not None:
-                raise SamplerError(self._broken.cause, self._broken.remedy) from None
+            self._check(task)
             raise
-        finally:
-            self._requests.discard(task)
 
-    async def _whole(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
-        """Work that is done to its end, even if nobody waits for it any more."""
-        return await asyncio.shield(self._start(function(*arguments)))
+    async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """Work that goes on to its end when its caller is cancelled. Raises as `_run`."""
+        task = self._start(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._check(task)
+            raise
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        if self._broken is not None:
+            work.close()
+            raise SamplerError(self._broken.cause, self._broken.remedy)
         task = asyncio.create_task(work)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
+
+    def _check(self, task: asyncio.Task[Any]) -> None:
+        """Raises SamplerError where it was the sampler's end that cancelled a task, and not its caller."""
+        caller = asyncio.current_task()
+        if self._broken is not None and task.cancelled() and not (caller and caller.cancelling()):
+            raise SamplerError(self._broken.cause, self._broken.remedy) from None
 
     def _fail(self, error: SamplerError) -> None:
         """The engine is gone: every later request fails at once. The first reason stays."""
         self._broken = self._broken or error
 
     async def _end(self) -> None:
-        self._broken = SamplerError("The sampler was closed.", "Open a new one.")
-        pending = [*self._requests, *self._work]
+        pending = list(self._tasks)
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
@@ -157,10 +159,10 @@ class LoopSampler(ABC):
             return await self._generate(prompt, drawn, fitted(params, room), served.target) * (n // drawn)
         finally:
             served.running -= 1
-            if served.retired and not served.running:
+            if served.retired and not served.running and self._broken is None:
                 self._start(self._drop(str(policy), served))
 
-    def _locate(self, policy: PolicyRef) -> Served:
+    def _locate(self, policy: PolicyRef) -> LoadedVersion:
         served = self._served.get(str(policy))
         if served is not None and not served.retired:
             return served
@@ -194,7 +196,7 @@ class LoopSampler(ABC):
         if not served.running:
             await self._drop(str(policy), served)
 
-    async def _drop(self, key: str, served: Served) -> None:
+    async def _drop(self, key: str, served: LoadedVersion) -> None:
         if self._served.get(key) is not served:
             return  # another version took its place in the engine
         try:

@@ -11,7 +11,6 @@ import pytest
 
 from cotune.integrations.ray.runtime import RayRuntime
 from cotune.integrations.ray.sampler import start_sampler
-from cotune.integrations.samplers.vllm.http import VllmHttpSampler
 from cotune.sampling.protocol import Sampler
 from tests.integrations.provider import Provider, serving
 from tests.integrations.recorded import Recorded
@@ -59,10 +58,16 @@ def vllm_url(contract_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
-def vllm_by_url(vllm_url: str, contract_model: Path) -> Iterator[Sampler]:
-    sampler = asyncio.run(VllmHttpSampler.open(vllm_url, contract_model))
+def vllm_by_url(ray_runtime: RayRuntime, vllm_url: str, contract_model: Path) -> Iterator[Sampler]:
+    sampler = asyncio.run(client_of(vllm_url, contract_model))
     yield sampler
     asyncio.run(sampler.aclose())
+
+
+async def client_of(url: str, model: Path) -> Sampler:
+    """A client of a server, hosted by an actor."""
+    factory = "cotune.integrations.samplers.vllm.http:VllmHttpSampler.open"
+    return await start_sampler(factory, {"url": url, "model": str(model)}, num_cpus=0)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The router over several engines, in one event loop: attempts, retries, publishing to all."""
+"""One sampler over several engines: prefix affinity, retries, restarts, and the same versions on all of them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -36,19 +36,20 @@ class Failed(Exception):
         super().__init__(reason)
 
 
-class Router:
-    """The `Sampler` protocol over replicas. All its methods belong to the event loop that it was made in."""
+class RoutedSampler:
+    """The `Sampler` protocol over replicas of one engine; made by `open`, on whose event loop it lives.
+
+    For a whole cluster `start_sampler` hosts one in an actor: all processes then share one view of load and health.
+
+    A request goes to the engine that has seen its prefix, unless others are much less loaded. An engine that dies,
+    hangs or answers garbage is taken out and started anew, with everything that is published, before it takes requests
+    again; what it was working on is given to others, with the same policy version. The weights of all live versions
+    are kept here for that.
+    """
 
     def __init__(
-        self,
-        makes: Sequence[Make],
-        *,
-        min_healthy: int = 1,
-        max_restarts: int = 3,
-        health_timeout: float = 60.0,
-        vocabulary: int | None = None,
+        self, makes: Sequence[Make], min_healthy: int, max_restarts: int, health_timeout: float, vocabulary: int | None
     ) -> None:
-        """As `RoutedSampler.open`."""
         self.counters: Counter[str] = Counter(dict.fromkeys(limits.COUNTERS, 0))
         self._vocabulary = vocabulary
         self._published = Published(self._drained)
@@ -64,23 +65,42 @@ class Router:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing: asyncio.Task[None] | None = None
 
-    async def open(self) -> None:
-        """Start all engines and wait until each has started or failed to, and enough are healthy.
+    @classmethod
+    async def open(
+        cls,
+        makes: Sequence[Make],
+        *,
+        min_healthy: int = 1,
+        max_restarts: int = 3,
+        health_timeout: float = 60.0,
+        vocabulary: int | None = None,
+    ) -> RoutedSampler:
+        """Start one engine with each of `makes`, an async function without arguments that opens a Sampler, and wait
+        until each has started or failed to, and enough are healthy.
 
-        Raises ConfigError when an engine's configuration is wrong, EngineLost when too few can be started.
+        The same function starts the engine's successors, `max_restarts` at most. Requests wait while fewer than
+        `min_healthy` engines are well; one that does not answer a health check within `health_timeout` seconds is not.
+        `vocabulary` is the number of token ids: ids outside it are garbage (None: not checked). Raises ConfigError when
+        an engine's configuration is wrong, EngineLost when too few can be started.
         """
-        self._supervisors = [asyncio.create_task(replica.supervise()) for replica in self._replicas]
+        router = cls(makes, min_healthy, max_restarts, health_timeout, vocabulary)
+        router._supervisors = [asyncio.create_task(replica.supervise()) for replica in router._replicas]
         try:
-            await self._queue.until(self._begun)
-            await self._queue.floor()
+            await router._queue.until(router._begun)
+            await router._queue.floor()
         except BaseException:
-            await self.aclose()
+            await router.aclose()
             raise
+        return router
 
     async def sample(
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
     ) -> list[Completion]:
-        """Draw `n` candidates. Raises RequestRefused, SampleTimeout, SamplerError with all attempts, EngineLost."""
+        """Draw `n` candidates, together on one engine.
+
+        Raises RequestRefused, SampleTimeout, EngineLost when too few engines are left, and SamplerError that lists the
+        attempts when none succeeded.
+        """
         self.counters["requests"] += 1
         request = Request(tuple(prompt_token_ids), n, params, policy)
         try:
@@ -121,9 +141,13 @@ class Router:
         if version is not None:
             await self._finish(self._drop(version))
 
-    async def rest(self, deed: Literal["sleep", "wake"]) -> None:
-        """Let all engines sleep, or wake them; one that cannot is taken out."""
-        await self._finish(self._rest(deed))
+    async def sleep(self) -> None:
+        """Let all engines sleep; one that fails to is taken out and started anew."""
+        await self._finish(self._on_all(Engine.sleep))
+
+    async def wake(self) -> None:
+        """Wake all engines; one whose weights are not what they were is taken out and started anew."""
+        await self._finish(self._on_all(Engine.wake))
 
     async def info(self) -> SamplerInfo:
         """What every engine serves once it is healthy; the shortest of their context lengths."""
@@ -240,10 +264,9 @@ class Router:
             self._published.forget(version)
             await asyncio.gather(*(engine.retire(version) for engine in self._queue.healthy()))
 
-    async def _rest(self, deed: Literal["sleep", "wake"]) -> None:
+    async def _on_all(self, deed: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
         async with self._published.lock:
-            engines = self._queue.healthy()
-            await asyncio.gather(*(engine.sleep() if deed == "sleep" else engine.wake() for engine in engines))
+            await asyncio.gather(*map(deed, self._queue.healthy()))
 
     def _begun(self) -> bool:
         """Every engine's first start is over."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.models.meta_model import ModelSkeleton
-from cotune.integrations.samplers.base import LoopSampler, Served
+from cotune.integrations.samplers.base import LoadedVersion, LoopSampler
 from cotune.integrations.samplers.vllm.adapters import SharedFolders, write_adapter, write_weights
 from cotune.integrations.samplers.vllm.requests import completion, vllm_params
 from cotune.integrations.versions import require
@@ -105,7 +105,7 @@ class VllmSampler(LoopSampler):
         rank = next(r for r in _RANKS if r >= max_lora_rank)
         sampler = cls(skeleton, weights == "full", adapters, rank, sleeps)
         try:
-            await sampler._there(sampler._open, dict(engine_args or {}))
+            await sampler._run(sampler._open(dict(engine_args or {})))
         except BaseException:
             await asyncio.shield(sampler.aclose())
             raise
@@ -183,7 +183,7 @@ class VllmSampler(LoopSampler):
             raise self._failed(error) from error
         return [completion(c) for c in sorted(final.outputs, key=lambda c: c.index)]
 
-    def _locate(self, policy: PolicyRef) -> Served:
+    def _locate(self, policy: PolicyRef) -> LoadedVersion:
         held = next(iter(self._served), None) if self._full else None
         if held is not None and held != str(policy):
             raise RequestRefused(
@@ -198,7 +198,7 @@ class VllmSampler(LoopSampler):
         else:
             await super()._retire(policy)
 
-    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Served:
+    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> LoadedVersion:
         if lora is None:
             return await self._load_full(policy, weights)
         if self._full:
@@ -217,13 +217,13 @@ class VllmSampler(LoopSampler):
         folder = await asyncio.to_thread(write_adapter, self._folders, name, policy, weights, lora)
         return await self._add(name, number, folder)
 
-    async def _add(self, name: str, number: int, folder: Path) -> Served:
+    async def _add(self, name: str, number: int, folder: Path) -> LoadedVersion:
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(name, number, str(folder))
         try:
             await self._llm.add_lora(request)
-            return Served(request, _same(await self._ask("cotune_adapter", number, str(folder))))
+            return LoadedVersion(request, _same(await self._ask("cotune_adapter", number, str(folder))))
         except Exception as error:
             self._folders.remove(name)
             failed = self._failed(error)
@@ -242,7 +242,7 @@ class VllmSampler(LoopSampler):
             self._freed.clear()
             await self._freed.wait()
 
-    async def _load_full(self, policy: PolicyRef, weights: Weights) -> Served:
+    async def _load_full(self, policy: PolicyRef, weights: Weights) -> LoadedVersion:
         if not self._full:
             raise RequestRefused(
                 f"{policy} has full weights, and this engine serves adapters over its base.",
@@ -258,7 +258,7 @@ class VllmSampler(LoopSampler):
         try:
             await self._drained()
             await self._replace(folder)
-            return Served(None, _same(await self._ask("cotune_weights")))
+            return LoadedVersion(None, _same(await self._ask("cotune_weights")))
         except Exception as error:
             lost = SamplerError(
                 f"{policy} arrived in part only, and the engine's weights are lost: {_reason(error)}.",
@@ -290,11 +290,11 @@ class VllmSampler(LoopSampler):
 
     async def sleep(self) -> None:
         """Finish what runs, then free the GPU until `wake`; requests meanwhile wait. Raises SamplerError."""
-        await self._there(self._whole, self._sleep)
+        await self._finish(self._sleep())
 
     async def wake(self) -> None:
         """Take the GPU back. Raises SamplerError, and serves nothing more, when the weights are other ones now."""
-        await self._there(self._whole, self._wake)
+        await self._finish(self._wake())
 
     async def _sleep(self) -> None:
         if not self._sleeps:
@@ -345,7 +345,7 @@ class VllmSampler(LoopSampler):
             raise self._failed(error) from error
         return await super()._info()
 
-    async def _unload(self, served: Served) -> None:
+    async def _unload(self, served: LoadedVersion) -> None:
         if served.target is not None:
             await self._llm.remove_lora(served.target.lora_int_id)
             self._folders.remove(served.target.lora_name)

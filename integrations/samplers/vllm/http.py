@@ -14,7 +14,7 @@ import msgspec
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.models.meta_model import ModelSkeleton
-from cotune.integrations.samplers.base import LoopSampler, Served, spread
+from cotune.integrations.samplers.base import LoadedVersion, LoopSampler, spread
 from cotune.integrations.samplers.vllm.adapters import SharedFolders, read_weights, write_adapter
 from cotune.integrations.versions import check
 from cotune.policies import LoraSpec
@@ -88,7 +88,7 @@ class VllmHttpSampler(LoopSampler):
         """
         sampler = cls(url, await asyncio.to_thread(ModelSkeleton, model), api_key, folder)
         try:
-            await sampler._there(sampler._open, str(model))
+            await sampler._run(sampler._open(str(model)))
         except BaseException:
             await asyncio.shield(sampler.aclose())
             raise
@@ -167,7 +167,7 @@ class VllmHttpSampler(LoopSampler):
             raise SamplerError(f"{self._url} answered in another form: {error}.", "Read the server's log.") from None
         return [_completion(choice) for choice in sorted(choices, key=lambda c: c.index)]
 
-    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Served:
+    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> LoadedVersion:
         if lora is None:
             raise RequestRefused(
                 f"{policy} has full weights; a vLLM server by URL takes adapters only.",
@@ -179,12 +179,12 @@ class VllmHttpSampler(LoopSampler):
             await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, CONTROL_SECONDS)
             if not any(c.id == name and c.root == str(folder) for c in (await self._get("/v1/models", _Models)).data):
                 raise SamplerError(f"{self._url} does not list {name} after it was loaded.", "Read the server's log.")
-            return Served(name, fingerprint(await asyncio.to_thread(read_weights, folder)))
+            return LoadedVersion(name, fingerprint(await asyncio.to_thread(read_weights, folder)))
         except BaseException:
             self._folders.remove(name)
             raise
 
-    async def _unload(self, served: Served) -> None:
+    async def _unload(self, served: LoadedVersion) -> None:
         await self._post("/v1/unload_lora_adapter", {"lora_name": served.target}, CONTROL_SECONDS)
         self._folders.remove(served.target)
 

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from cotune.integrations.ray.router import limits
-from cotune.integrations.ray.router.router import Router
+from cotune.integrations.ray.router.router import RoutedSampler
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import SamplingParams
@@ -24,7 +24,7 @@ def params(**changes: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 8, **changes})
 
 
-def routed(site: Site, scenario: Callable[[Router], Awaitable[Any]], **changes: Any) -> Any:
+def routed(site: Site, scenario: Callable[[RoutedSampler], Awaitable[Any]], **changes: Any) -> Any:
     """The scenario's result; afterwards every engine that was made is closed, and nothing is counted twice.
 
     `changes` in capitals are limits, others are arguments of the router.
@@ -32,8 +32,8 @@ def routed(site: Site, scenario: Callable[[Router], Awaitable[Any]], **changes: 
     changed = {name: changes.pop(name) for name in list(changes) if name.isupper()}
 
     async def alone() -> Any:
-        router = Router(site.makes(), **{"vocabulary": 1000, "health_timeout": 2.0, "max_restarts": 5, **changes})
-        await router.open()
+        options = {"vocabulary": 1000, "health_timeout": 2.0, "max_restarts": 5, **changes}
+        router = await RoutedSampler.open(site.makes(), **options)
         try:
             result = await scenario(router)
         finally:
@@ -49,18 +49,18 @@ def routed(site: Site, scenario: Callable[[Router], Awaitable[Any]], **changes: 
     return result
 
 
-def fault(router: Router, replica: int) -> str:
+def fault(router: RoutedSampler, replica: int) -> str:
     """Why a replica's engine was taken out."""
     return router._replicas[replica].fault
 
 
-async def mark(router: Router, policy: PolicyRef = BASE, prompt: list[int] = PROMPT, **changes: Any) -> int:
+async def mark(router: RoutedSampler, policy: PolicyRef = BASE, prompt: list[int] = PROMPT, **changes: Any) -> int:
     """The mark of the weights that answered."""
     answer = await router.sample(prompt, 2, params(**changes), policy)
     (first,) = {completion.token_ids[0] for completion in answer}
     return first
 
 
-async def marks(router: Router, count: int, policy: PolicyRef = BASE) -> list[int]:
+async def marks(router: RoutedSampler, count: int, policy: PolicyRef = BASE) -> list[int]:
     prompts = [[*range(i, i + 40)] for i in range(count)]
     return list(await asyncio.gather(*(mark(router, policy, prompt) for prompt in prompts)))

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from cotune.errors import ConfigError, EngineLost, RequestRefused, SamplerError, SampleTimeout
-from cotune.integrations.ray.router.router import Router
+from cotune.integrations.ray.router.router import RoutedSampler
 from tests.integrations.ray.fake_engines import BASE_MARK, GARBAGE, FakeEngine, Site, jump, weights_of
 from tests.integrations.ray.routed import PROMPT, ROLE, fault, mark, marks, routed
 
@@ -16,7 +16,7 @@ from tests.integrations.ray.routed import PROMPT, ROLE, fault, mark, marks, rout
 def test_requests_spread_and_a_conversation_stays() -> None:
     site = Site(3)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         await marks(router, 9)
         assert [len(engine.served) for engine in site.all()] == [3, 3, 3]
         before = [len(engine.served) for engine in site.all()]
@@ -33,11 +33,11 @@ def test_requests_spread_and_a_conversation_stays() -> None:
 def test_engines_sleep_and_one_that_does_not_wake_as_it_was_is_replaced() -> None:
     site = Site(2)
 
-    async def scenario(router: Router) -> None:
-        await router.rest("sleep")
+    async def scenario(router: RoutedSampler) -> None:
+        await router.sleep()
         assert [engine.asleep for engine in site.all()] == [True, True]
         site.now(0).mode = "alters"
-        await router.rest("wake")
+        await router.wake()
         assert "did not wake: It woke with other weights" in fault(router, 0)
         await marks(router, 8)
         await asyncio.sleep(30)
@@ -50,7 +50,7 @@ def test_engines_sleep_and_one_that_does_not_wake_as_it_was_is_replaced() -> Non
 def test_an_engine_that_does_not_start_in_time_is_tried_again() -> None:
     site = Site(2)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         site.start_seconds = 50.0
         site.now(0).break_down("dead")
         await asyncio.sleep(45)
@@ -68,7 +68,7 @@ def test_an_engine_that_does_not_start_in_time_is_tried_again() -> None:
 def test_requests_of_a_broken_engine_are_answered_by_another(mode: str) -> None:
     site = Site(2, pace=4.0)
 
-    async def scenario(router: Router) -> Counter[str]:
+    async def scenario(router: RoutedSampler) -> Counter[str]:
         await router.publish(ROLE, weights_of(11))
         asked = asyncio.create_task(marks(router, 10, ROLE))
         await asyncio.sleep(1)
@@ -91,7 +91,7 @@ def test_requests_of_a_broken_engine_are_answered_by_another(mode: str) -> None:
 def test_an_engine_that_only_fails_is_restarted_though_it_says_that_it_is_well(mode: str) -> None:
     site = Site(2)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         site.now(0).break_down(mode)
         for _ in range(6):
             await marks(router, 6)
@@ -106,7 +106,7 @@ def test_an_engine_that_only_fails_is_restarted_though_it_says_that_it_is_well(m
 def test_one_bad_answer_in_many_takes_no_engine_out() -> None:
     site = Site(2)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         await marks(router, 20)
         site.now(0).break_down("nan")
         await marks(router, 4)
@@ -122,7 +122,7 @@ def test_attempts_are_bounded_and_listed() -> None:
     site = Site(3)
     site.prepare = lambda engine: engine.break_down("nan")
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         with pytest.raises(SamplerError) as caught:
             await mark(router)
         text = str(caught.value)
@@ -138,7 +138,7 @@ def test_attempts_are_bounded_and_listed() -> None:
 def test_a_refused_request_is_not_retried_and_blames_nobody() -> None:
     site = Site(2)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         for _ in range(10):
             with pytest.raises(RequestRefused, match="600 tokens"):
                 await mark(router, prompt=[1] * 600)
@@ -153,7 +153,7 @@ def test_an_error_that_two_healthy_engines_raise_is_the_requests_own(count: int)
     site = Site(count)
     site.prepare = lambda engine: engine.break_down("refuses")
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         for _ in range(5):
             with pytest.raises(RequestRefused, match="I would rather not"):
                 await mark(router)
@@ -166,7 +166,7 @@ def test_an_error_that_two_healthy_engines_raise_is_the_requests_own(count: int)
 def test_a_single_engine_that_raises_errors_only_is_restarted() -> None:
     site = Site(1)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         site.now(0).break_down("crash")
         for attempts in (3, 3):
             with pytest.raises(SamplerError, match=f"in {attempts} attempts: engine-0: ZeroDivisionError"):
@@ -181,7 +181,7 @@ def test_a_single_engine_that_raises_errors_only_is_restarted() -> None:
 def test_a_callers_cancellation_reaches_the_engine_and_is_not_retried() -> None:
     site = Site(2, pace=100.0)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         asked = [asyncio.create_task(mark(router)) for _ in range(3)]  # two run, one waits
         await asyncio.sleep(1)
         for task in asked:
@@ -200,7 +200,7 @@ def test_a_callers_cancellation_reaches_the_engine_and_is_not_retried() -> None:
 def test_the_callers_own_time_out_ends_a_request_wherever_it_is() -> None:
     site = Site(1, pace=50.0)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         running = asyncio.create_task(mark(router, timeout=20.0))
         waiting = asyncio.create_task(mark(router, timeout=20.0))
         for task in (running, waiting):
@@ -215,11 +215,11 @@ def test_the_callers_own_time_out_ends_a_request_wherever_it_is() -> None:
 def test_no_engine_has_more_requests_than_it_may_and_others_wait_in_order() -> None:
     site, order = Site(2), []
 
-    async def ask(router: Router, i: int) -> None:
+    async def ask(router: RoutedSampler, i: int) -> None:
         await mark(router, prompt=[i] * 40)
         order.append(i)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         asked = [asyncio.create_task(ask(router, i)) for i in range(40)]
         await asyncio.sleep(0.5)
         assert (len(router._queue), router.counters["queued"]) == (34, 34)
@@ -234,11 +234,11 @@ def test_no_engine_has_more_requests_than_it_may_and_others_wait_in_order() -> N
 def test_a_retried_request_keeps_its_place() -> None:
     site, order = Site(2, pace=10.0), []
 
-    async def ask(router: Router, i: int) -> None:
+    async def ask(router: RoutedSampler, i: int) -> None:
         await mark(router, prompt=[i] * 40)
         order.append(i)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         asked = [asyncio.create_task(ask(router, i)) for i in range(6)]
         await asyncio.sleep(1)
         site.now(0).break_down("dead")
@@ -251,7 +251,7 @@ def test_a_retried_request_keeps_its_place() -> None:
 def test_a_request_cancelled_in_the_moment_it_is_placed_frees_its_place() -> None:
     site = Site(1)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         waiting = asyncio.create_task(mark(router))
         running = mark(router)
         await asyncio.sleep(0)  # `waiting` has been placed first
@@ -267,7 +267,7 @@ def test_a_request_cancelled_in_the_moment_it_is_placed_frees_its_place() -> Non
 def test_an_engine_that_hangs_is_found_by_the_first_request_that_times_out() -> None:
     site = Site(2)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         site.now(0).break_down("hung")
         begun = asyncio.get_running_loop().time()
         assert await marks(router, 2) == [BASE_MARK] * 2
@@ -281,7 +281,7 @@ def test_an_engine_that_hangs_is_found_by_the_first_request_that_times_out() -> 
 def test_below_the_floor_requests_wait_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
     site = Site(2)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         site.now(1).break_down("dead")
         await asyncio.sleep(6)
         asked = [asyncio.create_task(mark(router)) for _ in range(3)]
@@ -299,7 +299,7 @@ def test_below_the_floor_requests_wait_and_that_is_said(caplog: pytest.LogCaptur
 def test_when_restarts_are_used_up_everything_fails_with_cause_and_remedy(caplog: pytest.LogCaptureFixture) -> None:
     site = Site(2)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         begun = asyncio.get_running_loop().time()
         site.failing_starts = {0: 99, 1: 99}
         for engine in site.all():
@@ -324,7 +324,7 @@ def test_when_restarts_are_used_up_everything_fails_with_cause_and_remedy(caplog
 def test_an_engine_that_has_been_well_for_long_may_restart_again() -> None:
     site = Site(1)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         for _ in range(5):
             await asyncio.sleep(200)
             site.now(0).break_down("dead")
@@ -338,7 +338,7 @@ def test_engines_that_fail_to_start_at_first_are_tried_again() -> None:
     site = Site(2)
     site.failing_starts = {0: 2, 1: 1}
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         assert await mark(router) == BASE_MARK
         assert router.counters["failed_starts"] == 3
 
@@ -356,9 +356,8 @@ def test_a_router_that_cannot_start_says_why_and_leaves_nothing() -> None:
         raise ConfigError("model", "nowhere", "a model")
 
     async def scenario() -> None:
-        router = Router([misconfigured, *site.makes()])
         with pytest.raises(ConfigError, match="nowhere"):
-            await router.open()
+            await RoutedSampler.open([misconfigured, *site.makes()])
 
     jump(scenario())
     assert all(engine.closed for engine in site.all())
@@ -367,7 +366,7 @@ def test_a_router_that_cannot_start_says_why_and_leaves_nothing() -> None:
 def test_closing_fails_what_is_pending_and_what_comes() -> None:
     site = Site(1, pace=100.0)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         asked = [asyncio.create_task(mark(router)) for _ in range(3)]
         site.publish_seconds = 50.0
         asked.append(asyncio.create_task(router.publish(ROLE, weights_of(11))))

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from cotune.errors import EngineLost, RequestRefused, SamplerError, SampleTimeout
-from cotune.integrations.ray.router.router import Router
+from cotune.integrations.ray.router.router import RoutedSampler
 from cotune.recording.records import PolicyRef
 from tests.integrations.ray.fake_engines import BASE_MARK, Site, weights_of
 from tests.integrations.ray.routed import BASE, LORA, mark, routed
@@ -27,7 +27,7 @@ def test_random_faults_at_random_moments(seed: int) -> None:
     live: dict[PolicyRef, int] = {BASE: BASE_MARK}
     ended: Counter[str] = Counter()
 
-    async def ask(router: Router) -> None:
+    async def ask(router: RoutedSampler) -> None:
         policy = chance.choice(list(live))
         expected = live[policy]
         patience = chance.choice([None, None, None, 30.0])
@@ -53,7 +53,7 @@ def test_random_faults_at_random_moments(seed: int) -> None:
         except asyncio.CancelledError:
             ended["cancelled"] += 1
 
-    async def train(router: Router) -> None:
+    async def train(router: RoutedSampler) -> None:
         version = 0
         while True:
             await asyncio.sleep(chance.uniform(1, 20))
@@ -81,7 +81,7 @@ def test_random_faults_at_random_moments(seed: int) -> None:
             elif engine.mode != "dead":
                 engine.break_down(mode)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         background = [asyncio.create_task(train(router)), asyncio.create_task(break_things())]
         asked = []
         for _ in range(150):

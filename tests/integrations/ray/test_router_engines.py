@@ -6,7 +6,6 @@ import asyncio
 import functools
 import os
 import signal
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,16 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cotune.errors import SamplerError
 from cotune.integrations.ray.router import limits
 from cotune.integrations.ray.router.replica import Make, Replica
-from cotune.integrations.ray.router.sampler import RoutedSampler
+from cotune.integrations.ray.router.router import RoutedSampler
 from cotune.integrations.ray.runtime import RayRuntime
 from cotune.integrations.ray.sampler import RaySampler, start_sampler
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, Sampler, SamplingParams
-from tests.integrations.ray.fake_engines import BASE_MARK, Site, weights_of
 from tests.integrations.samplers.test_contract import LORA, Reference, reference  # noqa: F401
 
 PLANNER, CODER, BASE = PolicyRef("planner", 1), PolicyRef("coder", 1), PolicyRef("anyone")
@@ -80,7 +77,7 @@ async def publish(sampler: Sampler, models: Reference) -> None:
 
 
 def replicas(sampler: RoutedSampler) -> list[Replica]:
-    return sampler._router._replicas
+    return sampler._replicas
 
 
 def test_a_process_is_killed_and_another_stopped_in_the_middle_of_a_burst(reference: Reference) -> None:  # noqa: F811
@@ -135,7 +132,7 @@ async def open_router_over_ray(model: str) -> RoutedSampler:
 
 def engine_actors(hosted: Any) -> list[Any]:
     """Handles of the engines' actors, asked of the router in its actor."""
-    return [replica.engine.sampler._actor for replica in hosted._sampler._router._replicas]
+    return [replica.engine.sampler._actor for replica in hosted._sampler._replicas]
 
 
 @pytest.mark.timeout(900)
@@ -198,52 +195,13 @@ async def cancelled_everywhere(sampler: RaySampler) -> None:
 
 async def all_running(sampler: RaySampler) -> bool:
     def read(hosted: Any) -> bool:
-        return all(replica.engine.running for replica in hosted._sampler._router._replicas)
+        return all(replica.engine.running for replica in hosted._sampler._replicas)
 
     return await sampler._actor.__ray_call__.remote(read)
 
 
 async def states(sampler: RaySampler) -> list[str]:
     def read(hosted: Any) -> list[str]:
-        return [replica.state for replica in hosted._sampler._router._replicas]
+        return [replica.state for replica in hosted._sampler._replicas]
 
     return await sampler._actor.__ray_call__.remote(read)
-
-
-def test_callers_from_several_loops_share_one_router() -> None:
-    """Requests from four threads with a loop each, while an engine dies; cancelled ones make way."""
-
-    async def open_() -> tuple[RoutedSampler, Site]:
-        site = Site(2, pace=0.05)
-        site.start_seconds = 0.05
-        return await open_quick(site.makes()), site
-
-    sampler, site = asyncio.run(open_())
-    answers: list[int] = []
-
-    async def ask() -> None:
-        doomed = asyncio.create_task(sampler.sample(PROMPTS[0], 1, HOW, PLANNER))
-        answered = await asyncio.gather(*(sampler.sample(prompt, 2, HOW, PLANNER) for prompt in PROMPTS))
-        doomed.cancel()
-        await asyncio.gather(doomed, return_exceptions=True)
-        answers.extend(answer[0].token_ids[0] for answer in answered)
-
-    asyncio.run(sampler.publish(PLANNER, weights_of(11), LORA))
-    threads = [threading.Thread(target=lambda: asyncio.run(ask())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    site.now(0).break_down("dead")
-    for thread in threads:
-        thread.join()
-    assert answers == [11] * 64
-    counters = asyncio.run(sampler.info()).counters
-    assert counters["requests"] == 68
-    assert counters["answered"] + counters["cancelled"] == 68
-    asyncio.run(sampler.retire(PLANNER))
-    assert asyncio.run(sampler.sample(PROMPTS[0], 1, HOW, BASE))[0].token_ids[0] == BASE_MARK
-    asyncio.run(sampler.aclose())
-    asyncio.run(sampler.aclose())
-    with pytest.raises(SamplerError, match="closed"):
-        asyncio.run(sampler.sample(PROMPTS[0], 1, HOW, BASE))
-    assert all(engine.closed for engine in site.all())
-    assert not [thread for thread in threading.enumerate() if thread.name == "cotune-router"]

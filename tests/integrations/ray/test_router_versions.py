@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cotune.errors import RequestRefused, SyncError
-from cotune.integrations.ray.router.router import Router
+from cotune.integrations.ray.router.router import RoutedSampler
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import fingerprint
 from tests.integrations.ray.fake_engines import BASE_MARK, Site, weights_of
@@ -18,7 +18,7 @@ from tests.integrations.ray.routed import ROLE, fault, mark, marks, routed
 def test_a_version_is_published_to_all_and_its_answers_are_its_own() -> None:
     site = Site(2)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         assert await router.publish(ROLE, weights_of(11)) == fingerprint(weights_of(11))
         assert [engine.has for engine in site.all()] == [{"planner@1": (fingerprint(weights_of(11)), 11)}] * 2
         assert set(await marks(router, 4, ROLE)) == {11}
@@ -34,7 +34,7 @@ def test_a_version_is_published_to_all_and_its_answers_are_its_own() -> None:
 def test_a_retired_version_is_refused_at_once_and_ends_with_its_last_request() -> None:
     site = Site(2, pace=10.0)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         await router.publish(ROLE, weights_of(11))
         asked = asyncio.gather(*(mark(router, ROLE) for _ in range(6)))
         await asyncio.sleep(1)
@@ -55,7 +55,7 @@ def test_a_retired_version_is_refused_at_once_and_ends_with_its_last_request() -
 def test_an_engine_where_something_else_arrives_is_named_and_the_version_is_served_by_none() -> None:
     site = Site(3)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         site.now(1).break_down("alters")
         with pytest.raises(SyncError, match=r"planner@1 .* engine-1: it arrived with fingerprint ffff"):
             await router.publish(ROLE, weights_of(11))
@@ -70,7 +70,7 @@ def test_an_engine_where_something_else_arrives_is_named_and_the_version_is_serv
 
 
 def test_weights_that_every_engine_refuses_are_refused() -> None:
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         with pytest.raises(RequestRefused, match="not finite"):
             await router.publish(ROLE, {"w": np.array([np.nan], np.float32)})
 
@@ -80,7 +80,7 @@ def test_weights_that_every_engine_refuses_are_refused() -> None:
 def test_weights_may_change_after_they_were_published() -> None:
     site, weights = Site(1), weights_of(11)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         await router.publish(ROLE, weights)
         weights["w"][0] = 99
         site.now(0).break_down("dead")
@@ -93,7 +93,7 @@ def test_a_restarted_engine_has_all_live_versions_before_it_takes_requests(caplo
     site = Site(2)
     kept, gone = PolicyRef("coder", 3), PolicyRef("coder", 2)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         await router.publish(gone, weights_of(2))
         await router.publish(kept, weights_of(3))
         await router.publish(ROLE, weights_of(11))
@@ -118,7 +118,7 @@ def test_a_restarted_engine_has_all_live_versions_before_it_takes_requests(caplo
 def test_a_version_published_while_an_engine_restarts_reaches_it() -> None:
     site = Site(2)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         site.now(0).break_down("dead")
         await asyncio.sleep(8)  # taken out after 5 s, back after 5 + 1 + 5
         assert router._replicas[0].state == "failed"
@@ -134,7 +134,7 @@ def test_a_version_published_while_an_engine_restarts_reaches_it() -> None:
 def test_an_engine_that_comes_back_while_a_version_is_published_has_it_too() -> None:
     site = Site(2)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         site.now(0).break_down("dead")
         await asyncio.sleep(8)
         site.publish_seconds = 20.0
@@ -153,7 +153,7 @@ def test_an_engine_that_comes_back_while_a_version_is_published_has_it_too() -> 
 def test_what_a_restarted_engine_had_cached_is_forgotten() -> None:
     site = Site(2)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         await mark(router)
         warm = next(i for i in range(2) if site.now(i).served)
         site.now(warm).break_down("dead")
@@ -171,7 +171,7 @@ def test_what_a_restarted_engine_had_cached_is_forgotten() -> None:
 def test_an_engine_that_forgot_its_versions_is_taken_out_and_its_requests_are_not_refused() -> None:
     site = Site(2)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         await router.publish(ROLE, weights_of(11))
         site.now(0).has.clear()  # restarted behind the router's back
         assert set(await marks(router, 6, ROLE)) == {11}
@@ -185,7 +185,7 @@ def test_engines_may_hold_the_full_weights_of_one_version_only() -> None:
     site.one_version, site.publish_seconds = True, 20.0
     newer = PolicyRef("planner", 2)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         await router.publish(ROLE, weights_of(11))
         await router.publish(newer, weights_of(12))  # health checks look on meanwhile
         await asyncio.sleep(20)
@@ -207,7 +207,7 @@ def test_engines_may_hold_the_full_weights_of_one_version_only() -> None:
 def test_an_unknown_version_is_refused_without_asking_an_engine() -> None:
     site = Site(2)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         with pytest.raises(RequestRefused, match="planner@7 is not served"):
             await mark(router, PolicyRef("planner", 7))
         assert not any(engine.served for engine in site.all())
@@ -218,7 +218,7 @@ def test_an_unknown_version_is_refused_without_asking_an_engine() -> None:
 def test_an_engine_that_dies_while_a_version_is_published_gets_it_when_it_is_back() -> None:
     site = Site(2)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         site.now(0).break_down("hung")
         assert await router.publish(ROLE, weights_of(11)) == fingerprint(weights_of(11))
         assert set(await marks(router, 4, ROLE)) == {11}
@@ -231,7 +231,7 @@ def test_an_engine_that_dies_while_a_version_is_published_gets_it_when_it_is_bac
 def test_a_version_published_while_all_engines_are_gone_waits_for_one() -> None:
     site = Site(2)
 
-    async def scenario(router: Router) -> None:
+    async def scenario(router: RoutedSampler) -> None:
         for engine in site.all():
             engine.break_down("dead")
         assert await router.publish(ROLE, weights_of(11)) == fingerprint(weights_of(11))

@@ -16,14 +16,14 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 from cotune.errors import RequestRefused, SamplerError, SampleTimeout
-from cotune.integrations.ray.router.sampler import RoutedSampler
+from cotune.integrations.ray.router.router import RoutedSampler
 from cotune.integrations.ray.sampler import start_sampler
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.integrations.samplers.vllm.http import VllmHttpSampler
 from cotune.policies import ALL_LINEAR, LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, Sampler, SamplingParams, Weights, fingerprint
 from tests.integrations import tiny_models
+from tests.integrations.conftest import client_of
 
 torch.set_num_threads(1)
 
@@ -45,8 +45,13 @@ async def in_ray(folder: Path) -> Sampler:
     return await start_sampler(factory, {"model": str(folder), "host": "thread"})
 
 
+async def open_routed(folder: str) -> Sampler:
+    """Runs in the router's actor."""
+    return await RoutedSampler.open([functools.partial(in_thread, Path(folder))] * 2)
+
+
 async def routed(folder: Path) -> Sampler:
-    return await RoutedSampler.open([functools.partial(in_thread, folder)] * 2)
+    return await start_sampler(f"{__name__}:open_routed", {"folder": str(folder)})
 
 
 SAMPLERS: dict[str, Callable[[Path], Awaitable[Sampler]]] = {
@@ -54,7 +59,7 @@ SAMPLERS: dict[str, Callable[[Path], Awaitable[Sampler]]] = {
     "process": in_process,
     "few-rows": few_rows,
     "ray": in_ray,
-    "routed": routed,
+    "routed-ray": routed,
 }
 ENGINES = {"vllm-url": "vllm_by_url", "vllm-ray": "vllm_in_ray"}
 """Samplers on an engine that takes minutes to start: by name, the fixture that starts it once for all tests."""
@@ -517,5 +522,5 @@ def closable(request: pytest.FixtureRequest, name: str, reference: Reference) ->
         return request.getfixturevalue("vllm_full")
     if name == "vllm-url":
         url = request.getfixturevalue("vllm_url")
-        return run(VllmHttpSampler.open(url, reference.folder))
+        return run(client_of(url, reference.folder))
     return open_sampler(request, name, reference)
