@@ -1,4 +1,4 @@
-"""Last words: what a process cannot say itself when it is killed is said by a small process beside it."""
+"""What a process cannot say itself when it is killed is said by a small process beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gang of Ray actors that compute in step: started together, called together, and ended together when one is lost."""
+"""Ray actors that compute in step: started together, called together, and ended together when one is lost."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cotune.errors import ConfigError, CotuneError, LearnerError, LearnerLost
+from cotune.errors import ConfigError, CotuneError
 from cotune.integrations.ray.sampler import resolve
+
+Location = tuple[str, str, int]
+"""Node id, address and process id of a worker."""
 
 WATCH = "watch"
 """Questions about an actor's state are answered while it works."""
@@ -29,12 +32,25 @@ GONE_SECONDS = 10.0
 """How long a killed process may take to disappear before it is killed harder, and before that is given up."""
 
 
-class Member:
-    """What runs in each actor: one object, made by a factory with its rank and the size of the gang."""
+class WorkersLost(CotuneError):
+    """A worker died, hangs or broke; all workers of its group are ended."""
 
-    def __init__(self, factory: str, rank: int, size: int) -> None:
-        self._object = resolve(factory)(rank, size)
+
+class WorkersClosed(CotuneError):
+    """The group was closed before or during a call."""
+
+
+class Worker:
+    """What runs in each actor: one object, made by a factory with its rank and the size of the group.
+
+    While the object is in a file whose path contains `waits_in`, it waits for other ranks.
+    """
+
+    def __init__(self, factory: str, rank: int, size: int, waits_in: str = "") -> None:
+        make: Callable[[int, int], Any] = resolve(factory)
+        self._object = make(rank, size)
         self._rank = rank
+        self._waits_in = waits_in
         self._working: int | None = None
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -46,8 +62,7 @@ class Member:
             self._working = None
         return answer if self._rank == 0 else None
 
-    def home(self) -> tuple[str, str, int]:
-        """Node id, address and process id."""
+    def location(self) -> Location:
         import ray
 
         context = ray.get_runtime_context()
@@ -59,24 +74,25 @@ class Member:
         if frame is None:
             return False, "no call"
         stack = traceback.extract_stack(frame)
-        waits = any("/torch/distributed/" in at.filename for at in stack)
+        waits = bool(self._waits_in) and any(self._waits_in in at.filename for at in stack)
         own = [at for at in stack if "site-packages" not in at.filename] or list(stack)
         return waits, f"{own[-1].name} ({Path(own[-1].filename).name}:{own[-1].lineno})"
 
 
-class RayGang:
+class WorkerGroup:
     """Actors of one kind, one per rank. Calls run one at a time, from any thread.
 
     A call ends with rank 0's answer, with the CotuneError that the actors raised, or, when a rank dies, hangs or
-    breaks, with a LearnerLost that names it; then all actors are killed, as the others may wait for it for ever.
+    breaks, with a WorkersLost that names it; then all actors are killed, as the others may wait for it for ever.
     """
 
-    def __init__(self, name: str, members: Sequence[Any], group: Any) -> None:
+    def __init__(self, name: str, workers: Sequence[Any], placement_group: Any, peer_errors: Collection[str]) -> None:
         self.name = name
         self.lost: str | None = None
-        self._members = list(members)
-        self._group = group
-        self._homes: list[tuple[str, str, int]] = []
+        self._workers = list(workers)
+        self._placement_group = placement_group
+        self._peer_errors = peer_errors
+        self._locations: list[Location] = []
         self._lock = threading.Lock()
         self._closed = False
 
@@ -87,50 +103,56 @@ class RayGang:
         size: int,
         *,
         name: str,
+        setting: str,
         cpus: float,
         gpus: float,
         placement: str,
         runtime_env: Mapping[str, Any] | None,
         timeout: float,
-    ) -> RayGang:
+        waits_in: str = "",
+        peer_errors: Collection[str] = (),
+    ) -> WorkerGroup:
         """Reserve room for all actors at once and start them; `factory` is "module:Class", called with rank and size.
 
-        `placement` is one of Ray's strategies (PACK, SPREAD, STRICT_PACK, STRICT_SPREAD). Raises ConfigError when the
-        cluster has no room for them, LearnerLost when they do not start.
+        `name` is what errors call the group ("the learners"), `setting` the field of the configuration that gave its
+        size. `placement` is one of Ray's strategies (PACK, SPREAD, STRICT_PACK, STRICT_SPREAD). A rank that stands in a
+        file whose path contains `waits_in` waits for others, and an error whose text has one of the words
+        `peer_errors` (in small letters) is about a peer: they tell the rank that broke from those that suffered. Raises
+        ConfigError when the cluster has no room for them, WorkersLost when they do not start.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        group = _reserve(size, cpus, gpus, placement, timeout)
-        actor = ray.remote(concurrency_groups={WATCH: 1})(Member)
-        members = [
+        group = _reserve(size, cpus, gpus, placement, timeout, setting)
+        actor = ray.remote(concurrency_groups={WATCH: 1})(Worker)
+        workers = [
             actor.options(
                 num_cpus=cpus,
                 num_gpus=gpus,
                 max_restarts=0,
                 runtime_env=dict(runtime_env or {}),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-            ).remote(factory, rank, size)
+            ).remote(factory, rank, size, waits_in)
             for rank in range(size)
         ]
-        gang = cls(name, members, group)
+        started = cls(name, workers, group, peer_errors)
         try:
-            refs = [member.home.options(concurrency_group=WATCH).remote() for member in members]
-            gang._homes = gang._settle("start", refs, timeout)
+            refs = [worker.location.options(concurrency_group=WATCH).remote() for worker in workers]
+            started._locations = started._collect("start", refs, timeout)
         except BaseException:
-            gang.close()
+            started.close()
             raise
-        return gang
+        return started
 
     @property
     def host(self) -> str:
         """Address of rank 0's machine."""
-        return self._homes[0][1]
+        return self._locations[0][1]
 
     @property
     def processes(self) -> list[int]:
         """Process ids by rank."""
-        return [pid for _, _, pid in self._homes]
+        return [pid for _, _, pid in self._locations]
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
         """Call `method` of every rank's object at once; returns rank 0's answer. Bytes are sent once for all."""
@@ -139,13 +161,13 @@ class RayGang:
         with self._lock:
             self._check()
             sent = [ray.put(argument) if isinstance(argument, bytes) else argument for argument in arguments]
-            return self._settle(method, [member.call.remote(method, *sent) for member in self._members], timeout)[0]
+            return self._collect(method, [worker.call.remote(method, *sent) for worker in self._workers], timeout)[0]
 
     def call_first(self, method: str, *arguments: Any, timeout: float) -> Any:
         """Call `method` of rank 0 only."""
         with self._lock:
             self._check()
-            return self._settle(method, [self._members[0].call.remote(method, *arguments)], timeout)[0]
+            return self._collect(method, [self._workers[0].call.remote(method, *arguments)], timeout)[0]
 
     def close(self) -> None:
         """Kill all actors, give their room back, and wait until their processes are gone. May be called twice, and
@@ -155,18 +177,18 @@ class RayGang:
         if self._closed:
             return
         self._closed = True
-        for member in self._members:
-            ray.kill(member, no_restart=True)
-        self._bury()
-        ray.util.remove_placement_group(self._group)
+        for worker in self._workers:
+            ray.kill(worker, no_restart=True)
+        self._terminate()
+        ray.util.remove_placement_group(self._placement_group)
 
     def _check(self) -> None:
         if self.lost is not None:
-            raise LearnerLost(self.lost, "Restart the learner and load the last checkpoint.")
+            raise WorkersLost(self.lost, "Start new ones.")
         if self._closed:
-            raise LearnerError(f"The learners {self.name} were closed.", "Open new ones.")
+            raise WorkersClosed(f"{self._title} were closed.", "Start new ones.")
 
-    def _settle(self, method: str, refs: Sequence[Any], timeout: float) -> list[Any]:
+    def _collect(self, method: str, refs: Sequence[Any], timeout: float) -> list[Any]:
         """All answers by rank, or the error that says best what happened."""
         import ray
 
@@ -190,28 +212,28 @@ class RayGang:
             raise causes[0]
         if self._closed:
             self._check()
-        self._lose(method, causes, [refs.index(ref) for ref in pending], timeout)
+        self._fail(method, causes, [refs.index(ref) for ref in pending], timeout)
         raise AssertionError
 
-    def _lose(self, method: str, causes: Mapping[int, Exception], pending: Sequence[int], timeout: float) -> None:
+    def _fail(self, method: str, causes: Mapping[int, Exception], pending: Sequence[int], timeout: float) -> None:
         """Kill what is left, and raise the fault that came first in the order of causes."""
         if not causes:
-            self.lost = f"The learners {self.name} did not end {method!r} within {timeout:.0f} s: {self._hung(pending)}"
+            self.lost = f"{self._title} did not end {method!r} within {timeout:.0f} s: {self._hung(pending)}"
         else:
-            rank = min(causes, key=lambda rank: (_order(causes[rank]), rank))
-            self.lost = f"{self._who(rank)} {_said(causes[rank])} in {method!r}."
+            rank = min(causes, key=lambda rank: (_order(causes[rank], self._peer_errors), rank))
+            self.lost = f"{self._who(rank)} {_describe(causes[rank])} in {method!r}."
         self.close()
         first = causes[rank] if causes else None
         if isinstance(first, CotuneError):
             raise first
-        raise LearnerLost(self.lost, "Restart the learner and load the last checkpoint.") from first
+        raise WorkersLost(self.lost, "Start new ones.") from first
 
     def _hung(self, pending: Sequence[int]) -> str:
         """What each rank that is not done is doing; those to blame first."""
         import ray
         from ray.exceptions import RayError
 
-        asked = {rank: self._members[rank].where.options(concurrency_group=WATCH).remote() for rank in pending}
+        asked = {rank: self._workers[rank].where.options(concurrency_group=WATCH).remote() for rank in pending}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=PROBE_SECONDS)
         said = []
         for rank, ref in asked.items():
@@ -223,15 +245,19 @@ class RayGang:
         return "; ".join(text for _, text in sorted(said)) + "."
 
     def _who(self, rank: int) -> str:
-        home = f" (process {self._homes[rank][2]} on {self._homes[rank][1]})" if self._homes else ""
-        return f"Rank {rank} of the learners {self.name}{home}"
+        location = f" (process {self._locations[rank][2]} on {self._locations[rank][1]})" if self._locations else ""
+        return f"Rank {rank} of {self.name}{location}"
 
-    def _bury(self) -> None:
+    @property
+    def _title(self) -> str:
+        return self.name[:1].upper() + self.name[1:]
+
+    def _terminate(self) -> None:
         """Wait for the end of the processes on this machine; what a stopped process does not hear, SIGKILL does."""
         import ray
 
         here = ray.get_runtime_context().get_node_id()
-        left = [pid for node, _, pid in self._homes if node == here]
+        left = [pid for node, _, pid in self._locations if node == here]
         for force in (False, True):
             deadline = time.monotonic() + GONE_SECONDS
             while (left := [pid for pid in left if _alive(pid)]) and time.monotonic() < deadline:
@@ -241,27 +267,27 @@ class RayGang:
                     os.kill(pid, signal.SIGKILL)
 
 
-def _reserve(size: int, cpus: float, gpus: float, placement: str, timeout: float) -> Any:
+def _reserve(size: int, cpus: float, gpus: float, placement: str, timeout: float, setting: str) -> Any:
     import ray
 
     wanted = {"CPU": float(cpus), **({"GPU": float(gpus)} if gpus else {})}
     total = ray.cluster_resources()
     short = {kind: total.get(kind, 0.0) for kind, each in wanted.items() if each * size > total.get(kind, 0.0)}
     if short:
-        raise _no_room(size, wanted, f"it has {short}")
+        raise _no_room(setting, size, wanted, f"it has {short}")
     group = ray.util.placement_group([{k: v for k, v in wanted.items() if v}] * size, strategy=placement)
     if not group.wait(timeout):
         ray.util.remove_placement_group(group)
-        raise _no_room(size, wanted, f"{ray.available_resources()} were free after {timeout:.0f} s")
+        raise _no_room(setting, size, wanted, f"{ray.available_resources()} were free after {timeout:.0f} s")
     return group
 
 
-def _no_room(size: int, wanted: Mapping[str, float], why: str) -> ConfigError:
+def _no_room(setting: str, size: int, wanted: Mapping[str, float], why: str) -> ConfigError:
     return ConfigError(
-        "cluster.learners",
+        setting,
         size,
         f"as many workers of {dict(wanted)} as the cluster has room for ({why})",
-        "Ask for fewer workers or policies' pools, or for less of each.",
+        "Ask for fewer of them, or for less of each.",
     )
 
 
@@ -272,7 +298,7 @@ def _cause(error: Exception) -> Exception:
     return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
 
 
-def _order(cause: Exception) -> int:
+def _order(cause: Exception, peer_errors: Collection[str]) -> int:
     """A dead rank explains what the others say, and an error of cotune's what a broken connection does."""
     from ray.exceptions import RayError
 
@@ -280,10 +306,10 @@ def _order(cause: Exception) -> int:
         return 0
     if isinstance(cause, CotuneError):
         return 1
-    return 3 if any(word in str(cause).lower() for word in ("gloo", "nccl", "connection", "tcpstore")) else 2
+    return 3 if any(word in str(cause).lower() for word in peer_errors) else 2
 
 
-def _said(cause: Exception) -> str:
+def _describe(cause: Exception) -> str:
     from ray.exceptions import RayError
 
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [""]

@@ -26,7 +26,7 @@ import psutil
 
 from cotune.trainer.run_folder import read_metrics
 
-SAMPLER, LEARNER, WORKER = "SamplerActor", "Member", "_Host"
+SAMPLER, LEARNER, WORKER = "SamplerActor", "Worker", "_Host"
 """Classes of the actors: engines and their router, learner ranks, rollout workers."""
 
 

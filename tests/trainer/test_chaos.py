@@ -19,7 +19,7 @@ import pytest
 from cotune.integrations.ray.process import _Host
 from cotune.integrations.ray.runtime import RayRuntime
 from cotune.integrations.ray.sampler import SamplerActor
-from cotune.integrations.ray.worker_group import Member
+from cotune.integrations.ray.worker_group import Worker
 from tests.trainer import chaos
 from tests.trainer.test_metrics_file import LINE
 
@@ -31,8 +31,8 @@ export -f actor
     actor ray::SamplerActor
     actor ray::SamplerActor.sample
     (exec -a ray::SamplerActor.open bash -c "(exec -a VLLM::EngineCore cat) <&0 & wait") <&0 &
-    actor ray::Member.call
-    actor ray::Member.__init__
+    actor ray::Worker.call
+    actor ray::Worker.__init__
     actor ray::_Host
     actor ray::IDLE
     actor ray::SamplerActorOfAnother
@@ -44,7 +44,7 @@ wait
 
 TITLES = {
     *("raylet", "ray::SamplerActor", "ray::SamplerActor.sample", "ray::SamplerActor.open", "VLLM::EngineCore"),
-    *("ray::Member.call", "ray::Member.__init__", "ray::_Host", "ray::IDLE", "ray::SamplerActorOfAnother"),
+    *("ray::Worker.call", "ray::Worker.__init__", "ray::_Host", "ray::IDLE", "ray::SamplerActorOfAnother"),
 }
 
 
@@ -84,7 +84,7 @@ def only(name: str) -> list[chaos.Fault]:
 def test_each_kind_of_process_is_found_and_nothing_else(driver: psutil.Process) -> None:
     assert titles(chaos.router(driver)) == ["ray::SamplerActor"]
     assert titles(chaos.engines(driver)) == ["ray::SamplerActor.sample", "ray::SamplerActor.open", "VLLM::EngineCore"]
-    assert titles(chaos.learners(driver)) == ["ray::Member.call", "ray::Member.__init__"]
+    assert titles(chaos.learners(driver)) == ["ray::Worker.call", "ray::Worker.__init__"]
     assert titles(chaos.rollout_workers(driver)) == ["ray::_Host"]
     assert len(chaos.family(driver.pid)) == 11
 
@@ -171,7 +171,7 @@ def test_rays_actors_have_the_titles_that_victims_are_found_by(ray_runtime: RayR
     pid = os.getpid
     made = {
         chaos.SAMPLER: ray.remote(SamplerActor).options(num_cpus=0).remote(),
-        chaos.LEARNER: ray.remote(Member).options(num_cpus=0).remote("builtins:slice", 0, 1),
+        chaos.LEARNER: ray.remote(Worker).options(num_cpus=0).remote("builtins:slice", 0, 1),
         chaos.WORKER: ray.remote(_Host).options(num_cpus=0).remote("builtins:object"),
     }
     pids = {kind: ray.get(actor.__ray_call__.remote(lambda _: pid())) for kind, actor in made.items()}

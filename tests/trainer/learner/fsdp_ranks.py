@@ -6,8 +6,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from cotune.integrations.ray.worker_group import RayGang
-from cotune.trainer.learner.fsdp.learner import FsdpLearner, Pool
+from cotune.integrations.ray.worker_group import WorkerGroup
+from cotune.trainer.learner.fsdp.learner import PEER_ERRORS, WAITS_IN, FsdpLearner, Pool
 from cotune.trainer.learner.fsdp.worker import FsdpWorker
 
 TIMEOUT = 120.0
@@ -43,36 +43,39 @@ class TestedRank(FsdpWorker):
 
 
 class OpenRanks:
-    """One gang for learners one after the other."""
+    """Workers for learners one after the other."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self._pool: Pool | None = None
 
     def __enter__(self) -> Self:
-        self.gang = RayGang.start(
+        self.group = WorkerGroup.start(
             RANK,
             self.workers,
-            name="under test",
+            name="the learners under test",
+            setting="cluster.learners",
             cpus=1,
             gpus=0,
             placement="PACK",
             runtime_env=None,
             timeout=TIMEOUT,
+            waits_in=WAITS_IN,
+            peer_errors=PEER_ERRORS,
         )
-        port = self.gang.call_first("listen", self.gang.host, TIMEOUT, timeout=TIMEOUT)
-        self.gang.call("join", self.gang.host, port, "cpu", TIMEOUT, timeout=TIMEOUT)
+        port = self.group.call_first("listen", self.group.host, TIMEOUT, timeout=TIMEOUT)
+        self.group.call("join", self.group.host, port, "cpu", TIMEOUT, timeout=TIMEOUT)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.gang.close()
+        self.group.close()
 
     def learner(self, model, policies, settings, loss) -> FsdpLearner:
         """A learner on these ranks; the one before has no ranks any more."""
         if self._pool is not None:
-            self._pool.gang = None
+            self._pool.workers = None
         specs = [spec for spec in policies.specs.values() if spec.trained]
-        self._pool = Pool([spec.name for spec in specs], lambda: self.gang, (model, policies, settings, loss), TIMEOUT)
-        self._pool.gang = self.gang
+        self._pool = Pool([spec.name for spec in specs], lambda: self.group, (model, policies, settings, loss), TIMEOUT)
+        self._pool.workers = self.group
         self._pool.call("open", model, policies, settings, loss, [spec.name for spec in specs])
         return FsdpLearner(specs, [self._pool])

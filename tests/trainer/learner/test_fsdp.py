@@ -21,7 +21,7 @@ from cotune.trainer.learner.batching import passes, rank_parts
 from cotune.trainer.learner.fsdp.learner import FsdpLearner
 from cotune.trainer.learner.fsdp.worker import pack_rows
 from cotune.trainer.learner.local import LocalLearner
-from tests.integrations.ray.group_member import alive
+from tests.integrations.ray.group_worker import alive
 from tests.trainer.learner.fsdp_ranks import RANK, TIMEOUT
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, on_policy, same, snapshot
 
@@ -145,7 +145,7 @@ def test_mixed_precision_is_near_single_precision(base, two_ranks):
 def test_each_worker_holds_a_part_of_the_weights(base, two_ranks):
     two_ranks.learner(base, BOTH, FAST, LossSpec())
     for policy in ("lora", "full"):
-        assert two_ranks.gang.call("share", policy, timeout=TIMEOUT) == pytest.approx(0.5, abs=0.02)
+        assert two_ranks.group.call("share", policy, timeout=TIMEOUT) == pytest.approx(0.5, abs=0.02)
 
 
 def test_gradients_are_exchanged_in_the_last_pass_only(base, two_ranks):
@@ -154,7 +154,7 @@ def test_gradients_are_exchanged_in_the_last_pass_only(base, two_ranks):
         settings = change(FAST, micro_batch_tokens=budget, shared_prompts=False)
         two_ranks.learner(base, BOTH, settings, LossSpec())
         rows = pack_rows(make_rows())
-        exchanged[budget] = two_ranks.gang.call("update_counted", "full", rows, timeout=TIMEOUT)
+        exchanged[budget] = two_ranks.group.call("update_counted", "full", rows, timeout=TIMEOUT)
     assert exchanged == {10_000: 3, 1: 3}  # two layers, and all that is outside of them
 
 
@@ -295,10 +295,10 @@ def slow_update(learner):
 
 def test_a_worker_that_is_killed_in_an_update_is_named_and_the_other_does_not_hang(pools, saved, base):
     learner = pools("shared")
-    gang = learner._pools[0].gang
+    workers = learner._pools[0].workers
     pool = learner._pools[0]
     pool.call("open", base, BOTH, change(FINE, micro_batch_tokens=1), LossSpec(), ["lora", "full"])
-    first, second = gang.processes
+    first, second = workers.processes
     thread, found = slow_update(learner)
     time.sleep(2.0)
     assert thread.is_alive()
@@ -316,7 +316,7 @@ def test_a_worker_that_is_killed_in_an_update_is_named_and_the_other_does_not_ha
 
 def test_a_worker_that_is_stopped_is_named_within_the_time_out(pools, saved, base):
     learner = pools("shared")
-    processes = learner._pools[0].gang.processes
+    processes = learner._pools[0].workers.processes
     learner._pools[0]._timeout = 5.0
     os.kill(processes[1], signal.SIGSTOP)
     started = time.monotonic()
@@ -331,7 +331,7 @@ def test_a_worker_that_is_stopped_is_named_within_the_time_out(pools, saved, bas
 def test_a_worker_that_breaks_alone_ends_the_others(pools):
     learner = pools("shared")
     pool = learner._pools[0]
-    processes = pool.gang.processes
+    processes = pool.workers.processes
     with pytest.raises(LearnerLost, match=r"Rank 1 .* failed \(ZeroDivisionError: nothing is left\) in 'fail'"):
         pool.call("fail", 1)
     assert not any(alive(pid) for pid in processes)
@@ -345,7 +345,7 @@ def test_pools_of_their_own_update_at_once_and_are_lost_alone(pools, saved, base
     local = LocalLearner.open(base, BOTH, FINE, LossSpec())
     local.load(saved)
     one, other = learner._pools
-    kept = other.gang.processes
+    kept = other.workers.processes
     one._timeout = 20.0
     with ThreadPoolExecutor(1) as threads:
         hanging = threads.submit(one.call, "hang", 0)
@@ -358,13 +358,13 @@ def test_pools_of_their_own_update_at_once_and_are_lost_alone(pools, saved, base
     assert apart(local.weights("full"), learner.weights("full")) < 1e-5
     one._timeout = TIMEOUT
     check_restarted(learner, saved, base)
-    assert other.gang.processes == kept
+    assert other.workers.processes == kept
 
 
 def test_nothing_is_left_after_closing(pools):
     learner = pools("per_policy")
     before = ray.available_resources().get("CPU", 0)
-    processes = [pid for pool in learner._pools for pid in pool.gang.processes]
+    processes = [pid for pool in learner._pools for pid in pool.workers.processes]
     ports = [port for pid in processes for port in listening(pid) - listening(parent(pid))]
     assert ports
     asyncio.run(learner.aclose())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -14,8 +15,8 @@ import numpy.typing as npt
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
-from cotune.errors import ConfigError, LearnerError
-from cotune.integrations.ray.worker_group import RayGang
+from cotune.errors import ConfigError, LearnerError, LearnerLost
+from cotune.integrations.ray.worker_group import WorkerGroup, WorkersClosed, WorkersLost
 from cotune.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Weights
 from cotune.trainer.config.learner import LearnerSettings, check_loss
@@ -26,49 +27,67 @@ from cotune.trainer.learner.rows import check_rows
 T = TypeVar("T")
 
 RANK = "cotune.trainer.learner.fsdp.worker:FsdpWorker"
+WAITS_IN = "/torch/distributed/"
+PEER_ERRORS = ("gloo", "nccl", "connection", "tcpstore")
+"""What torch says where the other side of a connection is gone."""
 
 
 class Pool:
     """The ranks that train some of the policies together."""
 
     def __init__(
-        self, names: Sequence[str], start: Callable[[], RayGang], opening: Sequence[Any], timeout: float
+        self, names: Sequence[str], start: Callable[[], WorkerGroup], opening: Sequence[Any], timeout: float
     ) -> None:
         self.names = tuple(names)
         self._start = start
         self._opening = opening
         self._timeout = timeout
-        self.gang: RayGang | None = None
+        self.workers: WorkerGroup | None = None
 
     def open(self) -> None:
         """Start the actors, let them find each other, and load the models."""
-        gang = self._start()
-        try:
-            settings: LearnerSettings = self._opening[2]
-            port = gang.call_first("listen", gang.host, self._timeout, timeout=self._timeout)
-            gang.call("join", gang.host, port, settings.device, self._timeout, timeout=self._timeout)
-            gang.call("open", *self._opening, list(self.names), timeout=self._timeout)
-        except BaseException:
-            gang.close()
-            raise
-        self.gang = gang
+        with _as_learner_errors():
+            self.workers = self._opened()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        if self.gang is None:
+        if self.workers is None:
             raise LearnerError(f"The workers of {', '.join(self.names)} are not started.", "Call open first.")
-        return self.gang.call(method, *arguments, timeout=self._timeout)
+        with _as_learner_errors():
+            return self.workers.call(method, *arguments, timeout=self._timeout)
 
     def restart(self) -> None:
         """Fresh actors in place of lost ones."""
-        if self.gang is not None and self.gang.lost is None:
+        if self.workers is not None and self.workers.lost is None:
             return
-        if self.gang is not None:
-            self.gang.close()
+        if self.workers is not None:
+            self.workers.close()
         self.open()
 
     def close(self) -> None:
-        if self.gang is not None:
-            self.gang.close()
+        if self.workers is not None:
+            self.workers.close()
+
+    def _opened(self) -> WorkerGroup:
+        workers = self._start()
+        try:
+            settings: LearnerSettings = self._opening[2]
+            port = workers.call_first("listen", workers.host, self._timeout, timeout=self._timeout)
+            workers.call("join", workers.host, port, settings.device, self._timeout, timeout=self._timeout)
+            workers.call("open", *self._opening, list(self.names), timeout=self._timeout)
+        except BaseException:
+            workers.close()
+            raise
+        return workers
+
+
+@contextmanager
+def _as_learner_errors() -> Iterator[None]:
+    try:
+        yield
+    except WorkersLost as error:
+        raise LearnerLost(error.cause, "Restart the learner and load the last checkpoint.") from error
+    except WorkersClosed as error:
+        raise LearnerError(error.cause, "Open a new learner.") from error
 
 
 class FsdpLearner:
@@ -112,16 +131,19 @@ class FsdpLearner:
         names = [spec.name for spec in specs]
         groups = [names] if pools == "shared" else [[name] for name in names]
 
-        def start(group: Sequence[str]) -> RayGang:
-            return RayGang.start(
+        def start(group: Sequence[str]) -> WorkerGroup:
+            return WorkerGroup.start(
                 RANK,
                 workers,
-                name=", ".join(group),
+                name=f"the learners {', '.join(group)}",
+                setting="cluster.learners",
                 cpus=cpus_per_worker,
                 gpus=gpus_per_worker,
                 placement=placement,
                 runtime_env=None,
                 timeout=timeout,
+                waits_in=WAITS_IN,
+                peer_errors=PEER_ERRORS,
             )
 
         opening = (model, policies, settings, loss)

@@ -1,12 +1,12 @@
-"""What the gang's tests start in each actor; no torch, so it is there at once."""
+"""What the group's tests start in each actor; no torch, so it is there at once."""
 
 import time
 from pathlib import Path
 
-from cotune.errors import GroupError, LearnerError
+from cotune.errors import GroupError, RunError
 
-RANK = "tests.integrations.ray.group_member:Rank"
-BROKEN = "tests.integrations.ray.group_member:BrokenRank"
+RANK = "tests.integrations.ray.group_worker:Rank"
+BROKEN = "tests.integrations.ray.group_worker:BrokenRank"
 
 
 class Rank:
@@ -35,7 +35,7 @@ class BrokenRank(Rank):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         if rank == 1:
-            raise LearnerError("There is no GPU here.")
+            raise RunError("There is no GPU here.")
 
 
 def alive(pid: int) -> bool:
