@@ -78,8 +78,8 @@ class EarlierIds:
         end = text.rpartition(_PLACE.format(at[-1]))[2]
         if not canonical.endswith(end):
             return None
-        for i, reply in zip(at, chosen, strict=True):
-            text = text.replace(_PLACE.format(i), reply)
+        for i, spelled in zip(at, chosen, strict=True):
+            text = text.replace(_PLACE.format(i), spelled)
         return text
 
     def _replies(self) -> list[Reply]:

@@ -176,15 +176,16 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolFormat:
         known = ", ".join(ToolParserManager.list_registered())
         raise ConfigError("tool_format", name, f"vllm: and one of {known}") from None
     try:
-        parser(tokenizer)
+        make: Any = parser
+        make(tokenizer)
     except Exception as error:  # noqa: BLE001, parsers look for their marks in the vocabulary and raise what they like
         raise ConfigError("tool_format", name, f"a format of this model ({error})") from None
 
     def read(text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        request = ChatCompletionRequest(model="", messages=[], tools=list(tools) or None)
-        found = parser(tokenizer, request.tools).extract_tool_calls(text, request)
+        request = ChatCompletionRequest.model_validate({"model": "", "messages": [], "tools": list(tools) or None})
+        found = make(tokenizer, request.tools).extract_tool_calls(text, request)
         if not found.tools_called:
             return text, []
         calls = [{"id": c.id, "name": c.function.name, "arguments": c.function.arguments} for c in found.tool_calls]

@@ -140,7 +140,7 @@ def _joined(ray: Any, address: str | None) -> RayRuntime:
 def _arguments(
     address: str | None, local: bool, num_cpus: float | None, env: Mapping[str, str], folder: Path | None
 ) -> dict[str, Any]:
-    arguments = {
+    arguments: dict[str, Any] = {
         "address": address or "local",
         "namespace": "cotune",
         "logging_level": "error",

@@ -29,7 +29,7 @@ class SamplerActor:
     def __init__(self) -> None:
         # Ray hands arrays over read-only, in shared memory; no sampler writes into what it is given.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        self._sampler: Sampler | None = None
+        self._sampler: Any = None
         self._running = 0
 
     async def open(self, factory: str, kwargs: Mapping[str, Any]) -> None:
@@ -195,7 +195,8 @@ def resolve(path: str) -> Callable[..., Awaitable[Sampler]]:
     """What an import path "module:name.name" names. Raises ConfigError."""
     module, _, names = path.partition(":")
     try:
-        return reduce(getattr, names.split("."), importlib.import_module(module))
+        found: Any = importlib.import_module(module)
+        return reduce(getattr, names.split("."), found)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             "factory", path, f'"module:function" ({type(error).__name__}: {error})', "Correct the import path."

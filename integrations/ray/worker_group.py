@@ -124,7 +124,8 @@ class WorkerGroup:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         group = _reserve(size, cpus, gpus, placement, timeout, setting)
-        actor = ray.remote(concurrency_groups={WATCH: 1})(Worker)
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups={WATCH: 1})(Worker)
         workers = [
             actor.options(
                 num_cpus=cpus,

@@ -21,6 +21,7 @@ from cotune.integrations.samplers.transformers.lora import Adapter, LoraRows
 from cotune.sampling.protocol import Completion, SamplingParams
 
 BASE = -1
+_NOBODY = np.array(None, object)
 """Kind of rows that use no adapter."""
 
 DRAW_ELEMENTS = 1 << 25
@@ -287,9 +288,9 @@ class Batch:
         rows = slice(0, self.rows) if at is None else at
         uniform = torch.as_tensor(uniforms(s["stream"][rows], s["count"][rows]), device=self.device).unsqueeze(1)
         params = self._params if at is None else self._row_params(rows)
-        shaped = np.where(s["alive"][rows], s["shaped"][rows], None)
+        shaped = np.where(s["alive"][rows], s["shaped"][rows], _NOBODY)
         if shaped.any():
-            shape(logits, shaped)
+            shape(logits, shaped.tolist())
         chunk = max(1, DRAW_ELEMENTS // logits.shape[1])
         parts = [
             draw(logits[i : i + chunk], uniform[i : i + chunk], params.rows(i, i + chunk))
@@ -312,7 +313,7 @@ class Batch:
         s["logprob"][at, count] = logprob
         alive = s["alive"][at]
         s["count"][at] = count + alive
-        for i in np.flatnonzero(np.where(alive, s["shaped"][at], None)):
+        for i in np.flatnonzero(np.where(alive, s["shaped"][at], _NOBODY)):
             s["shaped"][at[i]].consume(int(token[i]))
         stopped = self._ends[token]
         if s["watched"][at].any():

@@ -25,6 +25,7 @@ from cotune.integrations.samplers.transformers.wire import (
     Done,
     Failure,
     Info,
+    Numbered,
     ModelSource,
     Publish,
     Reply,
@@ -111,7 +112,7 @@ class Engine:
                 self._flush()
                 wait = True
 
-    def _handle(self, command: Command) -> None:
+    def _handle(self, command: Numbered) -> None:
         try:
             match command:
                 case SampleRequest():
@@ -146,9 +147,11 @@ class Engine:
             )
         if params.stop and self._tokenizer is None:
             raise SamplerError("Stop strings need a tokenizer, and the sampler has none.", "Open it with a tokenizer.")
-        if params.grammar and batch.grammars is None:
-            raise SamplerError("A grammar needs a tokenizer, and the sampler has none.", "Open it with a tokenizer.")
         if params.grammar:
+            if batch.grammars is None:
+                raise SamplerError(
+                    "A grammar needs a tokenizer, and the sampler has none.", "Open it with a tokenizer."
+                )
             batch.grammars.start(params.grammar)
         if unknown := [token for token, _ in params.logit_bias if not 0 <= token < batch.vocabulary]:
             raise SamplerError(
@@ -185,7 +188,8 @@ class Engine:
 
     def _admit(self, batch: Batch) -> list[Job]:
         """Move as many waiting jobs into the batch as fit, in order of arrival."""
-        waiting, jobs = self._waiting[batch], []
+        jobs: list[Job] = []
+        waiting = self._waiting[batch]
         rows, span, width = batch.alive, batch.span, 0
         while waiting:
             job = waiting[0]

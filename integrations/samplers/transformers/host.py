@@ -202,7 +202,7 @@ def _without_weights(command: Command) -> Command:
 def _send_weights(pipe: Connection, weights: dict[str, Any]) -> None:
     for array in weights.values():
         if array.size:
-            pipe.send_bytes(memoryview(np.ascontiguousarray(array).reshape(-1)).cast("B"))
+            pipe.send_bytes(_bytes(np.ascontiguousarray(array)))
 
 
 def _receive_weights(pipe: Connection, header: list[Any]) -> dict[str, Any]:
@@ -210,9 +210,14 @@ def _receive_weights(pipe: Connection, header: list[Any]) -> dict[str, Any]:
     for name, dtype, shape in header:
         array = np.empty(shape, np.dtype(dtype))
         if array.size:
-            pipe.recv_bytes_into(memoryview(array.reshape(-1)).cast("B"))
+            pipe.recv_bytes_into(_bytes(array))
         weights[name] = array
     return weights
+
+
+def _bytes(array: Any) -> memoryview:
+    """The memory of a contiguous array."""
+    return memoryview(array.reshape(-1)).cast("B")
 
 
 def _gone(reason: str) -> SamplerError:

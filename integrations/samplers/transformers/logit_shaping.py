@@ -40,8 +40,8 @@ class Shaped:
     def change(self, logits: Tensor) -> None:
         """Apply biases and penalties to the logits [vocabulary] of this row, in place."""
         if self.bias:
-            tokens, values = zip(*self.bias, strict=True)
-            logits[list(tokens)] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+            biased = [token for token, _ in self.bias]
+            logits[biased] += torch.tensor([v for _, v in self.bias], dtype=logits.dtype, device=logits.device)
         if self.repetition != 1.0 and (said := sorted(self._prompt | set(self._counts))):
             value = logits[said]
             logits[said] = torch.where(value > 0, value / self.repetition, value * self.repetition)
@@ -53,17 +53,17 @@ class Shaped:
 
 def shape(logits: Tensor, rows: Sequence[Shaped | None]) -> None:
     """Change `logits` [rows, vocabulary] in place, each row by its own; what a grammar forbids becomes -inf."""
-    ruled = [i for i, row in enumerate(rows) if row is not None and row.matcher is not None]
-    if ruled:
-        bits = np.empty((len(ruled), rows[ruled[0]].matcher.words), np.int32)
-        for at, index in enumerate(ruled):
-            rows[index].matcher.allowed(bits[at])
+    matchers = {i: row.matcher for i, row in enumerate(rows) if row is not None and row.matcher is not None}
+    if matchers:
+        bits = np.empty((len(matchers), next(iter(matchers.values())).words), np.int32)
+        for at, matcher in enumerate(matchers.values()):
+            matcher.allowed(bits[at])
         allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
         forbidden = torch.from_numpy(allowed == 0).to(logits.device)
-        if len(ruled) == len(rows):
+        if len(matchers) == len(rows):
             logits.masked_fill_(forbidden, -torch.inf)
         else:
-            index = torch.tensor(ruled, device=logits.device)
+            index = torch.tensor(list(matchers), device=logits.device)
             logits[index] = logits[index].masked_fill(forbidden, -torch.inf)
     for i, row in enumerate(rows):
         if row is not None:

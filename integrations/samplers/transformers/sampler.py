@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError, SampleTimeout
-from cotune.integrations.samplers.transformers.host import Host, ProcessHost, ThreadHost
+from cotune.integrations.samplers.transformers.host import ProcessHost, ThreadHost
 from cotune.integrations.samplers.transformers.wire import (
     Cancel,
-    Command,
     Failure,
     Info,
     ModelSource,
+    Numbered,
     Publish,
     Reply,
     Retire,
@@ -35,7 +35,8 @@ class TransformersSampler:
     """
 
     def __init__(self) -> None:
-        self._host: Host | None = None
+        self._host: Any = None
+        """A `Host`, once it is open."""
         self._ids = itertools.count(1)
         self._pending: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
@@ -138,7 +139,7 @@ class TransformersSampler:
         if host is not None:
             threading.Thread(target=host.close, daemon=True).start()
 
-    async def _ask(self, command: Command) -> Any:
+    async def _ask(self, command: Numbered) -> Any:
         answer: Future[Any] = Future()
         with self._lock:
             if self._broken is not None:

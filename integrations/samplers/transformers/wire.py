@@ -67,7 +67,8 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
     """Stop; pending requests are failed by whoever sent them."""
 
 
-Command = SampleRequest | Cancel | Publish | Retire | Info | Close
+Numbered = SampleRequest | Cancel | Publish | Retire | Info
+Command = Numbered | Close
 
 
 class Completions(msgspec.Struct, frozen=True, tag="completions"):

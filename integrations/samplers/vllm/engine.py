@@ -173,7 +173,7 @@ class VllmSampler(LoopSampler):
 
         id = str(next(self._requests_made))
         answer = self._llm.generate(tokens_input(list(prompt)), vllm_params(n, params), id, lora_request=target)
-        final = None
+        final: Any = None
         try:
             async for output in answer:
                 final = output
@@ -371,7 +371,7 @@ class VllmSampler(LoopSampler):
 
 def _shared_memory() -> list[Path]:
     """Files in shared memory that vLLM's processes hold; it leaves them there when it is killed."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     files = set()
     for process in psutil.Process().children(recursive=True):

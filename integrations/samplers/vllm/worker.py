@@ -31,6 +31,9 @@ BACKEND = "cotune-folder"
 class CotuneWorker:
     """Methods that vLLM adds to its workers, called with `collective_rpc`."""
 
+    model_runner: Any
+    weight_transfer_engine: Any
+
     def cotune_adapter(self, lora_id: int, folder: str) -> str:
         """Fingerprint of a folder, after a check that the adapter in this engine was made from the same values.
 
