@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 from typing import Any, Literal
 
 import msgspec
@@ -26,6 +27,7 @@ SHARED = 0.5
 _ROUTER = "cotune.trainer.engines:open_router"
 _FACTORIES = {
     "vllm": "cotune.integrations.samplers.vllm.engine:VllmSampler.open",
+    "vllm-url": "cotune.integrations.samplers.vllm.http:VllmHttpSampler.open",
     "transformers": "cotune.integrations.samplers.transformers.sampler:TransformersSampler.open",
 }
 
@@ -82,6 +84,15 @@ def engine_arguments(config: TrainConfig, model: str, weights: Kind) -> dict[str
     cluster = config.cluster
     if cluster.engine == "transformers":
         return {"model": model, "threads": config.sampling.threads, "host": "thread", **cluster.engine_args}
+    specs = [p.lora.spec() for p in config.policy if p.kind == "lora"] or [config.lora.spec()]
+    rank = max(spec.rank for spec in specs)
+    if cluster.engine == "vllm-url":
+        if "full" in ({p.kind for p in config.policy} or {config.policies}):
+            raise ConfigError("policies", "full", "lora or shared, where a vLLM server samples: it takes adapters only")
+        key = os.environ.get("VLLM_API_KEY")
+        return {
+            "model": model, "url": cluster.engine_url, "api_key": key, "max_lora_rank": rank, **cluster.engine_args
+        }  # fmt: skip
     if cluster.engine != "vllm":
         return {"model": model, **cluster.engine_args}
     parallel = {"tensor_parallel_size": cluster.gpus_per_engine} if cluster.gpus_per_engine > 1 else {}
@@ -98,8 +109,7 @@ def engine_arguments(config: TrainConfig, model: str, weights: Kind) -> dict[str
                 'Train adapters (--policies lora), or set cluster.engine = "transformers".',
             )
         return {**arguments, "weights": "full"}
-    specs = [p.lora.spec() for p in config.policy if p.kind == "lora"] or [config.lora.spec()]
-    return {**arguments, "policies": policy_count(config), "max_lora_rank": max(spec.rank for spec in specs)}
+    return {**arguments, "policies": policy_count(config), "max_lora_rank": rank}
 
 
 def policy_count(config: TrainConfig) -> int:

@@ -41,14 +41,14 @@ class ModelSkeleton:
             except SamplerError as error:
                 raise RequestRefused(error.cause, error.remedy) from None
 
-    def empty_adapter(self) -> Weights:
-        """An adapter of rank 1 that changes nothing. Raises RequestRefused for a model without the usual modules."""
+    def empty_adapter(self, rank: int) -> Weights:
+        """An adapter that changes nothing. Raises RequestRefused for a model without the usual modules."""
         for name, module in self._model.named_modules():
             if name.rpartition(".")[2] in ALL_LINEAR:
                 stem = f"base_model.model.{name}"
                 return {
-                    f"{stem}.lora_A.weight": np.zeros((1, module.in_features), np.float32),
-                    f"{stem}.lora_B.weight": np.zeros((module.out_features, 1), np.float32),
+                    f"{stem}.lora_A.weight": np.zeros((rank, module.in_features), np.float32),
+                    f"{stem}.lora_B.weight": np.zeros((module.out_features, rank), np.float32),
                 }
         raise RequestRefused(f"{self.folder} has none of the modules {ALL_LINEAR}.", "Use another model.")
 

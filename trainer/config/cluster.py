@@ -29,8 +29,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """local: a Ray of its own on this machine, gone after the run | auto or HOST:PORT: a Ray cluster that is up |
     empty: no Ray; see docs/cluster.md. A table without an address means local."""
     engine: str = "vllm"
-    """What samples: vllm | transformers (the in-process sampler, in an actor) | module:function (an async function that
-    opens a `Sampler` of your own, called with model and engine_args)."""
+    """What samples: vllm | vllm-url (a vLLM server that runs already, at engine_url) | transformers (the in-process
+    sampler, in an actor) | module:function (an async function that opens a `Sampler` of your own, called with model and
+    engine_args)."""
+    engine_url: str = ""
+    """Address of the server of engine = "vllm-url", such as http://10.0.0.5:8000. Its key is read from VLLM_API_KEY."""
     engines: int = 1
     gpus_per_engine: int = 0
     """GPUs of one engine; above 1 it is tensor parallel. 0: the CPU build of vLLM."""
@@ -42,7 +45,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     engine_timeout: float = 60.0
     """Seconds that an engine may take to answer a health check; then it is restarted, and others do its work."""
     engine_args: dict[str, Any] = {}
-    """[cluster.engine_args] Further arguments of vLLM's engine, such as max_model_len or gpu_memory_utilization."""
+    """[cluster.engine_args] Further arguments of vLLM's engine, such as max_model_len or gpu_memory_utilization; of
+    vllm-url: folder, where adapters are written for a server on another machine."""
     learners: int = 1
     """FSDP workers of a pool; a batch is divided among them."""
     pools: Pools = "shared"
@@ -78,13 +82,25 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in ("engine_timeout", "learner_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"cluster.{name}", getattr(self, name), "a number above 0")
-        if self.engine not in ("vllm", "transformers") and ":" not in self.engine:
-            raise ConfigError("cluster.engine", self.engine, "vllm, transformers or module:function")
+        if self.engine not in ("vllm", "vllm-url", "transformers") and ":" not in self.engine:
+            raise ConfigError("cluster.engine", self.engine, "vllm, vllm-url, transformers or module:function")
+        self._check_url()
         if self.min_engines > self.engines:
             raise ConfigError("cluster.min_engines", self.min_engines, f"at most cluster.engines ({self.engines})")
 
         if self.colocate:
             self._check_colocated()
+
+    def _check_url(self) -> None:
+        if self.engine != "vllm-url":
+            if self.engine_url:
+                raise ConfigError("cluster.engine_url", self.engine_url, 'empty, unless cluster.engine is "vllm-url"')
+            return
+        if not self.engine_url.startswith(("http://", "https://")):
+            raise ConfigError("cluster.engine_url", self.engine_url, "the address of a vLLM server: http://HOST:PORT")
+        for name, allowed in (("engines", 1), ("gpus_per_engine", 0)):
+            if getattr(self, name) != allowed:
+                raise ConfigError(f"cluster.{name}", getattr(self, name), f"{allowed}, where a server samples")
 
     def _check_colocated(self) -> None:
         for name, value, allowed in (

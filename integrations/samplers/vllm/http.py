@@ -78,23 +78,31 @@ class VllmHttpSampler(LoopSampler):
 
     @classmethod
     async def open(
-        cls, url: str, model: str | Path, *, api_key: str | None = None, folder: Path | None = None
+        cls,
+        url: str,
+        model: str | Path,
+        *,
+        api_key: str | None = None,
+        max_lora_rank: int = 1,
+        folder: str | Path | None = None,
     ) -> VllmHttpSampler:
         """Connect to a server that serves `model` (a folder or hub id), and check that it can be trained with.
 
-        `folder` is where adapters are written, for the server to read (default: shared memory or the temporary folder,
-        for a server on this machine). Raises ConfigError when the server is none of vLLM's, serves another model, or
-        was started without what training needs, UnsupportedVersion, SamplerError when it does not answer.
+        The server must take adapters of `max_lora_rank`. `folder` is where adapters are written, for the server to read
+        (default: shared memory or the temporary folder, for a server on this machine). Raises ConfigError when the
+        server is none of vLLM's, serves another model, or was started without what training needs, UnsupportedVersion,
+        SamplerError when it does not answer.
         """
-        sampler = cls(url, await asyncio.to_thread(ModelSkeleton, model), api_key, folder)
+        skeleton = await asyncio.to_thread(ModelSkeleton, model)
+        sampler = cls(url, skeleton, api_key, Path(folder) if folder else None)
         try:
-            await sampler._run(sampler._open(str(model)))
+            await sampler._run(sampler._open(str(model), max_lora_rank))
         except BaseException:
             await asyncio.shield(sampler.aclose())
             raise
         return sampler
 
-    async def _open(self, model: str) -> None:
+    async def _open(self, model: str, rank: int) -> None:
         import httpx
 
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
@@ -116,7 +124,7 @@ class VllmHttpSampler(LoopSampler):
             )
         self.max_model_len = base.max_model_len
         await self._check_adapters()
-        await self._load_base()
+        await self._load_base(rank)
         await self._check_logprobs()
 
     def _is(self, model: str, card: Card) -> bool:
@@ -133,16 +141,20 @@ class VllmHttpSampler(LoopSampler):
                 "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora.",
             )
 
-    async def _load_base(self) -> None:
+    async def _load_base(self, rank: int) -> None:
         """The base is asked for as an adapter that changes nothing: on CPUs, vLLM gives requests without one whatever
         stands in its last slot, and a server's slots fill up."""
-        name, ref, lora = f"base#0-{self._mark}", PolicyRef("base"), LoraSpec(rank=1, alpha=1.0)
-        folder = await asyncio.to_thread(write_adapter, self._folders, name, ref, self._skeleton.empty_adapter(), lora)
+        name, ref, lora = f"base#0-{self._mark}", PolicyRef("base"), LoraSpec(rank=rank, alpha=float(rank))
+        empty = self._skeleton.empty_adapter(rank)
+        folder = await asyncio.to_thread(write_adapter, self._folders, name, ref, empty, lora)
         try:
             await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, CONTROL_SECONDS)
         except SamplerError as error:
             raise ConfigError(
-                "url", self._url, f"a server that takes adapters ({error.cause})", "Start it with --enable-lora."
+                "url",
+                self._url,
+                f"a server that takes adapters of rank {rank} ({error.cause})",
+                f"Start it with --enable-lora and a --max-lora-rank of at least {rank}.",
             ) from error
         self._base_name = name
 

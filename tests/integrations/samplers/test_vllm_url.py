@@ -1,0 +1,75 @@
+"""A run that samples from a vLLM server that runs already."""
+
+from __future__ import annotations
+
+import io
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cotune.errors import ConfigError
+from cotune.integrations.ray.runtime import RayRuntime
+from cotune.trainer.config.cluster import ClusterConfig
+from cotune.trainer.train import train
+from tests.integrations.samplers.vllm_server import vllm_server
+from tests.trainer import worker_app
+from tests.trainer.tiny_app import TASKS, build_base
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_base(tmp_path_factory.mktemp("tiny") / "base")
+
+
+@pytest.fixture(scope="module")
+def server(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with vllm_server(base, tmp_path_factory.mktemp("vllm") / "log") as url:
+        yield url
+
+
+def run(base: Path, url: str, folder: Path, **settings: Any) -> list[dict[str, Any]]:
+    cluster = {"address": "local", "engine": "vllm-url", "engine_url": url}
+    learner = {"lr": 3e-3, "threads": 1, "device": "cpu"}
+    given = {"model": str(base), "steps": 2, "tasks_per_step": 3, "plan": {"k": 8}, "alpha": 0.0, **settings}
+    given |= {"cluster": cluster, "learner": learner}
+    train(worker_app.solve, TASKS, given, run=folder, console=Console(file=io.StringIO()))
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_trains_adapters_on_a_server_and_leaves_it_as_it_was(
+    ray_runtime: RayRuntime, base: Path, server: str, tmp_path: Path
+) -> None:
+    lines = run(base, server, tmp_path / "run", policies="lora", lora={"rank": 4})
+    assert len(lines) == 2
+    assert all(line["updated"] and not line["failed"] and set(line["staleness"]) == {"0"} for line in lines)
+    with urllib.request.urlopen(f"{server}/v1/models") as answer:
+        assert [card["id"] for card in json.load(answer)["data"]] == [str(base)]
+    with pytest.raises(ConfigError, match=r"rank 16 .*Start it with .* --max-lora-rank of at least 16"):
+        run(base, server, tmp_path / "wide", policies="lora", lora={"rank": 16})
+
+
+def test_full_weights_are_refused(ray_runtime: RayRuntime, base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policies = 'full': .* it takes adapters only"):
+        run(base, "http://127.0.0.1:9", tmp_path / "full", policies="full")
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"engine": "vllm-url"}, "engine_url"),
+        ({"engine": "vllm-url", "engine_url": "10.0.0.5:8000"}, "engine_url"),
+        ({"engine": "vllm", "engine_url": "http://10.0.0.5:8000"}, "engine_url"),
+        ({"engine": "vllm-url", "engine_url": "http://10.0.0.5:8000", "engines": 2}, "engines"),
+        ({"engine": "vllm-url", "engine_url": "http://10.0.0.5:8000", "gpus_per_engine": 1}, "gpus_per_engine"),
+    ],
+)
+def test_settings_that_contradict_a_server_are_refused(settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"cluster\.{field} = "):
+        ClusterConfig(**settings)
