@@ -100,9 +100,9 @@ class RolloutWorker:
             activate()
         self._workflow = dataclasses.replace(workflow, fn=self._noted(workflow.fn))
         if setup.sampler is not None:
-            from cotune.integrations.chat.light import load_chat_light
+            from cotune.integrations.chat.template import ChatTemplate
 
-            self._chat = load_chat_light(setup.model, setup.tool_format)
+            self._chat = ChatTemplate.load_light(setup.model, setup.tool_format)
         self._ticked = time.monotonic()
         self._thread.start()
         return Started(

@@ -11,7 +11,6 @@ from tests.integrations.tiny_models import tokenizer
 CODE = """
 import sys
 from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.chat.light import load_chat_light
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 ASKED = [{"role": "user", "content": "hello"}]
@@ -27,7 +26,7 @@ def work(chat):
     assert chat.counts["extended"] == 1
     return prompt, onward, text, chat.end_token_ids
 
-light = load_chat_light(sys.argv[1])
+light = ChatTemplate.load_light(sys.argv[1])
 seen = work(light)
 assert not {"torch", "transformers"} & set(sys.modules)
 from transformers import PreTrainedModel
@@ -36,7 +35,7 @@ assert issubclass(PreTrainedModel, torch.nn.Module)
 assert work(ChatTemplate.load(sys.argv[1])) == seen
 light.counts.clear()
 assert work(light) == seen
-assert work(load_chat_light(sys.argv[1])) == seen
+assert work(ChatTemplate.load_light(sys.argv[1])) == seen
 """
 
 
