@@ -18,7 +18,7 @@ Path = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Reply:
+class EarlierReply:
     """What an earlier reply said, and the text that the model wrote for it, without reasoning and end token."""
 
     said: str
@@ -63,7 +63,7 @@ class EarlierIds:
         canonical: str,
     ) -> str | None:
         """The prompt's text with earlier replies spelled as the model wrote them; None where that changes nothing."""
-        known: dict[str, list[Reply]] = {}
+        known: dict[str, list[EarlierReply]] = {}
         for reply in self._replies():
             known.setdefault(reply.said, []).append(reply)
         at = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and _said(message) in known]
@@ -82,7 +82,7 @@ class EarlierIds:
             text = text.replace(_PLACE.format(i), spelled)
         return text
 
-    def _replies(self) -> list[Reply]:
+    def _replies(self) -> list[EarlierReply]:
         """Every path that goes on from another one, read as prompt and reply."""
         found = []
         for i, path in enumerate(self.paths):
@@ -98,7 +98,7 @@ class EarlierIds:
             message = self._parse(prompt[0], ids)
             if message.get("reasoning_content"):
                 text = text.partition(REASONING[1])[2].lstrip("\n")
-            found.append(Reply(_said(message), text))
+            found.append(EarlierReply(_said(message), text))
         return found
 
     def _fitting(self, text: str, choices: Sequence[Sequence[str]]) -> list[str]:

@@ -18,6 +18,7 @@ from cotune.integrations.samplers.transformers.batch import BASE, Batch, Job
 from cotune.integrations.samplers.transformers.cache import attention_only
 from cotune.integrations.samplers.transformers.lora import read_adapter
 from cotune.integrations.samplers.transformers.wire import (
+    Answer,
     Cancel,
     Close,
     Command,
@@ -28,7 +29,6 @@ from cotune.integrations.samplers.transformers.wire import (
     ModelSource,
     Numbered,
     Publish,
-    Reply,
     Retire,
     SampleRequest,
 )
@@ -37,7 +37,7 @@ from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import SamplerInfo, Weights, fingerprint
 
 
-class Served:
+class LoadedVersion:
     """A published version: its batch, its adapter's number in it, and how many of its jobs are unfinished."""
 
     def __init__(self, batch: Batch, kind: int, fingerprint: str) -> None:
@@ -52,7 +52,7 @@ PREFILL_TOKENS = 8192
 """Prompt tokens prefilled at most between two decode steps; one prompt always goes."""
 
 
-class Engine:
+class DecodingEngine:
     """Runs in one thread. `submit` may be called from any; `emit` receives all replies of one round at once."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Engine:
         tokenizer: Any,
         end_token_ids: Sequence[int],
         source: ModelSource,
-        emit: Callable[[list[Reply]], None],
+        emit: Callable[[list[Answer]], None],
     ) -> None:
         if not attention_only(model.config.get_text_config()):
             raise SamplerError(
@@ -77,10 +77,10 @@ class Engine:
         self._base = Batch(model.eval(), self._ends, tokenizer)
         self._batches = [self._base]
         self._waiting: dict[Batch, deque[Job]] = {self._base: deque()}
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, LoadedVersion] = {}
         self._jobs: dict[int, tuple[Job, Batch]] = {}
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._replies: list[Reply] = []
+        self._replies: list[Answer] = []
         self._kinds = 0
 
     def submit(self, command: Command) -> None:
@@ -240,12 +240,12 @@ class Engine:
             batch = Batch(self._copy(weights), self._ends, self._tokenizer)
             self._batches.append(batch)
             self._waiting[batch] = deque()
-            self._served[key] = Served(batch, BASE, digest)
+            self._served[key] = LoadedVersion(batch, BASE, digest)
         else:
             adapter = read_adapter(weights, lora, self._base.model)
             self._kinds += 1
             self._base.add_adapter(self._kinds, adapter)
-            self._served[key] = Served(self._base, self._kinds, digest)
+            self._served[key] = LoadedVersion(self._base, self._kinds, digest)
         return digest
 
     def _copy(self, weights: Weights) -> Any:
@@ -292,7 +292,7 @@ class Engine:
             self._emit(replies)
 
 
-def load(source: ModelSource, emit: Callable[[list[Reply]], None]) -> Engine:
+def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingEngine:
     """Load the model and its tokenizer. Raises ConfigError when there is no such model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -301,7 +301,7 @@ def load(source: ModelSource, emit: Callable[[list[Reply]], None]) -> Engine:
         ends = source.end_token_ids
         if ends is None:
             ends = ids_of(source.model.generation_config.eos_token_id, getattr(source.tokenizer, "eos_token_id", None))
-        return Engine(source.model, source.tokenizer, ends, source, emit)
+        return DecodingEngine(source.model, source.tokenizer, ends, source, emit)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -316,7 +316,7 @@ def load(source: ModelSource, emit: Callable[[list[Reply]], None]) -> Engine:
     ends = source.end_token_ids
     if ends is None:
         ends = ids_of(model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None))
-    return Engine(model, tokenizer, ends, source, emit)
+    return DecodingEngine(model, tokenizer, ends, source, emit)
 
 
 def ids_of(*values: int | Sequence[int] | None) -> tuple[int, ...]:

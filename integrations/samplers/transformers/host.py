@@ -18,12 +18,12 @@ import numpy as np
 
 from cotune.errors import ConfigError, SamplerError
 from cotune.integrations.samplers.transformers.wire import (
+    Answer,
     Close,
     Command,
     Failure,
     ModelSource,
     Publish,
-    Reply,
     decode_commands,
     decode_replies,
     encode,
@@ -31,7 +31,7 @@ from cotune.integrations.samplers.transformers.wire import (
 
 log = logging.getLogger(__name__)
 
-Receive = Callable[[list[Reply]], None]
+Receive = Callable[[list[Answer]], None]
 Fail = Callable[[SamplerError], None]
 
 START_SECONDS = 600.0

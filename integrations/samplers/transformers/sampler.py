@@ -13,13 +13,13 @@ from typing import Any, Literal
 from cotune.errors import ConfigError, RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.samplers.transformers.host import ProcessHost, ThreadHost
 from cotune.integrations.samplers.transformers.wire import (
+    Answer,
     Cancel,
     Failure,
     Info,
     ModelSource,
     Numbered,
     Publish,
-    Reply,
     Retire,
     SampleRequest,
 )
@@ -155,7 +155,7 @@ class TransformersSampler:
                 self._host.send(Cancel(command.id))
             raise
 
-    def _receive(self, replies: Sequence[Reply]) -> None:
+    def _receive(self, replies: Sequence[Answer]) -> None:
         with self._lock:
             answers = [self._pending.pop(reply.id, None) for reply in replies]
         for reply, answer in zip(replies, answers, strict=True):

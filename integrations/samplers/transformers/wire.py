@@ -93,13 +93,13 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     remedy: str
 
 
-Reply = Completions | Done | Failure
+Answer = Completions | Done | Failure
 
 _COMMANDS = msgspec.msgpack.Decoder(list[Command])
-_REPLIES = msgspec.msgpack.Decoder(list[Reply])
+_REPLIES = msgspec.msgpack.Decoder(list[Answer])
 
 
-def encode(messages: Sequence[Command] | Sequence[Reply]) -> bytes:
+def encode(messages: Sequence[Command] | Sequence[Answer]) -> bytes:
     return msgspec.msgpack.encode(messages)
 
 
@@ -107,5 +107,5 @@ def decode_commands(data: bytes) -> list[Command]:
     return _COMMANDS.decode(data)
 
 
-def decode_replies(data: bytes) -> list[Reply]:
+def decode_replies(data: bytes) -> list[Answer]:
     return _REPLIES.decode(data)

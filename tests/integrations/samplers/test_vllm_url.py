@@ -20,7 +20,7 @@ from tests.integrations.samplers.vllm_server import vllm_server
 from tests.trainer import worker_app
 from tests.trainer.tiny_app import TASKS, build_base
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("nowhere")]
 
 
 @pytest.fixture(scope="module")
