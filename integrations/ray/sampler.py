@@ -35,29 +35,12 @@ class SamplerActor:
     async def open(self, factory: str, kwargs: Mapping[str, Any]) -> None:
         self._sampler = await resolve(factory)(**kwargs)
 
-    async def sample(
-        self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
-    ) -> list[Completion]:
+    async def call(self, method: str, *arguments: Any) -> Any:
         self._running += 1
         try:
-            return await self._sampler.sample(prompt_token_ids, n, params, policy)
+            return await getattr(self._sampler, method)(*arguments)
         finally:
             self._running -= 1
-
-    async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> str:
-        return await self._sampler.publish(policy, weights, lora)
-
-    async def retire(self, policy: PolicyRef) -> None:
-        await self._sampler.retire(policy)
-
-    async def info(self) -> SamplerInfo:
-        return await self._sampler.info()
-
-    async def sleep(self) -> None:
-        await self._sampler.sleep()
-
-    async def wake(self) -> None:
-        await self._sampler.wake()
 
     async def aclose(self) -> None:
         if self._sampler is not None:
@@ -117,7 +100,7 @@ class RaySampler:
         if self._closed:
             return
         try:
-            await self._call("aclose")
+            await self._answer(self._actor.aclose.remote())
         except SamplerError:
             pass  # it is gone already
         finally:
@@ -125,12 +108,15 @@ class RaySampler:
             await _end(self._actor)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """What the actor's method returns; cancelled here, it is cancelled there."""
+        """Call a method of the sampler in the actor."""
+        self._check_open()
+        return await self._answer(self._actor.call.remote(method, *arguments))
+
+    async def _answer(self, answer: Any) -> Any:
+        """What the actor answers; cancelled here, it is cancelled there."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
-        self._check_open()
-        answer = getattr(self._actor, method).remote(*arguments)
         try:
             return await answer
         except asyncio.CancelledError:
@@ -184,7 +170,7 @@ async def start_sampler(
     )
     sampler = RaySampler(actor)
     try:
-        await sampler._call("open", factory, dict(kwargs))
+        await sampler._answer(actor.open.remote(factory, dict(kwargs)))
     except BaseException:
         await asyncio.shield(_end(actor))
         raise
@@ -211,7 +197,7 @@ async def _end(actor: Any) -> None:
     ray.kill(actor)
     with contextlib.suppress(RayError, TimeoutError):
         async with asyncio.timeout(KILL_SECONDS):
-            await actor.info.remote()
+            await actor.call.remote("info")
 
 
 def _gone(error: Exception) -> SamplerError:
