@@ -157,7 +157,7 @@ async def start_sampler(
 
     environment = dict(runtime_env or {})
     environment["env_vars"] = {**environment.get("env_vars", {}), **(env or {})}
-    actor = (
+    actor: Any = (
         ray.remote(SamplerActor)
         .options(
             num_cpus=num_cpus,
