@@ -59,6 +59,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/test_layers.py -k circle
 
 # Keeps the versions that still fit, torch by its public version, so that CPU and GPU builds both match. Delete constraints.txt first to move to the newest.
 lock: $(STAMP)

@@ -15,10 +15,12 @@ from typing import Any
 
 from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local
 from cotune.adapters.responder import LocalResponder
-from cotune.context import CallerContext, current_episode
+from cotune.context import current_episode
 from cotune.errors import CotuneError
+from cotune.recording.answers import Answer
 from cotune.recording.episodes import activators
-from cotune.recording.recorder import Answer, LiveCall, LiveEpisode
+from cotune.recording.pending_call import CallerContext
+from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.records import Call, Record, Task
 from cotune.recording.role_functions import RolesFunction, roles_function
 from cotune.runtime.threads import carry_context

@@ -9,7 +9,8 @@ from typing import Any
 
 from cotune.adapters.conversations import Conversations
 from cotune.adapters.open_policies import LocalPolicies
-from cotune.recording.recorder import Answer, LiveCall
+from cotune.recording.answers import Answer
+from cotune.recording.recorder import LiveCall
 from cotune.runtime.bounded_cache import bytes_of
 from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.responder import PolicyResponder

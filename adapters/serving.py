@@ -21,7 +21,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local, with_aliases
 from cotune.adapters.responder import LocalResponder
 from cotune.adapters.restarting import Restarting
-from cotune.context import CallerContext
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.http.requests import (
     Access,
@@ -36,6 +35,7 @@ from cotune.integrations.http.server import RunningServer, check_access, running
 from cotune.integrations.openai.chat_request import ChatRequest
 from cotune.integrations.openai.completions import completion_of
 from cotune.integrations.openai.sse import to_stream
+from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.records import Record, Task
 from cotune.sampling.protocol import SamplingParams

@@ -48,8 +48,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 import cotune
+from cotune.recording.answers import Answer
 from cotune.recording.episodes import run_episode
-from cotune.recording.recorder import Answer, LiveCall
+from cotune.recording.recorder import LiveCall
 from cotune.recording.records import Call, Candidate, PolicyRef
 from cotune.recording.records import Task as Given
 from cotune.storage.sqlite_store import SqliteStore

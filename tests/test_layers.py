@@ -6,8 +6,10 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -57,6 +59,37 @@ def test_core_reaches_right_only_inside_functions_of_its_front_door(path: Path) 
     front_door = path.relative_to(ROOT / "core").as_posix() in FRONT_DOOR
     names = imports(ast.parse(path.read_text()), everywhere=not front_door)
     assert [name for name in names if name.startswith(RIGHT)] == []
+
+
+def circle(package: str) -> list[str]:
+    """Modules that import each other in a ring, also inside functions and for type checkers; empty for none."""
+    graph = grimp.build_graph(package, cache_dir=None)
+    try:
+        TopologicalSorter({name: graph.find_modules_directly_imported_by(name) for name in graph.modules}).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
+def test_no_module_is_part_of_an_import_circle() -> None:
+    assert circle("cotune") == []
+
+
+@pytest.mark.parametrize(
+    "deferred",
+    [
+        "import ring.left",
+        "def later():\n    from ring import left",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ring.left import name",
+    ],
+)
+def test_a_circle_is_found_wherever_the_import_stands(tmp_path: Path, monkeypatch, deferred: str) -> None:
+    (tmp_path / "ring").mkdir()
+    for name, source in {"__init__": "", "left": "import ring.right\nname = 1", "right": deferred}.items():
+        (tmp_path / "ring" / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert set(circle("ring")) == {"ring.left", "ring.right"}
 
 
 def test_import_loads_no_heavy_package() -> None:

@@ -17,7 +17,7 @@ from cotune.algorithms.filters import REASONS
 from cotune.algorithms.groups import build_groups
 from cotune.algorithms.prepare import prepare
 from cotune.algorithms.recipes import Recipe, recipe
-from cotune.cli.show import BAD, QUIET, grid, plural, warn
+from cotune.cli.tables import BAD, QUIET, grid, plural, warn
 from cotune.errors import GroupError
 from cotune.sampling.plans import PlanKind
 from cotune.storage.sqlite_store import SqliteStore

@@ -12,7 +12,8 @@ from types import FrameType
 
 from cotune.context import current_episode
 from cotune.errors import CotuneError, SamplerError, WorkflowError
-from cotune.recording.recorder import Answer, LiveCall
+from cotune.recording.answers import Answer
+from cotune.recording.recorder import LiveCall
 from cotune.recording.records import CallStatus
 from cotune.sampling.blame import blame
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cotune.ids import address, canonical
+from cotune.recording.answers import Answer
 from cotune.recording.lineage import BYTES, Outputs
+from cotune.recording.pending_call import PendingCall
 from cotune.recording.prompt_tree import PromptTree
 from cotune.recording.records import Call, CallStatus, Message, Record, Reward, Segment, Usage, candidate_id
 from cotune.recording.redaction import RedactedCall, Redaction
 from cotune.runtime.bounded_cache import bytes_of
-
-if TYPE_CHECKING:
-    from cotune.recording.recorder import Answer, LiveCall
-
 
 _SHORT = 512
 """Bytes from which on a message is remembered by its address: looking it up costs more, keeping it less."""
@@ -41,7 +39,7 @@ class CallRecords:
         self._lock = lock
         self._warn = warn
         self.outputs = Outputs()
-        """What the calls that have ended said; for whoever holds the lock."""
+        """The answers of the calls that have ended. Hold the lock to use it."""
         self._prompts = PromptTree()
         self._names: dict[bytes | str, str] = {}
         self._names_size = 0
@@ -52,43 +50,54 @@ class CallRecords:
         with self._lock:
             return self._prompts.paths(role)
 
-    def ended(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> list[Record]:
+    def ended(self, call: PendingCall, answer: Answer | None, status: CallStatus, error: str | None) -> list[Record]:
         """The records of a call: new messages, new segments of its prompt, itself, and its candidates' rewards."""
-        told = _as_is(call, answer, error) if self._redaction is None else self._redaction.told(call, answer, error)
-        said = list(map(canonical, told.messages))
-        offered = [canonical({"tools": told.tools})] if told.tools else []
-        sampling = dict(told.answer.sampling) if told.answer else {}
+        redacted = RedactedCall(
+            messages=call.messages,
+            tools=call.tools,
+            params=call.params,
+            attempts=call.attempts,
+            error=error,
+            answer=answer,
+        )
+        if self._redaction is not None:
+            redacted = self._redaction.call(redacted)
+        messages = list(map(canonical, redacted.messages))
+        offered = [canonical({"tools": redacted.tools})] if redacted.tools else []
+        sampling = dict(redacted.answer.sampling) if redacted.answer else {}
         grammar = sampling.get("grammar")
         records: list[Record] = []
         with self._lock:
-            names = self._named(said, told.messages, records)
-            tools = self._named(offered, [told.tools], records)[0] if offered else None
+            names = self._named(messages, redacted.messages, records)
+            tools = self._named(offered, [redacted.tools], records)[0] if offered else None
             if grammar:
                 sampling["grammar"] = self._named([canonical({"grammar": grammar})], [grammar], records)[0]
-            prompt, segments = self._prompt(call.role, answer, told.tokens_withheld)
+            prompt, segments = self._prompt(call.role, answer, redacted.tokens_withheld)
             records.extend(segments)
             if answer and answer.candidates:
-                forgotten = self.outputs.add(call.id, answer.candidates[answer.chosen].message, call.mark.output)
+                forgotten = self.outputs.add(call.id, answer.candidates[answer.chosen].message, call.caller.output)
                 for _ in range(forgotten):
                     self._warn("forgotten_output", _FORGOTTEN)
-        records.append(_call(call, told, status, names, tools, sampling, prompt))
+        records.append(_call(call, redacted, status, names, tools, sampling, prompt))
         now = time.time()
-        for i, components in enumerate(told.answer.rewards if told.answer else ()):
+        for i, components in enumerate(redacted.answer.rewards if redacted.answer else ()):
             target = candidate_id(call.id, i)
             for name, value in components.items():
                 records.append(Reward(target, name, value, now))
         return records
 
-    def not_recorded(self, call: LiveCall, broken: Exception) -> list[Record]:
+    def not_recorded(self, call: PendingCall, broken: Exception) -> list[Record]:
         """What is recorded of a call whose content could not be."""
-        if self._redaction is None:
-            return [_call(call, _as_is(call, None, f"not recorded: {broken!r}"), "malformed")]
-        return [_call(call, RedactedCall(error=f"not recorded: {type(broken).__name__}"), "malformed")]
+        if self._redaction is not None:
+            redacted = RedactedCall(error=f"not recorded: {type(broken).__name__}", changed=True, tokens_withheld=True)
+        else:
+            redacted = RedactedCall(params=call.params, attempts=call.attempts, error=f"not recorded: {broken!r}")
+        return [_call(call, redacted, "malformed")]
 
-    def _named(self, said: list[bytes], bodies: list[Any], records: list[Record]) -> tuple[str, ...]:
-        """The content addresses of messages; those that are the episode's first like it are among the records."""
+    def _named(self, encoded: list[bytes], bodies: list[Any], records: list[Record]) -> tuple[str, ...]:
+        """The content addresses of messages (their JSON and themselves); new ones are added to `records`."""
         names = []
-        for raw, body in zip(said, bodies, strict=True):
+        for raw, body in zip(encoded, bodies, strict=True):
             key = raw if len(raw) < _SHORT else address(raw)
             name = self._names.get(key)
             if name is None:
@@ -122,33 +131,20 @@ class CallRecords:
         return (None if tokens_withheld or prompt in self._withheld else prompt), kept
 
 
-def _as_is(call: LiveCall, answer: Answer | None, error: str | None) -> RedactedCall:
-    return RedactedCall(
-        messages=call.messages,
-        tools=call.tools,
-        params=call.params,
-        attempts=call.attempts,
-        error=error,
-        answer=answer,
-        changed=False,
-        tokens_withheld=False,
-    )
-
-
 def _call(
-    call: LiveCall,
-    told: RedactedCall,
+    call: PendingCall,
+    redacted: RedactedCall,
     status: CallStatus,
     messages: tuple[str, ...] = (),
     tools: str | None = None,
     sampling: dict[str, Any] | None = None,
     prompt: str | None = None,
 ) -> Call:
-    answer = told.answer
+    answer = redacted.answer
     prompt_tokens = len(answer.prompt_ids) if answer else 0
     return Call(
         id=call.id,
-        episode=call.episode.id,
+        episode=call.episode_id,
         role=call.role,
         step=call.step,
         turn=call.turn,
@@ -156,20 +152,20 @@ def _call(
         messages=messages,
         tools=tools,
         model=call.model,
-        params=told.params,
+        params=redacted.params,
         sampling=sampling or {},
         prompt=prompt,
         prompt_tokens=prompt_tokens,
         policy=answer.policy if answer else None,
         status=status,
-        error=told.error,
-        attempts=tuple(told.attempts),
+        error=redacted.error,
+        attempts=tuple(redacted.attempts),
         streamed=call.streamed,
         started=call.started,
         latency=time.time() - call.started,
         usage=answer.usage if answer else Usage(),
         candidates=answer.candidates if answer else (),
         chosen=answer.chosen if answer and answer.candidates else None,
-        integration=call.mark.integration,
-        redacted=told.changed or (prompt_tokens > 0 and prompt is None),
+        integration=call.caller.integration,
+        redacted=redacted.changed or (prompt_tokens > 0 and prompt is None),
     )

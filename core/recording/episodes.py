@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from cotune.context import recording
 from cotune.errors import CotuneError, WorkflowError
 from cotune.recording.app_parts import Parts
 from cotune.recording.recorder import LiveEpisode, Responder, Sink
@@ -132,7 +133,7 @@ def outcome_of(value: Any, source: str) -> tuple[dict[str, float], dict[str, flo
 
 async def _run(workflow: Workflow, task: Task, live: LiveEpisode) -> Any:
     _grow_threads()
-    with live, running(f"The workflow {workflow.name!r} on task {task.id!r}"):
+    with recording(live), running(f"The workflow {workflow.name!r} on task {task.id!r}"):
         if inspect.iscoroutinefunction(workflow.fn):
             return await _stoppable(interruptible(workflow.fn(task.input)), live)
         value = await in_thread(workflow.fn, task.input)

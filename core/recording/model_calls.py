@@ -9,7 +9,8 @@ from typing import Any
 from cotune.context import current_episode, identify, opened_call
 from cotune.errors import RecordError
 from cotune.recording.answering import answer, answer_blocking, failed, reason_of
-from cotune.recording.recorder import Answer, LiveCall, LiveEpisode
+from cotune.recording.answers import Answer
+from cotune.recording.recorder import LiveCall, LiveEpisode
 
 UNREADABLE = (ValueError, TypeError, AttributeError, KeyError)
 """What reading a request or an answer raises where it is not what an integration expects."""

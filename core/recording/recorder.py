@@ -9,49 +9,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import msgspec
-
-from cotune.context import CallerContext, current_episode
-from cotune.errors import CotuneError, RecordError
+from cotune.errors import CotuneError, RecordError, WorkflowError
 from cotune.ids import new_id
+from cotune.recording.answers import Answer, well_formed
 from cotune.recording.app_parts import Parts
 from cotune.recording.call_records import CallRecords
+from cotune.recording.pending_call import CallerContext, PendingCall
 from cotune.recording.records import (
     CallStatus,
-    Candidate,
     Episode,
     EpisodeStatus,
-    PolicyRef,
     Record,
     Reward,
     Task,
-    Usage,
 )
 from cotune.recording.redaction import Redaction, Redactor
 from cotune.recording.role_functions import RolesFunction, named
-from cotune.recording.validate_answers import well_formed
 from cotune.runtime.forks import survives_fork
 from cotune.sampling.blame import Blame
 
 log = logging.getLogger("cotune")
-_said: set[str] = set()
-
-
-class Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What answered a call: all candidates, which one goes on, and how it came about.
-
-    `rewards[i]` are the components of candidate i, from before the selection; empty where no scorer ran, or
-    where it failed (`error`). `sampling` holds the parameters that were really used, the seed included.
-    """
-
-    candidates: tuple[Candidate, ...]
-    chosen: int = 0
-    prompt_ids: tuple[int, ...] = ()
-    policy: PolicyRef | None = None
-    usage: Usage = Usage()
-    rewards: tuple[Mapping[str, float], ...] = ()
-    sampling: Mapping[str, Any] = {}
-    error: str | None = None
+_logged: set[str] = set()
 
 
 class Responder(Protocol):
@@ -68,27 +46,18 @@ class Sink(Protocol):
     def write(self, records: Sequence[Record]) -> None: ...
 
 
-class LiveCall:
+class LiveCall(PendingCall):
     """A call in flight; scorers see it as `call`. Ends once, by `finish` or `fail`."""
 
-    __slots__ = (
-        "attempts", "cancel", "copies", "ended", "episode", "id", "mark", "messages", "model", "on_wire",
-        "params", "parents", "role", "stage", "started", "step", "streamed", "tools", "turn", "unsupported_reason",
-    )  # fmt: skip
+    __slots__ = ("cancel", "copies", "ended", "episode", "on_wire", "stage", "unsupported_reason")
 
     def __init__(
-        self, episode: LiveEpisode, mark: CallerContext, step: int, turn: int, body: Mapping[str, Any]
+        self, episode: LiveEpisode, caller: CallerContext, step: int, turn: int, body: Mapping[str, Any]
     ) -> None:
-        self.id = new_id()
+        super().__init__(episode.id, caller, step, turn, body)
         self.episode = episode
-        self.role = mark.role
-        self.mark = mark
-        self.step = step
-        self.turn = turn
-        self.attempts: list[str] = []
         self.copies: tuple[LiveCall, ...] = ()
         """The same call in episodes inside this one (`cotune.trace`); they end with it."""
-        self.started = time.time()
         self.ended = False
         self.on_wire = False
         """Whether a wire request has been made for it."""
@@ -98,21 +67,11 @@ class LiveCall:
         """How far it is, in words."""
         self.cancel: Callable[[], object] | None = None
         """Stops whatever is answering the call, when its episode ends first. Safe from any thread."""
-        self.parents: tuple[str, ...] = ()
-        """Calls whose outputs the messages contain: only such as had ended when this one started."""
-        self._take(body)
 
     def read(self, body: Mapping[str, Any]) -> None:
         """Take messages, tools and parameters from the body of a chat request in OpenAI form."""
         self._take(body)
         self.episode._link(self)
-
-    def _take(self, body: Mapping[str, Any]) -> None:
-        self.params = dict(body)
-        self.messages: list[dict[str, Any]] = list(self.params.pop("messages", None) or [])
-        self.tools: list[dict[str, Any]] | None = self.params.pop("tools", None) or None
-        self.model = str(self.params.pop("model", ""))
-        self.streamed = bool(self.params.pop("stream", False))
 
     @property
     def task(self) -> Task:
@@ -121,7 +80,7 @@ class LiveCall:
     @property
     def state(self) -> Any:
         """Input state of the node that makes the call (LangGraph), else None."""
-        return self.mark.state
+        return self.caller.state
 
     def earlier(self) -> list[tuple[int, ...]]:
         """Token paths of this role's earlier calls, longest first; none where no reply is part of the messages."""
@@ -208,17 +167,24 @@ class LiveEpisode:
         self.redaction = Redaction(redactors, keep_token_ids, self.warn) if redactors else None
         """What is stored goes through it first; scorers, responders and the application see everything as it is."""
         self._records = CallRecords(self.redaction, self._lock, self.warn)
-        self._token: Any = None
         self.gateway = ""
         """Address at which a child process reaches this episode, while `cotune.gateway()` is open."""
         self.forked = False
         """Whether this is a copy in a child process that the application forked: nothing can be recorded in it."""
         survives_fork(self)
 
-    def start(self, mark: CallerContext, body: Mapping[str, Any]) -> LiveCall:
-        """Open a call; step and turn are taken here, under the lock. Raises RecordError once the episode has ended."""
+    def start(self, caller: CallerContext, body: Mapping[str, Any]) -> LiveCall:
+        """Open a call; step and turn are taken here, under the lock. Raises RecordError once the episode has ended.
+
+        A fault of the roles function fails the episode, not the call: the application has its answer.
+        """
         if self.roles is not None:
-            mark = named(self.roles, mark, body, self)
+            try:
+                caller = named(self.roles, caller, body, self.notes.setdefault("callers", {}), self.warn)
+            except WorkflowError as error:
+                self.fatal = self.fatal or error
+                text = f"A call keeps the role {caller.role!r}: the roles function failed."
+                self.warn("unidentified_call", text, error.__cause__)
         with self._lock:
             if self.forked:
                 raise RecordError(
@@ -228,18 +194,18 @@ class LiveEpisode:
             if self.ended:
                 raise RecordError(f"Episode {self.id} has ended.", "Wait for every call before the workflow returns.")
             step, self._steps = self._steps, self._steps + 1
-            turn = self._turns.get(mark.role, 0)
-            self._turns[mark.role] = turn + 1
-            call = LiveCall(self, mark, step, turn, body)
+            turn = self._turns.get(caller.role, 0)
+            self._turns[caller.role] = turn + 1
+            call = LiveCall(self, caller, step, turn, body)
             self._open[call.id] = call
-            mark.calls += 1
+            caller.calls += 1
         self._link(call)
         return call
 
     def _link(self, call: LiveCall) -> None:
         try:
             with self._lock:
-                call.parents = self._records.outputs.read_by(call.mark.read, call.messages)
+                call.parents = self._records.outputs.read_by(call.caller.read, call.messages)
         except Exception as broken:  # noqa: BLE001
             self.warn("unlinked_call", f"What a call of role {call.role!r} has read could not be found.", broken)
 
@@ -255,21 +221,14 @@ class LiveEpisode:
         with self._lock:
             self.warnings[kind] = self.warnings.get(kind, 0) + 1
             self.explained.setdefault(kind, message)
-            first = kind not in _said
-            _said.add(kind)
+            first = kind not in _logged
+            _logged.add(kind)
         if first:
             log.warning("%s", message)
 
     def paths(self, role: str) -> list[tuple[int, ...]]:
         """Token paths of a role so far: prompts, and prompts with the reply that went on."""
         return self._records.paths(role)
-
-    def __enter__(self) -> LiveEpisode:
-        self._token = current_episode.set(self)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        current_episode.reset(self._token)
 
     def pending(self) -> list[str]:
         """The calls that are open, or were when the episode was stopped, in words."""

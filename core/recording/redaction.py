@@ -8,15 +8,13 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from cotune.errors import ConfigError, CotuneError, WorkflowError
+from cotune.recording.answers import Answer
 from cotune.recording.records import Candidate, Task
-
-if TYPE_CHECKING:
-    from cotune.recording.recorder import Answer, LiveCall
 
 Redactor = Callable[[dict[str, Any]], Mapping[str, Any]]
 """A message in, the message to store out. What is no chat message comes as one too: see `docs/privacy.md`."""
@@ -33,7 +31,7 @@ _json = msgspec.json.Encoder(enc_hook=repr)
 
 
 class RedactedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be stored of a call. `changed`: anything differs; `tokens_withheld`: its prompt does too."""
+    """What may be stored of a call."""
 
     messages: list[dict[str, Any]] = []
     tools: Any = None
@@ -41,8 +39,10 @@ class RedactedCall(msgspec.Struct, frozen=True, kw_only=True):
     attempts: list[str] = []
     error: str | None = None
     answer: Answer | None = None
-    changed: bool = True
-    tokens_withheld: bool = True
+    changed: bool = False
+    """Whether anything differs from what was sent and answered."""
+    tokens_withheld: bool = False
+    """Whether the token ids of its prompt may not be stored."""
 
 
 def check_redactor(fn: Any) -> Redactor:
@@ -137,22 +137,22 @@ class Redaction:
         found = self.content("params", dict(table))
         return found if isinstance(found, dict) else {"redacted": found}
 
-    def told(self, call: LiveCall, answer: Answer | None, error: str | None) -> RedactedCall:
-        """What may be stored of a call that has ended."""
+    def call(self, call: RedactedCall) -> RedactedCall:
+        """What may be stored of a call that has ended, from the call as it is."""
         tools = self._as_message("tools", call.tools) if call.tools else None
         messages = [self._seen(message) for message in call.messages]
         tokens_withheld = any(changed for _, changed in messages) or (tools is not None and self.changes(tools))
-        params, said = self.table(call.params), self.text(error)
+        params, error = self.table(call.params), self.text(call.error)
         formed = params != call.params or (tools is not None and self.changes(tools))
-        answered = None if answer is None else self._answer(answer, formed)
+        answer = None if call.answer is None else self._answer(call.answer, formed)
         return RedactedCall(
             messages=[message for message, _ in messages],
             tools=None if tools is None else self.message(tools).get("content"),
             params=params,
             attempts=[str(self.text(attempt)) for attempt in call.attempts],
-            error=said,
-            answer=answered,
-            changed=tokens_withheld or answered != answer or params != call.params or said != error,
+            error=error,
+            answer=answer,
+            changed=tokens_withheld or answer != call.answer or params != call.params or error != call.error,
             tokens_withheld=tokens_withheld and not self.keep_token_ids,
         )
 

@@ -6,14 +6,11 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cotune.context import CallerContext
 from cotune.errors import WorkflowError
-from cotune.runtime.callers import Function, follow_tasks, functions_around
-
-if TYPE_CHECKING:
-    from cotune.recording.recorder import LiveEpisode
+from cotune.recording.pending_call import CallerContext
+from cotune.runtime.callers import Function, functions_around
 
 CALLER, MODEL = "caller", "model"
 LONGEST = 200
@@ -72,7 +69,6 @@ def roles_function(given: Any) -> RolesFunction | None:
     """
     if given is None:
         return None
-    follow_tasks()
     if given in (CALLER, MODEL):
         return by_caller if given == CALLER else by_model
     remedy = 'Define it as: def roles(call): return "planner", or give "caller" or "model".'
@@ -97,44 +93,46 @@ def by_model(call: CallRequest) -> str | None:
     return call.model or None
 
 
-def named(roles: RolesFunction, mark: CallerContext, body: Mapping[str, Any], episode: LiveEpisode) -> CallerContext:
-    """The mark of a call under the role that `roles` gives it.
+def named(
+    roles: RolesFunction,
+    caller: CallerContext,
+    body: Mapping[str, Any],
+    modules: dict[str, str],
+    warn: Callable[[str, str], None],
+) -> CallerContext:
+    """The context of a call under the role that `roles` gives it.
 
-    A fault of the function fails the episode, not the call: the application has its answer, under the old role.
+    `modules` are the modules of the callers by whom roles of the episode were named so far. Raises WorkflowError where
+    the function fails.
     """
-    if mark.given:
-        return mark
-    request = CallRequest(mark.role, body, sys._getframe(1))
+    if caller.given:
+        return caller
+    request = CallRequest(caller.role, body, sys._getframe(1))
     try:
         role = roles(request)
         if role is not None:
             _check(role)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         what = f"The roles function {_name(roles)} failed for a call: {type(error).__name__}: {error}."
-        if episode.fatal is None:
-            episode.fatal = WorkflowError(what, "Return the name of a role, or None for the framework's.")
-            episode.fatal.__cause__ = error
-        episode.warn("unidentified_call", f"A call keeps the role {mark.role!r}: the roles function failed.", error)
-        return mark
+        raise WorkflowError(what, "Return the name of a role, or None for the framework's.") from error
     if roles is by_caller:
-        _warn_by_caller(request, episode)
+        _warn_by_caller(request, modules, warn)
     if role is None:
-        return mark
-    mark.calls += 1
-    return CallerContext(role, "roles", state=mark.state, read=mark.read, output=mark.output)
+        return caller
+    caller.calls += 1
+    return CallerContext(role, "roles", state=caller.state, read=caller.read, output=caller.output)
 
 
-def _warn_by_caller(request: CallRequest, episode: LiveEpisode) -> None:
+def _warn_by_caller(request: CallRequest, modules: dict[str, str], warn: Callable[[str, str], None]) -> None:
     """Say where the caller's name does not tell roles apart: no function is there, or several share the name."""
     if not request.functions:
-        text = f"No function of the application is around a call: its role is {request.role!r}."
-        episode.warn("unidentified_call", text)
+        warn("unidentified_call", f"No function of the application is around a call: its role is {request.role!r}.")
         return
     name, module = request.functions[0]
-    first = episode.notes.setdefault("callers", {}).setdefault(name, module)
+    first = modules.setdefault(name, module)
     if first != module:
         text = f"{first}.{name} and {module}.{name} are one role, {name!r}: tell them apart by a roles function."
-        episode.warn("ambiguous_role", text)
+        warn("ambiguous_role", text)
 
 
 def _check(role: Any) -> None:

@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
+from contextvars import Token
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from cotune.context import CallerContext, current_episode
+from cotune.context import current_episode
 from cotune.errors import RecordError, WorkflowError
 from cotune.recording.episodes import activators
+from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.records import Call, CallStatus, Reward, Task
 from cotune.recording.redaction import Redactor, check_redactor
@@ -94,6 +96,7 @@ class Trace:
         self._redactors = () if redactor is None else (check_redactor(redactor),)
         self._sink: MemoryRecords | FileRecords | None = None
         self._live: LiveEpisode | None = None
+        self._token: Token[LiveEpisode | None]
 
     @property
     def id(self) -> str:
@@ -148,7 +151,7 @@ class Trace:
             self._live = LiveEpisode(self._sink, self.task, roles=self._roles, **options)
         else:
             self._live = Within(outer, self._sink, self.task, roles=self._roles or outer.roles, **options)
-        self._live.__enter__()
+        self._token = current_episode.set(self._live)
         return self
 
     def __exit__(
@@ -156,7 +159,7 @@ class Trace:
     ) -> None:
         live = self._episode()
         with contextlib.suppress(ValueError):  # entered in another context, where the variable stays as it is
-            live.__exit__(kind, error, traceback)
+            current_episode.reset(self._token)
         if error is None:
             live.end("ok")
         elif isinstance(error, _ENDED):
@@ -188,11 +191,11 @@ class Within(LiveEpisode):
         self.outer = outer
         self.notes = outer.notes
 
-    def start(self, mark: CallerContext, body: Mapping[str, Any]) -> LiveCall:
+    def start(self, caller: CallerContext, body: Mapping[str, Any]) -> LiveCall:
         """The outer episode's call; one of its own ends when that does."""
-        call = self.outer.start(mark, body)
+        call = self.outer.start(caller, body)
         with contextlib.suppress(RecordError):  # calls made after the end of the block are the outer episode's alone
-            call.copies = (*call.copies, super().start(mark, body))
+            call.copies = (*call.copies, super().start(caller, body))
         return call
 
     def warn(self, kind: str, message: str, error: BaseException | None = None) -> None:

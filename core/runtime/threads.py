@@ -1,16 +1,20 @@
-"""Threads: code that an application starts in threads of its own stays in its episode and node."""
+"""Threads and tasks: code that an application starts in threads of its own stays in its episode and node, and the
+functions that started a thread or task are known in it where roles are named by them."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import contextvars
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from cotune.context import current_episode
-from cotune.runtime.callers import hand_on
+from cotune.runtime.callers import functions_around, started_by
 
 _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
 _QUEUED = ("apply_async", "_map_async", "imap", "imap_unordered")
@@ -22,8 +26,8 @@ def carry_context() -> None:
     """Make threads and what is submitted to thread pools run in a copy of the caller's context, inside an episode only.
 
     Covers `Thread.start` (timers too), `ThreadPoolExecutor.submit` (so `map` and `run_in_executor`) and
-    `multiprocessing.pool.ThreadPool`, also of pools made before. Installed once; outside an episode all of them do what
-    they always did.
+    `multiprocessing.pool.ThreadPool`, also of pools made before. Where a function names roles, asyncio's tasks too know
+    who started them. Installed once; outside an episode all of them do what they always did.
     """
     global _installed
     if _installed:
@@ -32,13 +36,14 @@ def carry_context() -> None:
     from multiprocessing.pool import ThreadPool
 
     start, submit = threading.Thread.start, ThreadPoolExecutor.submit
+    create: Callable[..., Any] = asyncio.BaseEventLoop.create_task
 
     @functools.wraps(start)
     def start_in_context(self: threading.Thread) -> None:
         # A pool's worker outlives the episode that happens to start it, so the worker itself must not inherit it.
         if current_episode.get() is not None and not _is_pool_worker(self):
             context = contextvars.copy_context()
-            hand_on(context)
+            _pass_on_callers(context)
             _bind(self, context)
         start(self)
 
@@ -51,16 +56,36 @@ def carry_context() -> None:
         inner = fn.func if type(fn) is functools.partial else fn
         given = getattr(inner, "__self__", None)
         if type(given) is contextvars.Context:  # as asyncio and LangChain submit
-            hand_on(given)
+            _pass_on_callers(given)
             return submit(self, fn, *args, **kwargs)
         context = contextvars.copy_context()
-        hand_on(context)
+        _pass_on_callers(context)
         return submit(self, context.run, fn, *args, **kwargs)
 
+    @functools.wraps(create)
+    def create_task_in_context(
+        self: Any, coro: Any, *, context: contextvars.Context | None = None, **options: Any
+    ) -> Any:
+        episode = current_episode.get()
+        if episode is not None and episode.roles is not None:
+            context = contextvars.copy_context() if context is None else context
+            _pass_on_callers(context)
+        return create(self, coro, context=context, **options)
+
+    asyncio.BaseEventLoop.create_task = create_task_in_context  # type: ignore[method-assign]
     threading.Thread.start = start_in_context  # type: ignore[method-assign]
     ThreadPoolExecutor.submit = submit_in_context  # type: ignore[method-assign, assignment]
     for name in _QUEUED:
         setattr(ThreadPool, name, _queued_in_context(getattr(ThreadPool, name)))
+
+
+def _pass_on_callers(context: contextvars.Context) -> None:
+    """Keep in `context`, in which a task or thread will run, the functions around this point, where roles need them."""
+    episode = current_episode.get()
+    if episode is not None and episode.roles is not None:
+        around = functions_around(sys._getframe(1))
+        with contextlib.suppress(RuntimeError):  # entered already
+            context.run(started_by.set, around)
 
 
 def _queued_in_context(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +94,7 @@ def _queued_in_context(original: Callable[..., Any]) -> Callable[..., Any]:
         if current_episode.get() is None:
             return original(self, func, *args, **kwargs)
         context = contextvars.copy_context()
-        hand_on(context)
+        _pass_on_callers(context)
 
         @functools.wraps(func, updated=())
         def in_context(*given: Any, **named: Any) -> Any:

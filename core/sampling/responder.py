@@ -11,7 +11,8 @@ import msgspec
 from cotune.algorithms.attribution import Length, attribute_siblings
 from cotune.algorithms.recipes import Attribution
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, WorkflowError
-from cotune.recording.recorder import Answer, LiveCall
+from cotune.recording.answers import Answer
+from cotune.recording.recorder import LiveCall
 from cotune.recording.records import Candidate, PolicyRef, Usage
 from cotune.sampling.plans import Plan, choose, seed_of
 from cotune.sampling.protocol import UNSHAPED, ChatFormat, Completion, Sampler, SamplingParams

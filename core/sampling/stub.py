@@ -11,7 +11,8 @@ import msgspec
 
 from cotune.algorithms.recipes import Attribution
 from cotune.errors import WorkflowError
-from cotune.recording.recorder import Answer, LiveCall
+from cotune.recording.answers import Answer
+from cotune.recording.recorder import LiveCall
 from cotune.recording.records import PolicyRef
 from cotune.sampling.json_example import example, fits
 from cotune.sampling.plans import Plan

@@ -17,7 +17,8 @@ from cotune.integrations.anthropic.requests import (
 from cotune.integrations.openai.forms import Form
 from cotune.integrations.openai.response_body import ProviderFailed
 from cotune.integrations.openai.sse import events, grow, number
-from cotune.recording.recorder import Answer, LiveCall
+from cotune.recording.answers import Answer
+from cotune.recording.recorder import LiveCall
 from cotune.recording.records import Candidate, Usage
 
 _REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "content_filter": "refusal"}

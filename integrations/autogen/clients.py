@@ -12,10 +12,11 @@ from typing import Any
 from autogen_core import BaseAgent
 from autogen_core.models import ChatCompletionClient, CreateResult
 
-from cotune.context import CallerContext, current_episode, current_mark, opened_call
+from cotune.context import current_caller, current_episode, opened_call
 from cotune.ids import new_id
 from cotune.integrations.autogen.frames import NAME, AgentState, Names, current_frame
 from cotune.integrations.autogen.lineage import Lineage
+from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
 
 
@@ -42,13 +43,13 @@ class AgentClient:
         if episode is None:
             return await self._cotune_client.create(messages, *args, **options)
         mark = _mark(episode, self._cotune_owner, messages)
-        mark_token, call_token = current_mark.set(mark), opened_call.set(None)
+        mark_token, call_token = current_caller.set(mark), opened_call.set(None)
         try:
             result = await self._cotune_client.create(messages, *args, **options)
         finally:
             mark.done = True
             opened_call.reset(call_token)
-            current_mark.reset(mark_token)
+            current_caller.reset(mark_token)
         _note(episode, self._cotune_owner, mark, result)
         return result
 
@@ -94,12 +95,12 @@ class AgentClient:
 
 
 async def _step(source: Any, mark: CallerContext) -> Any:
-    mark_token, call_token = current_mark.set(mark), opened_call.set(None)
+    mark_token, call_token = current_caller.set(mark), opened_call.set(None)
     try:
         return await anext(source, None)
     finally:
         opened_call.reset(call_token)
-        current_mark.reset(mark_token)
+        current_caller.reset(mark_token)
 
 
 def unwrapped(value: Any) -> Any:

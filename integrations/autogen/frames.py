@@ -16,8 +16,9 @@ from typing import Any
 
 from autogen_core.tools import StaticWorkbench
 
-from cotune.context import CallerContext, current_episode, current_mark, opened_call, scope_ids_around, scopes
+from cotune.context import current_caller, current_episode, opened_call, scope_ids_around, scopes
 from cotune.recording.app_parts import Part
+from cotune.recording.pending_call import CallerContext
 
 
 @dataclass(frozen=True)
@@ -130,12 +131,12 @@ def _ends(condition: Any) -> Iterator[str]:
 @contextmanager
 def within(frame: Frame) -> Iterator[None]:
     """Make a frame the current one, for code that does not yield; a call that goes on around it is not its own."""
-    tokens = current_frame.set(frame), current_mark.set(None), opened_call.set(None)
+    tokens = current_frame.set(frame), current_caller.set(None), opened_call.set(None)
     try:
         yield
     finally:
         opened_call.reset(tokens[2])
-        current_mark.reset(tokens[1])
+        current_caller.reset(tokens[1])
         current_frame.reset(tokens[0])
 
 

@@ -17,9 +17,8 @@ from autogen_core.models import (
     UserMessage,
 )
 
-from cotune.recording.recorder import Answer
+from cotune.recording.answers import Answer, counts
 from cotune.recording.records import Candidate
-from cotune.recording.validate_answers import counts
 
 _FINISH = {"stop": "stop", "length": "length", "content_filter": "content_filter", "tool_calls": "function_calls"}
 

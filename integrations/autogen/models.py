@@ -15,8 +15,9 @@ from autogen_core.models import ChatCompletionClient
 from cotune.integrations.autogen.messages import answer_of_result, part_of, request_of, result_of
 from cotune.integrations.patching import each_subclass, replace_method
 from cotune.recording.answering import answer, reason_of
+from cotune.recording.answers import Answer
 from cotune.recording.model_calls import ask_async, end_call, observed, open_call, step_async
-from cotune.recording.recorder import Answer, LiveCall
+from cotune.recording.recorder import LiveCall
 
 _PASSED = {"BaseOpenAIChatCompletionClient", "ChatCompletionCache"}
 """Classes of autogen_ext whose calls are recorded elsewhere: on the wire, and at the client that a cache asks."""

@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from cotune.recording.recorder import Answer
+from cotune.recording.answers import MALFORMED, Answer
 from cotune.recording.records import Candidate, Usage
-from cotune.recording.validate_answers import MALFORMED
 
 _PARTS = ("role", "content", "tool_calls", "tool_call_id", "name")
 _OPTIONS = ("temperature", "top_p", "max_tokens", "seed", "frequency_penalty", "presence_penalty", "n")

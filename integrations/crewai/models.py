@@ -14,11 +14,12 @@ from typing import Any
 
 from crewai.llms.base_llm import BaseLLM
 
-from cotune.context import CallerContext, current_episode, current_mark, identify, opened_call
+from cotune.context import current_caller, current_episode, identify, opened_call
 from cotune.integrations.crewai.messages import answer_of, request_of, returned
 from cotune.integrations.crewai.scopes import calling, entered, mark_of, outside_call, part_scope
 from cotune.integrations.patching import each_subclass, replace_method
 from cotune.recording.model_calls import ask, ask_async, end_call, observed, open_call
+from cotune.recording.pending_call import CallerContext
 
 _ARGUMENTS = ("messages", "tools", "callbacks", "available_functions", "from_task", "from_agent", "response_model")
 _SDK = "OpenAICompletion"
@@ -122,12 +123,12 @@ def _acall(original: Callable[..., Any]) -> Callable[..., Any]:
 def _named(asked: Mapping[str, Any]) -> Iterator[CallerContext]:
     """Mark the calls made inside with who makes them, which is the enclosing scope where no agent is named."""
     mark = mark_of(asked.get("from_agent"), asked.get("from_task")) or identify()
-    tokens = current_mark.set(mark), calling.set(True)
+    tokens = current_caller.set(mark), calling.set(True)
     try:
         yield mark
     finally:
         mark.done = True
-        current_mark.reset(tokens[0])
+        current_caller.reset(tokens[0])
         calling.reset(tokens[1])
 
 

@@ -12,8 +12,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from cotune.context import CallerContext, current_mark, opened_call, scope_ids_around, scopes
+from cotune.context import current_caller, opened_call, scope_ids_around, scopes
 from cotune.ids import new_id
+from cotune.recording.pending_call import CallerContext
 
 NAME = "crewai"
 calling: ContextVar[bool] = ContextVar("cotune_crewai_calling", default=False)
@@ -100,12 +101,12 @@ def part_scope(name: str, *, inside: bool) -> Scope:
 def entered(scope: Scope) -> Iterator[None]:
     """Be in `scope`: whatever call was being made around it is not what the scope does."""
     scope.units = tuple(scope_ids_around(_innermost))
-    tokens = (_current.set(scope), current_mark.set(None), opened_call.set(None), calling.set(False))
+    tokens = (_current.set(scope), current_caller.set(None), opened_call.set(None), calling.set(False))
     try:
         yield
     finally:
         _current.reset(tokens[0])
-        current_mark.reset(tokens[1])
+        current_caller.reset(tokens[1])
         opened_call.reset(tokens[2])
         calling.reset(tokens[3])
         if scope.outer is not None and scope.outer.agent is not None:
@@ -115,11 +116,11 @@ def entered(scope: Scope) -> Iterator[None]:
 @contextmanager
 def outside_call() -> Iterator[None]:
     """Be in the same scope, but in no model's `call`: a tool that a model class itself runs."""
-    tokens = (current_mark.set(None), opened_call.set(None), calling.set(False))
+    tokens = (current_caller.set(None), opened_call.set(None), calling.set(False))
     try:
         yield
     finally:
-        current_mark.reset(tokens[0])
+        current_caller.reset(tokens[0])
         opened_call.reset(tokens[1])
         calling.reset(tokens[2])
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from cotune.context import CallerContext
 from cotune.errors import RecordError
 from cotune.ids import message_id
 from cotune.integrations.gateway.address import Identity
@@ -17,6 +16,7 @@ from cotune.integrations.gateway.requests import chat_of
 from cotune.integrations.gateway.sessions import Sessions, Split
 from cotune.integrations.http.requests import RequestError
 from cotune.integrations.openai.forms import Form
+from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode, Sink
 from cotune.recording.records import Episode, EpisodeStatus, Reward, Task
 from cotune.recording.redaction import Redactor
@@ -152,7 +152,7 @@ class Episodes:
             call = episode.start(caller, chat)
         except RecordError as error:
             raise RequestError(409, str(error), code="episode_ended") from None
-        call.mark.output, call.unsupported_reason = call.id, unsupported_reason
+        call.caller.output, call.unsupported_reason = call.id, unsupported_reason
         exchange = Exchange(call, form, asked, self._ended)
         self._exchanges.setdefault(episode.id, set()).add(exchange)
         return exchange

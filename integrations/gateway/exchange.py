@@ -10,7 +10,8 @@ from cotune.integrations.gateway.requests import inflate
 from cotune.integrations.openai.answers import finish, part_of
 from cotune.integrations.openai.forms import Form
 from cotune.recording.answering import reason_of
-from cotune.recording.recorder import Answer, LiveCall
+from cotune.recording.answers import Answer
+from cotune.recording.recorder import LiveCall
 from cotune.recording.records import CallStatus
 
 MAX_COPY = 64 << 20

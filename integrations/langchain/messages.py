@@ -14,9 +14,9 @@ from langchain_core.output_parsers.openai_tools import make_invalid_tool_call, p
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from cotune.recording.recorder import Answer, LiveCall
+from cotune.recording.answers import MALFORMED, Answer, counts
+from cotune.recording.recorder import LiveCall
 from cotune.recording.records import Candidate
-from cotune.recording.validate_answers import MALFORMED, counts
 
 
 def request_of(

@@ -12,13 +12,14 @@ from uuid import uuid4
 
 from langchain_core.runnables.config import var_child_runnable_config
 
-from cotune.context import CallerContext, current_episode, current_mark, scopes
+from cotune.context import current_caller, current_episode, scopes
 from cotune.integrations.langchain.callbacks import on_end, on_start
 from cotune.integrations.langchain.middleware import around
 from cotune.integrations.langgraph.graphs import starting
 from cotune.integrations.langgraph.parts import nodes_of
 from cotune.integrations.langgraph.runs import GraphRun, role_of
 from cotune.recording.app_parts import Part, Parts
+from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
 
 NAME = "langgraph"
@@ -127,7 +128,7 @@ def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
     else:
         mark = CallerContext(by.role, by.integration, state=by.state, read=(*by.read, *read), output=output)
     notes.marks[run.run_id.int] = mark
-    current_mark.set(mark)
+    current_caller.set(mark)
 
 
 def _model_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

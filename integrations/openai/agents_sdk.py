@@ -12,9 +12,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from cotune.context import CallerContext, current_episode, current_mark, opened_call, scope_ids_around, scopes
+from cotune.context import current_caller, current_episode, opened_call, scope_ids_around, scopes
 from cotune.integrations.versions import missing_hook
 from cotune.recording.app_parts import Part, Parts
+from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
 
 NAME = "openai-agents"
@@ -138,12 +139,12 @@ def _invoked(original: Any) -> Any:
         if current_episode.get() is None:
             return await original(function_tool=function_tool, context=context, **options)
         tool = _ToolAtWork(getattr(context, "agent", None), function_tool.name, tuple(scope_ids_around(scope)))
-        tokens = _tool.set(tool), current_mark.set(None), opened_call.set(None)
+        tokens = _tool.set(tool), current_caller.set(None), opened_call.set(None)
         try:
             return await original(function_tool=function_tool, context=context, **options)
         finally:
             opened_call.reset(tokens[2])
-            current_mark.reset(tokens[1])
+            current_caller.reset(tokens[1])
             _tool.reset(tokens[0])
 
     return invoke
@@ -159,12 +160,12 @@ def _name(agent: Any) -> str:
 
 @contextmanager
 def _calling_as(caller: CallerContext) -> Iterator[None]:
-    tokens = current_mark.set(caller), opened_call.set(None)
+    tokens = current_caller.set(caller), opened_call.set(None)
     try:
         yield
     finally:
         opened_call.reset(tokens[1])
-        current_mark.reset(tokens[0])
+        current_caller.reset(tokens[0])
 
 
 def _ended(caller: CallerContext) -> None:

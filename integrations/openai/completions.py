@@ -8,9 +8,9 @@ from itertools import starmap
 from typing import Any
 
 from cotune.errors import SamplerError
-from cotune.recording.recorder import Answer, LiveCall
+from cotune.recording.answers import MALFORMED, Answer, counts
+from cotune.recording.recorder import LiveCall
 from cotune.recording.records import Candidate
-from cotune.recording.validate_answers import MALFORMED, counts
 
 TokenText = Callable[[int], str] | None
 

@@ -13,7 +13,8 @@ from cotune.integrations.openai import response_body as openai_response_body
 from cotune.integrations.openai import response_events as openai_response_events
 from cotune.integrations.openai import responses as openai_responses
 from cotune.integrations.openai import sse
-from cotune.recording.recorder import Answer, LiveCall, LiveEpisode
+from cotune.recording.answers import Answer
+from cotune.recording.recorder import LiveCall, LiveEpisode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 from cotune.integrations.openai.completions import several
 from cotune.integrations.openai.responses import messages_of, readable, text_of
-from cotune.recording.recorder import Answer, LiveCall
+from cotune.recording.answers import MALFORMED, Answer, counts
+from cotune.recording.recorder import LiveCall
 from cotune.recording.records import Candidate
-from cotune.recording.validate_answers import MALFORMED, counts
 
 _LOGPROBS = "message.output_text.logprobs"
 _ECHOED: dict[str, Any] = {

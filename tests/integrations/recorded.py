@@ -8,8 +8,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from cotune.recording.answers import Answer
 from cotune.recording.episodes import Outcome, run_episode
-from cotune.recording.recorder import Answer, LiveCall
+from cotune.recording.recorder import LiveCall
 from cotune.recording.records import Call, Candidate, PolicyRef, Record, Task, Usage
 from cotune.workflows import workflow, workflow_of
 

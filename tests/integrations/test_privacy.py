@@ -30,7 +30,7 @@ USER = [{"role": "user", "content": f"remember {SECRET}"}]
 
 def test_no_prompt_is_in_the_log_whatever_goes_wrong(provider: Provider, caplog, monkeypatch):
     """Failures of the provider, the application, a redactor, a responder, the store and the recorder itself."""
-    monkeypatch.setattr("cotune.recording.recorder._said", set())
+    monkeypatch.setattr("cotune.recording.recorder._logged", set())
     echo = {"error": {"message": f"bad prompt: {SECRET}"}}
     replies = [
         json_reply(echo, 400),
@@ -80,7 +80,7 @@ def test_no_prompt_is_in_the_log_whatever_goes_wrong(provider: Provider, caplog,
 
 
 def test_details_are_logged_at_debug(caplog, monkeypatch, record: Recorded, nowhere: None):
-    monkeypatch.setattr("cotune.recording.recorder._said", set())
+    monkeypatch.setattr("cotune.recording.recorder._logged", set())
 
     class Broken(Sink):
         def write(self, records):

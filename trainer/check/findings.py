@@ -10,7 +10,7 @@ import msgspec
 
 from cotune.algorithms.learning_signal import learns_from, outcome_unused
 from cotune.algorithms.recipes import Recipe
-from cotune.cli.show import plural
+from cotune.cli.tables import plural
 from cotune.errors import CotuneError
 from cotune.recording.app_parts import Part
 from cotune.recording.episodes import Outcome

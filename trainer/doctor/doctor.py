@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from cotune.cli.show import BAD, GOOD
+from cotune.cli.tables import BAD, GOOD
 from cotune.errors import CotuneError
 from cotune.integrations import versions
 from cotune.integrations.models.folder import locate_model

@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 
 from cotune.cli.show import show_run
-from cotune.context import CallerContext
 from cotune.errors import RecordError, RunError
-from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.answers import Answer
+from cotune.recording.pending_call import CallerContext
+from cotune.recording.recorder import LiveEpisode
 from cotune.recording.records import Candidate, PolicyRef, Reward, Task, Usage
 from cotune.storage.sqlite_store import SqliteStore
 

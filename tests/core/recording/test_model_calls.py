@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from cotune import context
-from cotune.context import opened_call
+from cotune.context import opened_call, recording
 from cotune.errors import RecordError, SamplerError
 from cotune.recording.model_calls import ask, ask_async, end_call, observed, open_call, step
 from tests.integrations.recorded import Recorded, answer
@@ -59,7 +59,7 @@ def test_a_scope_that_fails_costs_the_role_and_is_counted(record: Recorded, monk
 
 def test_a_call_after_the_end_passes_unrecorded_and_counted(record: Recorded) -> None:
     outcome = record(lambda task: 1)
-    with outcome.live:
+    with recording(outcome.live):
         assert open_call(lambda: BODY) is None
     assert outcome.live.warnings == {"late_call": 1}
 
@@ -71,7 +71,7 @@ def test_where_a_policy_would_answer_neither_passes(record: Recorded) -> None:
         return 1
 
     outcome = record(run, lambda call: "x")
-    with outcome.live, pytest.raises(RecordError, match="has ended"):
+    with recording(outcome.live), pytest.raises(RecordError, match="has ended"):
         open_call(lambda: BODY)
     assert outcome.live.warnings == {}
 

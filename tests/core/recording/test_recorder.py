@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.context import CallerContext, current_mark, identify, role, scopes
+from cotune.context import current_caller, identify, role, scopes
 from cotune.errors import RecordError
 from cotune.ids import message_id, pack_ids, segment_id
+from cotune.recording.answers import Answer
+from cotune.recording.pending_call import CallerContext
 from cotune.recording.prompt_tree import PromptTree
-from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.recorder import LiveEpisode
 from cotune.recording.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Segment, Task, Usage
 
 
@@ -216,7 +218,7 @@ def test_a_sink_that_fails_is_counted_and_said_once(caplog: pytest.LogCaptureFix
         def write(self, records):
             raise OSError("disk full")
 
-    monkeypatch.setattr("cotune.recording.recorder._said", set())
+    monkeypatch.setattr("cotune.recording.recorder._logged", set())
     with caplog.at_level(logging.WARNING, "cotune"):
         for _ in range(2):
             episode = LiveEpisode(Full(), Task(id="t", input={}), workflow="w")
@@ -247,7 +249,7 @@ def test_identity_override_then_mark_then_scope_then_app():
         scopes.extend([lambda: None, lambda: CallerContext("scope", "s", state={"x": 1})])
         assert identify().role == "scope"
         mark = CallerContext("mark", "m", state={"y": 2}, read=("id",))
-        current_mark.set(mark)
+        current_caller.set(mark)
         assert identify() is mark
         with role("mine"):
             forced = identify()
@@ -269,10 +271,10 @@ def test_identity_override_then_mark_then_scope_then_app():
 def test_a_mark_ended_in_a_copied_context_is_ended_everywhere():
     async def main():
         mark = CallerContext("mark", "m")
-        current_mark.set(mark)
+        current_caller.set(mark)
 
         async def ends():
-            current_mark.get().done = True
+            current_caller.get().done = True
 
         await asyncio.create_task(ends())
         return identify().role

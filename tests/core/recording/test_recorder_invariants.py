@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cotune.context import CallerContext
 from cotune.errors import RecordError
-from cotune.recording.recorder import Answer, LiveCall, LiveEpisode
+from cotune.recording.answers import Answer
+from cotune.recording.pending_call import CallerContext
+from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Segment, Task
 from cotune.recording.tracing import Within
 

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotune.algorithms.collect import collect
-from cotune.context import CallerContext
 from cotune.errors import ConfigError, WorkflowError
-from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.answers import Answer
+from cotune.recording.pending_call import CallerContext
+from cotune.recording.recorder import LiveEpisode
 from cotune.recording.records import Call, Candidate, Episode, Message, PolicyRef, Segment, Task
 from cotune.recording.redaction import FAILED, each_text, load_redactor
 from cotune.storage.sqlite_store import SqliteStore
@@ -152,7 +153,7 @@ def test_redactors_apply_in_order():
     ids=["raises", "returns None", "returns a text", "returns what is no JSON"],
 )
 def test_a_redactor_that_fails_leaks_nothing_and_is_counted(broken, caplog, monkeypatch):
-    monkeypatch.setattr("cotune.recording.recorder._said", set())
+    monkeypatch.setattr("cotune.recording.recorder._logged", set())
     episode = live(broken)
     with caplog.at_level(logging.INFO):
         record_everything(episode)

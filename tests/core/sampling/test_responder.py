@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from cotune.algorithms.recipes import Attribution
-from cotune.context import CallerContext
 from cotune.errors import SamplerError
+from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.recording.records import PolicyRef, Task
 from cotune.sampling.plans import Plan

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from cotune.context import CallerContext
 from cotune.errors import WorkflowError
-from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.answers import Answer
+from cotune.recording.pending_call import CallerContext
+from cotune.recording.recorder import LiveEpisode
 from cotune.recording.records import Task
 from cotune.sampling.plans import Plan
 from cotune.sampling.stub import StubResponder

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from cotune.cli.main import main
-from cotune.context import CallerContext
 from cotune.ids import new_id
-from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.answers import Answer
+from cotune.recording.pending_call import CallerContext
+from cotune.recording.recorder import LiveEpisode
 from cotune.recording.records import Candidate, PolicyRef, Task
 from cotune.storage.schema import WIDTHS
 from cotune.storage.sqlite_store import SqliteStore

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from cotune.cli.main import main
-from cotune.context import CallerContext
-from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.answers import Answer
+from cotune.recording.pending_call import CallerContext
+from cotune.recording.recorder import LiveEpisode
 from cotune.recording.records import Candidate, Task
 from cotune.storage.sft_export import Written, write_supervised
 from cotune.storage.sqlite_store import SqliteStore

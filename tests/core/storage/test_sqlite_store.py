@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 import cotune
-from cotune.context import CallerContext
 from cotune.errors import RecordError, RunError
-from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.answers import Answer
+from cotune.recording.pending_call import CallerContext
+from cotune.recording.recorder import LiveEpisode
 from cotune.recording.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.storage.sqlite_writer import RecentIds
@@ -54,9 +55,10 @@ def call(id, episode="E1", step=0):
 
 WRITE_FOREVER = """
     import sys
-    from cotune.context import CallerContext
+    from cotune.recording.pending_call import CallerContext
     from cotune.recording.records import Candidate, PolicyRef, Task
-    from cotune.recording.recorder import Answer, LiveEpisode
+    from cotune.recording.answers import Answer
+    from cotune.recording.recorder import LiveEpisode
     from cotune.storage.sqlite_store import SqliteStore
 
     store = SqliteStore.open(sys.argv[1])

@@ -18,12 +18,13 @@ import openai
 import pytest
 
 import cotune
-from cotune.context import CallerContext
 from cotune.integrations.gateway.proxy import Limits
 from cotune.integrations.openai import responses as openai_responses
 from cotune.recording import call_records, recorder
 from cotune.recording import lineage as outputs
-from cotune.recording.recorder import Answer, LiveEpisode
+from cotune.recording.answers import Answer
+from cotune.recording.pending_call import CallerContext
+from cotune.recording.recorder import LiveEpisode
 from cotune.recording.records import Candidate, Message, Task
 from tests.integrations.gateway.client import Bench, ask, bench
 from tests.integrations.provider import completion, json_reply, serving

@@ -47,7 +47,7 @@ def test_the_managers_of_callbacks_still_tell_node_namespace_and_message_ids(rec
     told = {}
 
     def reply(call):
-        told.update(output=call.mark.output, episode=call.episode)
+        told.update(output=call.caller.output, episode=call.episode)
         notes = _notes(call.episode)
         told["kinds"] = [(run.kind, run.name, bool(run.space)) for run in notes.runs.values()]
         told["handlers"] = CallbackManager.configure().handlers
@@ -102,7 +102,7 @@ def test_frameworks_are_hooked_when_an_episode_imports_them_first():
     code = """
 import asyncio, sys
 from cotune.recording.episodes import run_episode
-from cotune.recording.recorder import Answer
+from cotune.recording.answers import Answer
 from cotune.recording.records import Candidate, Task
 from cotune.workflows import workflow, workflow_of
 

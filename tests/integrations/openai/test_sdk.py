@@ -14,6 +14,7 @@ import pytest
 from openai import _base_client
 
 from cotune import role
+from cotune.context import recording
 from cotune.errors import SamplerError, SampleTimeout, WorkflowError
 from cotune.integrations import activate
 from cotune.recording.records import Message
@@ -555,7 +556,7 @@ def test_calls_still_open_at_the_end_are_cancelled_and_later_ones_refused(record
     async def main():
         outcome = await episode(run, never, record.sink)
         await asyncio.wait(leftover)
-        with outcome.live:
+        with recording(outcome.live):
             try:
                 await aask()
             except openai.ConflictError as error:
@@ -571,7 +572,7 @@ def test_calls_still_open_at_the_end_are_cancelled_and_later_ones_refused(record
 
 def test_late_calls_of_a_traced_application_pass_unrecorded_and_counted(provider: Provider, record: Recorded):
     outcome = record(lambda task: bool(ask()))
-    with outcome.live:
+    with recording(outcome.live):
         assert ask().choices[0].message.content == "re: hello"
     assert outcome.live.warnings == {"late_call": 1}
     assert len(record.calls) == 1

@@ -13,11 +13,11 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from cotune.cli.main import main
-from cotune.context import CallerContext
 from cotune.errors import ConfigError, CotuneError
 from cotune.integrations.otel import names as names
 from cotune.integrations.otel.exporter import LiveExport, export_file, export_to, otlp_exporter
 from cotune.integrations.otel.spans import Detail, Span, episode_spans
+from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.recording.records import Task
 from cotune.storage.sqlite_store import SqliteStore

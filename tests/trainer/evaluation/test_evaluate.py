@@ -14,9 +14,10 @@ import cotune
 from cotune.adapters.export import write_export
 from cotune.adapters.trained import TrainedPolicy
 from cotune.algorithms.recipes import LossSpec
-from cotune.context import CallerContext, current_episode
+from cotune.context import current_episode
 from cotune.errors import ConfigError, RunError
 from cotune.policies import LoraSpec, policies_for
+from cotune.recording.pending_call import CallerContext
 from cotune.recording.records import Episode
 from cotune.trainer.checkpoint import Checkpoint, save_checkpoint
 from cotune.trainer.config.learner import LearnerSettings

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cotune.context import CallerContext, current_episode
+from cotune.context import current_episode
 from cotune.errors import ConfigError, WorkflowError
 from cotune.policies import UNTRAINED
+from cotune.recording.pending_call import CallerContext
 from cotune.recording.records import Call, Episode, PolicyRef, Record, Task
 from cotune.sampling.protocol import Completion, SamplingParams
 from cotune.trainer.evaluation.evaluate import evaluate_modes

@@ -1,4 +1,4 @@
-"""Is what a provider answered what its interface promises? What no record can hold is taken out and named.
+"""What answered a call, and whether records can hold it: what they cannot hold is taken out and named.
 
 A provider may send anything. An application that does not look at a field never notices that it is mistyped, and one
 that stands in a record would make the record unreadable.
@@ -10,16 +10,13 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from cotune.ids import pack_ids
-from cotune.recording.records import Candidate, Usage
-
-if TYPE_CHECKING:
-    from cotune.recording.recorder import Answer
+from cotune.recording.records import Candidate, PolicyRef, Usage
 
 MALFORMED = "malformed"
 """Key of a stored message under which stands what was taken out of it, by field."""
@@ -28,6 +25,23 @@ MOST = 2**53
 _PLAIN = {"role", "content"}
 _NAMED = 5
 """Faults that are named; the others are counted."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What answered a call: all candidates, which one goes on, and how it came about.
+
+    `rewards[i]` are the components of candidate i, from before the selection; empty where no scorer ran, or
+    where it failed (`error`). `sampling` holds the parameters that were really used, the seed included.
+    """
+
+    candidates: tuple[Candidate, ...]
+    chosen: int = 0
+    prompt_ids: tuple[int, ...] = ()
+    policy: PolicyRef | None = None
+    usage: Usage = Usage()
+    rewards: tuple[Mapping[str, float], ...] = ()
+    sampling: Mapping[str, Any] = {}
+    error: str | None = None
 
 
 class _Function(msgspec.Struct, gc=False):

@@ -1,0 +1,63 @@
+"""What the command line's tables and lines have in common: colours, columns, counts and rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+GOOD, BAD, QUIET, NAME = "green", "red", "dim", "cyan"
+
+
+def snippet(value: Any, size: int = 160) -> str:
+    """One line of a message or JSON value."""
+    if isinstance(value, Mapping):
+        value = value.get("content") or value
+    line = " ".join(str(value).split())
+    return line if len(line) <= size else line[: size - 1] + "…"
+
+
+def scores(rewards: Mapping[str, float]) -> Text:
+    """Named rewards on one line."""
+    from rich.text import Text
+
+    line = Text()
+    for name, value in sorted(rewards.items()):
+        style = GOOD if value is not None and value > 0 else BAD if value is None or value < 0 else ""
+        line.append(" " if line else "").append(f"{name} ", style=QUIET)
+        line.append("nan" if value is None else f"{value:.3g}", style=style)
+    return line
+
+
+def grid(*columns: str) -> Table:
+    """A table without lines inside; a name that ends in `>` is a column of numbers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="bold")
+    for name in columns:
+        numeric = name.endswith(">")
+        table.add_column(name.rstrip(">"), justify="right" if numeric else "left", no_wrap=name != columns[-1])
+    return table
+
+
+def cells(values: Iterable[Any]) -> list[Any]:
+    """Table cells: rich texts as they are, the rest without markup."""
+    from rich.text import Text
+
+    return [value if isinstance(value, Text) else Text(str(value)) for value in values]
+
+
+def warn(count: int) -> Text:
+    """A count that should be zero."""
+    from rich.text import Text
+
+    return Text(str(count), style=BAD if count else QUIET)
+
+
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """`count` with the right form of a noun."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
