@@ -28,18 +28,20 @@ from cotune.adapters.manifest import (
     write_manifest,
 )
 from cotune.adapters.model_card import model_card, serve_commands
-from cotune.adapters.trained import TrainedPolicy, latest_policies, other_roles_of, tool_format_of
+from cotune.adapters.trained import TrainedPolicy, latest_policies
 from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.models.folder import locate_model, write_model
 from cotune.policies import LoraSpec, OtherRoles
 from cotune.sampling.protocol import Weights, fingerprint
+from cotune.storage.run_layout import read_run
 
 
 def export_run(run: str | Path, to: str | Path) -> Manifest:
     """Export the newest checkpoint of a run. Raises RunError, ConfigError, AdapterError."""
     policies = latest_policies(run)
+    config = read_run(run).config
     name = Path(run).resolve().name
-    return write_export(to, policies, run=name, other_roles=other_roles_of(run), tool_format=tool_format_of(run))
+    return write_export(to, policies, run=name, other_roles=config.other_roles, tool_format=config.tool_format)
 
 
 def write_export(

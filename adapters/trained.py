@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from cotune.adapters.hashes import changed
 from cotune.errors import AdapterError, RunError
-from cotune.policies import LoraSpec, OtherRoles, PolicyKind
+from cotune.policies import LoraSpec, PolicyKind
 from cotune.sampling.protocol import Weights
+from cotune.storage.run_layout import RunLayout, newest_checkpoint, read_policies, read_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,72 +30,28 @@ class TrainedPolicy:
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
-class _Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of a checkpoint's policies.json."""
-
-    name: str
-    kind: PolicyKind
-    version: int
-    roles: tuple[str, ...]
-    lora: LoraSpec | None = None
-    model: str | None = None
-    metrics: dict[str, dict[str, float]] = {}
-    weights_file: str | None = None
-
-
 def latest_policies(run: str | Path) -> list[TrainedPolicy]:
     """Policies of the newest checkpoint of a run, with their weights. Raises RunError, AdapterError."""
-    folder = Path(run)
-    described = _read_json(folder / "run.json", "Name a folder that cotune train wrote.")
-    latest = folder / "checkpoints" / "latest"
-    if not latest.is_file():
-        raise RunError(f"{folder} has no checkpoint yet.", "Let the run finish a step.")
-    checkpoint = latest.parent / Path(latest.read_text(errors="replace").strip() or "?").name
+    described = read_run(run)
+    checkpoint = newest_checkpoint(RunLayout(run).checkpoints)
+    if checkpoint is None:
+        raise RunError(f"{run} has no checkpoint yet.", "Let the run finish a step.")
     if wrong := changed(checkpoint):
-        raise RunError(f"The checkpoint {checkpoint} is broken: {wrong}.", _RESUME)
-    try:
-        saved = msgspec.convert(_read_json(checkpoint / "policies.json", _RESUME), list[_Saved])
-    except msgspec.ValidationError as error:
-        raise RunError(f"{checkpoint / 'policies.json'} is broken: {error}.", _RESUME) from None
-    model = described.get("model") if isinstance(described, dict) else None
+        remedy = "Name an older checkpoint in checkpoints/latest, or train again."
+        raise RunError(f"The checkpoint {checkpoint} is broken: {wrong}.", remedy)
     return [
         TrainedPolicy(
             name=entry.name,
             kind=entry.kind,
             version=entry.version,
             roles=entry.roles,
-            model=entry.model or model,
+            model=entry.model or described.model,
             weights=read_weights(checkpoint / entry.weights_file) if entry.weights_file else None,
             lora=entry.lora,
             metrics=entry.metrics,
         )
-        for entry in saved
+        for entry in read_policies(checkpoint)
     ]
-
-
-def steps_of(run: str | Path) -> tuple[int, int]:
-    """Steps that the newest checkpoint of a run has, and steps that the run is to make. Raises RunError."""
-    folder = Path(run)
-    described = _read_json(folder / "run.json", "Name a folder that cotune train wrote.")
-    name = (folder / "checkpoints" / "latest").read_text().strip()
-    done = int(name.rpartition("-")[2])
-    return done, int((described.get("config") or {}).get("steps", done))
-
-
-def other_roles_of(run: str | Path) -> OtherRoles:
-    """What plays a role of a run that has no policy. Raises RunError."""
-    found: OtherRoles = _config_of(run).get("other_roles", "provider")
-    return found
-
-
-def tool_format_of(run: str | Path) -> str:
-    """How the model of a run writes tool calls, as its configuration says. Raises RunError."""
-    return str(_config_of(run).get("tool_format", "auto"))
-
-
-def _config_of(run: str | Path) -> Mapping[str, Any]:
-    described = _read_json(Path(run) / "run.json", "Name a folder that cotune train wrote.")
-    return (described.get("config") if isinstance(described, dict) else None) or {}
 
 
 def read_weights(path: Path) -> Weights:
@@ -110,15 +63,3 @@ def read_weights(path: Path) -> Weights:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{path} cannot be read: {error}.", "Export or train again.") from None
-
-
-_RESUME = "Name an older checkpoint in checkpoints/latest, or train again."
-
-
-def _read_json(path: Path, remedy: str) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}.", remedy) from None
-    except ValueError as error:
-        raise RunError(f"{path} is broken: {error}.", remedy) from None

@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.plan_path_agents import MAX_TOKENS, WORKFLOWS, base, grid
+from cotune.storage.run_layout import read_metrics
 from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.evaluation.statistics import share
-from cotune.trainer.run_folder import read_metrics
 from cotune.trainer.train import resume, train
 
 SELECTS = ("argmax", "sample", "first")

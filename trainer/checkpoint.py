@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -19,6 +18,7 @@ from cotune.adapters.hashes import changed, write_hashes
 from cotune.algorithms.advantages import AdvantageState
 from cotune.errors import RunError
 from cotune.policies import Policies
+from cotune.storage.run_layout import POLICIES, SavedPolicy, checkpoint_name, latest_in, newest_checkpoint
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.run_folder import sync_folder, write_atomically
 
@@ -41,7 +41,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, learner: Learner, *, keep: int) -> Path:
     """Write `folder/step-NNNNNN` atomically, point `latest` at it and remove all but the newest `keep`."""
-    target = folder / f"step-{checkpoint.steps:06d}"
+    target = folder / checkpoint_name(checkpoint.steps)
     partial = folder / f".{target.name}.partial"
     for stale in (partial, target):
         if stale.exists():
@@ -49,7 +49,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, learner: Learner, *, k
     partial.mkdir(parents=True)
     learner.save(partial)
     write_atomically(partial / "checkpoint.json", msgspec.json.encode(checkpoint))
-    write_atomically(partial / "policies.json", json.dumps(_policies(checkpoint), indent=2).encode())
+    write_atomically(partial / POLICIES, json.dumps(msgspec.to_builtins(_policies(checkpoint)), indent=2).encode())
     write_hashes(partial)
     mode = (partial / "checkpoint.json").stat().st_mode
     for file in partial.rglob("*"):
@@ -59,7 +59,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, learner: Learner, *, k
     sync_folder(partial)
     partial.rename(target)
     sync_folder(folder)
-    write_atomically(folder / "latest", target.name.encode())
+    write_atomically(latest_in(folder), target.name.encode())
     for old in sorted(path for path in folder.glob("step-*") if path.name <= target.name)[:-keep]:
         shutil.rmtree(old)
     return target
@@ -70,10 +70,9 @@ def load_checkpoint(folder: Path) -> tuple[Checkpoint, Path] | None:
 
     Raises RunError where a file of it is not what was written, naming the newest older one that is.
     """
-    latest = folder / "latest"
-    if not latest.is_file():
+    path = newest_checkpoint(folder)
+    if path is None:
         return None
-    path = folder / Path(latest.read_text(errors="replace").strip() or "?").name
     wrong = changed(path)
     if wrong is None:
         try:
@@ -88,26 +87,26 @@ def _way_back(folder: Path, broken: Path) -> str:
     found = next((path for path in older if changed(path) is None), None)
     if found is None:
         return "No other checkpoint of this run is whole: start a new run."
-    return f"Go on from {found.name}, which is whole: echo {found.name} > {folder / 'latest'}, and --resume."
+    return f"Go on from {found.name}, which is whole: echo {found.name} > {latest_in(folder)}, and --resume."
 
 
-def _policies(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+def _policies(checkpoint: Checkpoint) -> list[SavedPolicy]:
     """What the export needs to know of each policy, readable without torch."""
     roles: dict[str, list[str]] = {}
     for role, name in checkpoint.policies.roles.items():
         roles.setdefault(name, []).append(role)
     trained = [name for name, spec in checkpoint.policies.specs.items() if spec.trained]
     return [
-        {
-            "name": spec.name,
-            "kind": spec.kind,
-            "version": checkpoint.versions.get(spec.name, 0),
-            "roles": roles.get(spec.name, []),
-            "lora": msgspec.to_builtins(spec.lora) if spec.kind == "lora" else None,
-            "model": spec.model,
-            "metrics": _metrics(checkpoint.metrics, roles.get(spec.name, [])),
-            "weights_file": f"{trained.index(spec.name)}.safetensors" if spec.trained else None,
-        }
+        SavedPolicy(
+            name=spec.name,
+            kind=spec.kind,
+            version=checkpoint.versions.get(spec.name, 0),
+            roles=tuple(roles.get(spec.name, ())),
+            lora=spec.lora if spec.kind == "lora" else None,
+            model=spec.model,
+            metrics=_metrics(checkpoint.metrics, roles.get(spec.name, [])),
+            weights_file=f"{trained.index(spec.name)}.safetensors" if spec.trained else None,
+        )
         for spec in checkpoint.policies.specs.values()
     ]
 

@@ -19,6 +19,7 @@ from cotune.recording.records import Task
 from cotune.runtime.interrupts import asking
 from cotune.runtime.process_exit import go_on
 from cotune.runtime.run_sync import run_sync
+from cotune.storage.run_layout import read_metrics, read_run_json
 from cotune.tasks import as_tasks, load_tasks
 from cotune.trainer.checkpoint import load_checkpoint
 from cotune.trainer.config.train import TrainConfig, convert
@@ -27,7 +28,7 @@ from cotune.trainer.loop import train_steps
 from cotune.trainer.progress import Progress
 from cotune.trainer.resume import base_of, changed, check_tasks, found_again, hold_base, tasks_digest
 from cotune.trainer.run import Run, opened
-from cotune.trainer.run_folder import RunFolder, describe, read_metrics
+from cotune.trainer.run_folder import RunFolder
 from cotune.workflows import Workflow, WorkflowSource, load_workflow, workflow_of
 
 
@@ -100,7 +101,7 @@ def resume(
     and `tasks` are needed only where the run was started from Python with objects instead of names. Raises ConfigError
     or RunError, before work starts, for what would make it another run.
     """
-    describe(run)
+    read_run_json(run)
     folder = RunFolder.open(run)
     with contextlib.ExitStack() as stack:
         stack.callback(folder.close)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from cotune.cli.command import RECORDS, add_command, pairs
@@ -97,9 +96,10 @@ def _export(ways: Any) -> None:
 def _import(ways: Any) -> None:
     def run(a: argparse.Namespace) -> int:
         from cotune.integrations.otel.importer import import_file
+        from cotune.storage.run_layout import RunLayout
         from cotune.storage.sqlite_store import SqliteStore
 
-        with SqliteStore.open(Path(a.to) / "records.db") as store:
+        with SqliteStore.open(RunLayout(a.to).records) as store:
             for file in a.files:
                 made = import_file(file, store)
                 tell(f"{file}: {made.episodes} episodes with {made.calls} calls from {made.spans} spans")

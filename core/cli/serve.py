@@ -9,6 +9,7 @@ from typing import Any
 from cotune.cli.command import add_address, add_command, add_trust
 from cotune.cli.fields import add_fields
 from cotune.errors import ConfigError
+from cotune.storage.run_layout import RunLayout, newest_checkpoint, read_run, steps_of
 from cotune.terminal import tell
 
 _UNTRAINED = {"frozen": "frozen, the base model answers", "provider": "the application's own provider"}
@@ -19,14 +20,14 @@ def add_export(commands: Any) -> None:
 
     def run(a: argparse.Namespace) -> int:
         from cotune.adapters.export import export_run
-        from cotune.adapters.trained import steps_of
 
         manifest = export_run(a.run_folder, a.to)
-        done, steps = steps_of(a.run_folder)
+        checkpoint, steps = newest_checkpoint(RunLayout(a.run_folder).checkpoints), read_run(a.run_folder).config.steps
+        done = 0 if checkpoint is None else steps_of(checkpoint)
         kinds = {entry.role: manifest.policy(entry.role).kind for entry in manifest.roles}
         trained = sorted(role for role, kind in kinds.items() if kind in ("lora", "full"))
         tell(f"exported {', '.join(trained)} to {a.to}")
-        if done < steps:
+        if steps is not None and done < steps:
             tell(f"the run is not finished: this is step {done} of {steps}")
         for role in sorted(kinds.keys() - set(trained)):
             tell(f"no folder for {role}: its policy is {_UNTRAINED[kinds[role]]}")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -20,6 +19,7 @@ from cotune.algorithms.recipes import Recipe, recipe
 from cotune.cli.tables import BAD, QUIET, grid, plural, warn
 from cotune.errors import GroupError
 from cotune.sampling.plans import PlanKind
+from cotune.storage.run_layout import RunConfig, is_run, read_run
 from cotune.storage.sqlite_store import SqliteStore
 
 if TYPE_CHECKING:
@@ -76,34 +76,33 @@ def recipe_of(store: SqliteStore) -> tuple[Recipe, str]:
     """The run's recipe as its run.json tells, else the default one for the plan that the records look like."""
     several = store.rows("SELECT 1 FROM calls WHERE json_array_length(candidates) > 1 LIMIT 1")
     plan: PlanKind = "tree" if several else "independent"
-    config = _config_of(store)
-    plan = (config.get("plan") or {}).get("kind") or plan
-    name = config.get("recipe") or ("at_grpo" if plan == "tree" else "dr_mas")
-    settings = {"plan": plan, "alpha": config.get("alpha", 1.0), **(config.get("overrides") or {})}
-    source = "as the run was configured" if config else "as the records suggest"
+    config = config_of(store)
+    plan = config.plan.kind or plan
+    name = config.recipe or ("at_grpo" if plan == "tree" else "dr_mas")
+    settings = {"plan": plan, "alpha": config.alpha, **config.overrides}
+    source = "as the run was configured" if is_run(store.path.parent) else "as the records suggest"
     return recipe(name, **settings), f"plan {plan}, recipe {name}, {source}"
 
 
-def _config_of(store: SqliteStore) -> dict[str, Any]:
-    """The configuration in the run.json beside the records; empty where there is none."""
-    file = store.path.with_name("run.json")
-    found: dict[str, Any] = json.loads(file.read_text()).get("config", {}) if file.is_file() else {}
-    return found
+def config_of(store: SqliteStore) -> RunConfig:
+    """The configuration of the run that the records belong to; the defaults where they belong to none."""
+    folder = store.path.parent
+    return read_run(folder).config if is_run(folder) else RunConfig()
 
 
 def _count(
     tally: GroupCounts, store: SqliteStore, chosen: Recipe, phase: str | None, step: int | None, consumed: Iterable[str]
 ) -> None:
     episodes = store.episodes(phase=phase, training_step=step)
-    config = _config_of(store)
-    on_failure = failure_reward(config.get("on_failure", "lowest"))
+    config = config_of(store)
+    on_failure = failure_reward(config.on_failure)
     collected = collect(store, episodes, plan=chosen.plan, on_failure=on_failure)
     tally.left_out.update(collected.left_out)
     tally.candidates += len(collected.samples) + sum(collected.left_out.values())
     samples = collected.samples
     reward = dict(zip((s.id for s in samples), attribute(samples, chosen.attribution).tolist(), strict=True))
     try:
-        prepared = prepare(samples, chosen, decays=(config.get("learner") or {}).get("weight_decay", 0.0) > 0)
+        prepared = prepare(samples, chosen, decays=config.learner.weight_decay > 0)
         tally.left_out.update(prepared.left_out)
         tally.kept += len(prepared.samples)
         tally.problems.extend(prepared.warnings)

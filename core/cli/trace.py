@@ -10,6 +10,7 @@ from cotune.errors import RunError, WorkflowError
 from cotune.recording.records import Episode
 from cotune.recording.rollout import rollout
 from cotune.runtime.run_sync import run_sync
+from cotune.storage.run_layout import RunLayout
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tasks import load_tasks
 from cotune.terminal import terminal
@@ -50,7 +51,7 @@ def trace(
     folder = Path(out).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        store = SqliteStore.open(folder / "records.db")
+        store = SqliteStore.open(RunLayout(folder).records)
     except OSError as error:
         why = error.strerror or str(error)
         raise RunError(f"{folder} cannot be written: {why}.", "Free some space, or name another --out.") from None

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cotune.recording.records import Call, Message, Record, Reward
-from cotune.storage.sqlite_store import FILE_NAME, SqliteStore
+from cotune.storage.run_layout import RECORDS
+from cotune.storage.sqlite_store import SqliteStore
 
 
 class Reader(Protocol):
@@ -73,7 +74,7 @@ class FileRecords:
     """A records file, shared by all traces of this process that write to it."""
 
     def __init__(self, path: Path) -> None:
-        self._path = (path / FILE_NAME if path.is_dir() else path).resolve()
+        self._path = (path / RECORDS if path.is_dir() else path).resolve()
         self._store: SqliteStore | None = self._take()
 
     def write(self, records: Sequence[Record]) -> None:

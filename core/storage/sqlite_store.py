@@ -20,14 +20,12 @@ from cotune.recording.records import Call, Episode, Record
 from cotune.runtime.forks import survives_fork
 from cotune.storage.damage import forgiving, is_a_values, is_the_files, unusable
 from cotune.storage.file_lock import FileLock
+from cotune.storage.run_layout import RECORDS
 from cotune.storage.schema import APPLICATION, COLUMNS, SCHEMA, VERSION, Row, call_from, episode_from, join_path
 from cotune.storage.sqlite_writer import Writer, in_parts
 
 log = logging.getLogger("cotune.store")
 Made = TypeVar("Made")
-
-FILE_NAME = "records.db"
-"""Name of the records file in a run folder."""
 
 PAGE = 200
 """Episodes fetched per query, so that a slow reader holds no snapshot and the log can be folded back."""
@@ -62,7 +60,7 @@ class SqliteStore:
         """
         path = Path(path).absolute()
         if path.is_dir():
-            path = path / FILE_NAME
+            path = path / RECORDS
         if read_only:
             if not path.is_file():
                 raise RunError(f"There is no records file at {path}.", "Name a run folder or its records file.")

@@ -11,11 +11,12 @@ import pytest
 from cotune.adapters.export import write_export
 from cotune.adapters.manifest import read_manifest
 from cotune.adapters.open_policies import open_local
-from cotune.adapters.trained import TrainedPolicy, tool_format_of
+from cotune.adapters.trained import TrainedPolicy
 from cotune.cli.main import main
 from cotune.errors import ConfigError, SamplerError
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.sampling.protocol import SamplerInfo
+from cotune.storage.run_layout import read_run
 from cotune.trainer.config.train import convert
 
 
@@ -26,9 +27,9 @@ class Silent:
 
 def test_an_export_says_how_its_model_writes_calls(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"config": {"tool_format": "mistral"}}))
-    assert tool_format_of(tmp_path) == "mistral"
+    assert read_run(tmp_path).config.tool_format == "mistral"
     frozen = TrainedPolicy(name="writer", kind="frozen", version=0, roles=("writer",), model=str(base))
-    write_export(tmp_path / "export", [frozen], tool_format=tool_format_of(tmp_path))
+    write_export(tmp_path / "export", [frozen], tool_format=read_run(tmp_path).config.tool_format)
     assert read_manifest(tmp_path / "export").tool_format == "mistral"
 
     async def opened(model: Path) -> Silent:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import psutil
 
-from cotune.trainer.run_folder import read_metrics
+from cotune.storage.run_layout import read_metrics
 
 SAMPLER, LEARNER, WORKER = "SamplerActor", "Worker", "_Host"
 """Classes of the actors: engines and their router, learner ranks, rollout workers."""

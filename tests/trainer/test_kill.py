@@ -19,9 +19,9 @@ import pytest
 from safetensors.torch import load_file
 
 from cotune.algorithms.collect import collect
+from cotune.storage.run_layout import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
-from cotune.trainer.run_folder import read_metrics
 from tests.trainer.tiny_app import TASKS
 
 K = 4

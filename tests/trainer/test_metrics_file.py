@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cotune.storage.file_lock import FileLock
-from cotune.trainer.run_folder import RunFolder, read_metrics
+from cotune.storage.run_layout import read_metrics
+from cotune.trainer.run_folder import RunFolder
 from tests.mutations import as_json, damaged, mutated
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, letters

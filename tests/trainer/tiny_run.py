@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from cotune.storage.run_layout import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.run_folder import read_metrics
 from tests.trainer.tiny_app import TASKS
 
 ROOT = Path(__file__).parents[2]

@@ -26,6 +26,7 @@ from cotune.runtime.run_sync import run_sync
 from cotune.sampling.plans import Plan
 from cotune.sampling.stub import StubResponder
 from cotune.storage.protocol import Store
+from cotune.storage.run_layout import RunLayout
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tasks import as_tasks, load_tasks
 from cotune.trainer.check.findings import (
@@ -89,7 +90,7 @@ def check(
         )
 
     with tempfile.TemporaryDirectory() as folder:
-        store = SqliteStore.open(Path(folder) / "records.db")
+        store = SqliteStore.open(RunLayout(folder).records)
         try:
             with watched_connections() as connections:
                 runs = run_sync(run_tasks(flow, listed, store, stub, timeout))

@@ -13,7 +13,7 @@ import msgspec
 
 from cotune.algorithms.collect import failure_reward
 from cotune.algorithms.recipes import RECIPES, Recipe, recipe
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, field_and_fault
 from cotune.integrations.chat.tool_formats import check_tool_format
 from cotune.policies import ALL_LINEAR, LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
 from cotune.sampling.plans import Plan, PlanKind, Select
@@ -298,13 +298,9 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
-        message, _, where = str(error).partition(" - at `$.")
-        field = where.rstrip("`")
-        if unknown := re.search(r"unknown field `(.+)`", message):
-            field, message = (
-                f"{field}.{unknown[1]}".lstrip("."),
-                "a field of the configuration; this is an unknown field",
-            )
+        field, message = field_and_fault(error)
+        if "unknown field" in message:
+            message = "a field of the configuration; this is an unknown field"
         elif message.startswith("Invalid enum value"):
             message = f"one of {', '.join(_choices(field))}"
         field = field or "config"

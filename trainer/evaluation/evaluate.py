@@ -18,6 +18,7 @@ from cotune.recording.records import Task
 from cotune.runtime.run_sync import run_sync
 from cotune.sampling.protocol import SamplingParams
 from cotune.storage.protocol import Store
+from cotune.storage.run_layout import RunLayout, read_run_json
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tasks import as_tasks, load_tasks
 from cotune.trainer.config.train import convert
@@ -28,7 +29,7 @@ from cotune.trainer.evaluation.progress import EvaluationProgress, OnMode
 from cotune.trainer.evaluation.remarks import remarks
 from cotune.trainer.evaluation.report import EvaluationReport, compare
 from cotune.trainer.evaluation.run import Evaluation, EvaluationOptions, Players, evaluate_episodes, evaluate_policies
-from cotune.trainer.run_folder import describe, write_atomically
+from cotune.trainer.run_folder import write_atomically
 from cotune.workflows import Workflow, WorkflowSource, load_workflow, workflow_of
 
 
@@ -69,7 +70,7 @@ def evaluate(
     if timeout is not None and not timeout > 0:
         raise ConfigError("timeout", timeout, "seconds above 0")
     evaluated = open_evaluated_policies(source, model)
-    trained = None if is_export(Path(source)) else convert(describe(source)["config"])
+    trained = None if is_export(Path(source)) else convert(read_run_json(source)["config"])
     app = app.named_by(roles_by or (trained.roles_by if trained else None))
     params = SamplingParams(max_tokens=max_tokens or (trained.sampling if trained else SamplingParams()).max_tokens)
 
@@ -165,7 +166,7 @@ def _open_store(out: str | Path | None, stack: contextlib.AsyncExitStack) -> Sto
     if out is None:
         return None
     Path(out).mkdir(parents=True, exist_ok=True)
-    store = SqliteStore.open(Path(out) / "records.db")
+    store = SqliteStore.open(RunLayout(out).records)
     stack.callback(store.close)
     return store
 
@@ -174,6 +175,8 @@ def _check_out(out: str | Path | None) -> None:
     """An evaluation has a folder of its own: with other records in it, neither could be told from the other."""
     if out is None:
         return
-    taken = next((name for name in ("records.db", "evaluation.json", "run.json") if (Path(out) / name).exists()), None)
+    layout = RunLayout(out)
+    files = (layout.records, layout.path / "evaluation.json", layout.run_json)
+    taken = next((file.name for file in files if file.exists()), None)
     if taken:
         raise ConfigError("out", str(out), f"a folder without records; this one has {taken}", "Name a new folder.")

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from cotune.adapters.load import load_export
 from cotune.adapters.manifest import is_export, read_manifest
-from cotune.adapters.trained import TrainedPolicy, latest_policies, other_roles_of, tool_format_of
+from cotune.adapters.trained import TrainedPolicy, latest_policies
 from cotune.errors import AdapterError
 from cotune.policies import OtherRoles
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Sampler, fingerprint
 from cotune.sampling.publish import publish_verified
+from cotune.storage.run_layout import read_run
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def open_evaluated_policies(source: str | Path, model: str | None = None) -> Eva
         return _from_export(folder, model)
     policies = latest_policies(folder)
     base = model or next((policy.model for policy in policies if policy.model), None)
-    return EvaluatedPolicies(_needed(base, folder), policies, other_roles_of(folder), tool_format_of(folder))
+    config = read_run(folder).config
+    return EvaluatedPolicies(_needed(base, folder), policies, config.other_roles, config.tool_format)
 
 
 def _from_export(folder: Path, model: str | None) -> EvaluatedPolicies:

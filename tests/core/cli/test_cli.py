@@ -63,7 +63,7 @@ def test_wrong_usage_is_status_2(arguments, capsys):
         (["train", "a:b", "--tasks", "t", "--set", "x"], "cotune train: --set = 'x': allowed is FIELD=VALUE."),
         (["train", "--resume", "nowhere"], "cotune train: nowhere holds no run: there is no run.json."),
         (["trace", "nowhere:solve", "--tasks", "t"], "cotune trace: app = 'nowhere:solve': allowed is a module"),
-        (["export", "nowhere", "--to", "there"], "cotune export: nowhere/run.json cannot be read"),
+        (["export", "nowhere", "--to", "there"], "cotune export: nowhere holds no run"),
         (["show", "nowhere"], "cotune show: "),
         (["serve", "./nowhere"], "cotune serve: "),
     ],

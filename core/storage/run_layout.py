@@ -1,0 +1,185 @@
+"""The files of a run folder: their names, and typed readers of what is read again outside the training loop.
+
+RUN/run.json           what is needed to repeat the run: config, workflow, tasks, versions
+RUN/records.db         every episode, call, candidate and reward
+RUN/metrics.jsonl      one line per step
+RUN/checkpoints/       step-000012/, and `latest`, the name of the newest complete one
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from cotune.errors import RunError, field_and_fault
+from cotune.policies import LoraSpec, OtherRoles, PolicyKind
+from cotune.sampling.plans import PlanKind
+
+log = logging.getLogger("cotune")
+T = TypeVar("T")
+
+RECORDS = "records.db"
+"""Name of the records file in a run folder."""
+POLICIES = "policies.json"
+"""Name of the file in a checkpoint that describes its policies."""
+_RUN = "run.json"
+
+
+class PlanConfig(msgspec.Struct, frozen=True):
+    """What of a run's [plan] is read again."""
+
+    kind: PlanKind | None = None
+
+
+class LearnerConfig(msgspec.Struct, frozen=True):
+    """What of a run's [learner] is read again."""
+
+    weight_decay: float = 0.0
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a run's configuration is read again; the fields are documented in `trainer.config`."""
+
+    steps: int | None = None
+    recipe: str | None = None
+    alpha: float = 1.0
+    overrides: dict[str, Any] = {}
+    on_failure: str = "lowest"
+    other_roles: OtherRoles = "provider"
+    tool_format: str = "auto"
+    plan: PlanConfig = PlanConfig()
+    learner: LearnerConfig = LearnerConfig()
+
+
+class RunDescription(msgspec.Struct, frozen=True):
+    """What of run.json is read again. `model` is a folder or Hugging Face id."""
+
+    model: str | None = None
+    config: RunConfig = RunConfig()
+
+
+class SavedPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of a checkpoint's policies.json. `model` is None for the run's own, `metrics` are by role.
+
+    `weights_file` is a safetensors file of the checkpoint; None for a policy that is not trained.
+    """
+
+    name: str
+    kind: PolicyKind
+    version: int
+    roles: tuple[str, ...]
+    lora: LoraSpec | None = None
+    model: str | None = None
+    metrics: dict[str, dict[str, float]] = {}
+    weights_file: str | None = None
+
+
+class _Line(msgspec.Struct):
+    """What every line of metrics.jsonl has that is read again."""
+
+    step: int
+    outcome: dict[str, float | None]
+    left_out: dict[str, int]
+    calls: int
+    candidates: int
+    groups: int
+
+
+class RunLayout:
+    """The paths of a run folder's files; none of them need exist."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.run_json = self.path / _RUN
+        self.records = self.path / RECORDS
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.latest = latest_in(self.checkpoints)
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether a folder holds a run."""
+    return (Path(path) / _RUN).is_file()
+
+
+def read_run_json(path: str | Path) -> dict[str, Any]:
+    """All of run.json. Raises RunError when the folder holds no run, or the file is broken."""
+    file = RunLayout(path).run_json
+    if not file.is_file():
+        raise RunError(f"{path} holds no run: there is no run.json.", "Name a folder that cotune train wrote.")
+    return _read(file, dict[str, Any], "Restore it, or start a new run.")
+
+
+def read_run(path: str | Path) -> RunDescription:
+    """What of run.json is read again, typed. Raises RunError as `read_run_json` does."""
+    return _converted(RunLayout(path).run_json, read_run_json(path), RunDescription, "Restore it, or start a new run.")
+
+
+def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Lines of metrics.jsonl. Broken ones (a last line cut by a crash, damage) are left out, counted in the log."""
+    file = RunLayout(path).metrics
+    if not file.is_file():
+        return
+    broken = 0
+    for line in file.read_bytes().splitlines():
+        try:
+            found = json.loads(line)  # which takes NaN, as a figure may be
+            msgspec.convert(found, _Line)
+        except (ValueError, RecursionError):
+            broken += bool(line.strip())
+        else:
+            yield found
+    if broken:
+        log.warning("%s: %d broken %s left out", file, broken, "line is" if broken == 1 else "lines are")
+
+
+def latest_in(checkpoints: Path) -> Path:
+    """The file in a folder of checkpoints that holds the name of the newest one."""
+    return checkpoints / "latest"
+
+
+def checkpoint_name(steps: int) -> str:
+    """Name of the checkpoint after so many steps."""
+    return f"step-{steps:06d}"
+
+
+def steps_of(checkpoint: Path) -> int:
+    """Steps after which a checkpoint was written, by its name."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def newest_checkpoint(checkpoints: Path) -> Path | None:
+    """The checkpoint that `latest` names, which may be damaged; None where there is none yet."""
+    latest = latest_in(checkpoints)
+    if not latest.is_file():
+        return None
+    return checkpoints / Path(latest.read_text(errors="replace").strip() or "?").name
+
+
+def read_policies(checkpoint: Path) -> list[SavedPolicy]:
+    """The policies of a checkpoint. Raises RunError for a file that is missing or broken."""
+    remedy = "Name an older checkpoint in checkpoints/latest, or train again."
+    return _read(checkpoint / POLICIES, list[SavedPolicy], remedy)
+
+
+def _read(file: Path, kind: type[T], remedy: str) -> T:
+    try:
+        found = json.loads(file.read_text())  # which takes NaN, as a figure may be
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error.strerror}.", remedy) from None
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{file} is broken: {error}.", remedy) from None
+    return _converted(file, found, kind, remedy)
+
+
+def _converted(file: Path, found: Any, kind: type[T], remedy: str) -> T:
+    try:
+        return msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        field, reason = field_and_fault(error)
+        raise RunError(f"{file} is broken: {f'{field}: ' if field else ''}{reason}.", remedy) from None

@@ -1,0 +1,86 @@
+"""The files of a run folder, read by name and type without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotune.errors import RunError
+from cotune.storage.run_layout import (
+    RunConfig,
+    RunDescription,
+    RunLayout,
+    newest_checkpoint,
+    read_policies,
+    read_run,
+    read_run_json,
+    steps_of,
+)
+
+
+def run(folder: Path, described: Any) -> Path:
+    (folder / "run.json").write_text(described if isinstance(described, str) else json.dumps(described))
+    return folder
+
+
+def test_what_is_read_again_is_typed_and_the_rest_is_kept(tmp_path: Path) -> None:
+    config = {"steps": 7, "plan": {"kind": "tree", "k": 4}, "learner": {"weight_decay": 0.1, "lr": 1.0}, "tags": []}
+    described = {"model": "m", "versions": {"python": "3.11"}, "config": config}
+    found = read_run(run(tmp_path, described))
+    assert (found.model, found.config.steps, found.config.plan.kind, found.config.alpha) == ("m", 7, "tree", 1.0)
+    assert found.config.learner.weight_decay == 0.1
+    assert read_run_json(tmp_path) == described
+
+
+def test_a_run_of_no_settings_has_the_defaults(tmp_path: Path) -> None:
+    assert read_run(run(tmp_path, {})) == RunDescription(None, RunConfig())
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        ("{", "run.json is broken: Expecting property name"),
+        ("[]", "run.json is broken: Expected `object`, got `array`"),
+        ({"config": {"steps": "ten"}}, "run.json is broken: config.steps: Expected `int | null`, got `str`"),
+        ({"config": {"plan": {"kind": "bush"}}}, "run.json is broken: config.plan.kind: Invalid enum value 'bush'"),
+    ],
+)
+def test_a_broken_description_is_named_with_its_field(tmp_path: Path, described: Any, message: str) -> None:
+    with pytest.raises(RunError) as caught:
+        read_run(run(tmp_path, described))
+    assert message in caught.value.cause
+
+
+def test_a_folder_without_a_run_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"holds no run: there is no run\.json"):
+        read_run(tmp_path)
+
+
+def test_the_newest_checkpoint_is_the_one_that_latest_names(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    assert newest_checkpoint(layout.checkpoints) is None
+    layout.checkpoints.mkdir()
+    layout.latest.write_text("../../step-000012\n")
+    assert newest_checkpoint(layout.checkpoints) == layout.checkpoints / "step-000012"
+    assert steps_of(layout.checkpoints / "step-000012") == 12
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is broken: Expecting"),
+        (
+            '[{"name": "shared", "kind": "lora", "version": "1", "roles": []}]',
+            r"\[0\].version: Expected `int`, got `str`",
+        ),
+    ],
+)
+def test_policies_that_cannot_be_read_are_said_so(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "policies.json").write_text(content)
+    with pytest.raises(RunError, match=message):
+        read_policies(tmp_path)
