@@ -13,6 +13,8 @@ import pytest
 from cotune.integrations.ray.runtime import RayRuntime, open_ray
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray would kill actors when other processes fill the machine's memory.
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 
 # A busy machine is no fault of what is tested.
 hypothesis.settings.register_profile("cotune", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -20,6 +22,8 @@ hypothesis.settings.load_profile("cotune")
 
 ROOT = Path(__file__).parent
 ENGINES = {"ray_runtime", "vllm_url"}
+BY_NAME = {"ray", "fsdp", "vllm-ray", "vllm-url", "vllm_in_ray", "vllm_full"}
+"""Parameters by which a test asks for one of these while it runs."""
 OWN_RAY = ("test_chaos", "test_cluster", "test_cluster_faults")
 """Files whose runs start a Ray of their own."""
 PUBLISHES = "test_one_prompt"
@@ -45,7 +49,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _uses_engines(item: pytest.Item) -> bool:
-    return not ENGINES.isdisjoint(getattr(item, "fixturenames", ())) or item.path.stem in OWN_RAY
+    callspec = getattr(item, "callspec", None)
+    parameters = [value for value in callspec.params.values() if isinstance(value, str)] if callspec else []
+    return (
+        not ENGINES.isdisjoint(getattr(item, "fixturenames", ()))
+        or not BY_NAME.isdisjoint(parameters)
+        or item.path.stem in OWN_RAY
+    )
 
 
 def _rank(item: pytest.Item) -> tuple[int, bool, bool]:

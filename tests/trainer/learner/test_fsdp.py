@@ -176,6 +176,7 @@ def updated(learner):
     return {policy: snapshot(learner, policy) for policy in ("lora", "full")}
 
 
+@pytest.mark.usefixtures("ray_runtime")
 @pytest.mark.parametrize(
     ("writer", "reader"), [("two", "one"), ("one", "two"), ("two", "local"), ("local", "two"), ("two", "two")]
 )
