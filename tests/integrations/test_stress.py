@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from benchmarks.stress import Check, stress
-from cotune.context import role
-from cotune.storage.sqlite_store import SqliteStore
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,18 +23,3 @@ def test_no_call_is_on_the_wrong_role_episode_turn_or_candidate(calls: int):
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["calls"] >= calls
     assert result["wrong"] == 0, result
-
-
-def test_the_check_finds_calls_on_a_wrong_role(tmp_path: Path):
-    store = SqliteStore.open(tmp_path / "records.db")
-    with role("someone"):
-        check = asyncio.run(stress(40, store))
-    store.close()
-    assert check.wrong["role"] == check.calls - sum(name.startswith("bare") for name in check.roles) * 6
-
-
-def test_the_check_finds_answers_of_another_candidate_and_turns_out_of_order():
-    check = Check(random.Random(0))
-    check.turns["e"]["planner"] = [1, 0]
-    check.compare("e", [], [("planner", "<<planner|c|0>>")])
-    assert check.wrong == {"candidate": 1, "turn": 1}
