@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 from cotune.context import current_episode
-from cotune.errors import ConfigError, WorkflowError
+from cotune.errors import WorkflowError
 from cotune.recording.redaction import Redactor, check_redactor, load_redactor
 from cotune.recording.role_functions import CALLER, MODEL, RolesFunction, roles_function
 from cotune.sampling.scoring import Reward, Scorer
+from cotune.user_objects import load_object
 
 Outcome = Reward | Awaitable[Reward]
 P = ParamSpec("P")
@@ -163,19 +157,8 @@ def load_workflow(spec: str) -> Workflow:
     Raises ConfigError for a module, file or name that does not exist or fails to import, WorkflowError for one that is
     not a workflow.
     """
-    source, _, name = spec.rpartition(":")
-    if not source or not name:
-        raise ConfigError("app", spec, "module:name or path/to/file.py:name", "For example: cotune train app:solve.")
-    module = _load_file(spec, source) if source.endswith(".py") else _load_module(spec, source)
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            known = [n for n, v in vars(module).items() if isinstance(getattr(v, "cotune", None), Workflow)]
-            allowed = f"a name in {source}; workflows there: {', '.join(known) or 'none'}"
-            near = difflib.get_close_matches(part, known or vars(module), n=1)
-            meant = f"Did you mean {source}:{near[0]}? " if near else ""
-            raise ConfigError("app", spec, allowed, f"{meant}Decorate a function in {source} with @cotune.workflow.")
-        found = getattr(found, part)
+    remedy = "Decorate a function in {source} with @cotune.workflow."
+    found = load_object("app", spec, "cotune train app:solve", kind="workflows", is_one=_is_workflow, remedy=remedy)
     return workflow_of(found)
 
 
@@ -184,17 +167,13 @@ def load_roles(spec: str) -> RolesFunction:
 
     Raises ConfigError for what is not there, WorkflowError for what is no roles function.
     """
-    if spec in (CALLER, MODEL):
-        return cast(RolesFunction, roles_function(spec))
-    source, _, name = spec.rpartition(":")
-    allowed = 'module:function, file.py:function, "caller" or "model"'
-    if not source or not name:
-        raise ConfigError("roles", spec, allowed, "For example: --roles app:who, or --roles caller.")
-    module = _load_file(spec, source, "roles") if source.endswith(".py") else _load_module(spec, source, "roles")
-    found = getattr(module, name, None)
-    if found is None:
-        raise ConfigError("roles", spec, allowed, f"{source} has no function {name!r}.")
+    named = spec in (CALLER, MODEL)
+    found = spec if named else load_object("roles", spec, "--roles app:who, --roles caller or --roles model")
     return cast(RolesFunction, roles_function(found))
+
+
+def _is_workflow(value: Any) -> bool:
+    return isinstance(getattr(value, "cotune", None), Workflow)
 
 
 def _attach(fn: Any, name: str, roles: RolesFunction | None) -> Any:
@@ -242,54 +221,3 @@ def _takes(fn: Callable[..., Any], count: int) -> bool:
 
 def _name(fn: Any) -> str:
     return str(getattr(fn, "__name__", None) or type(fn).__name__)
-
-
-def _load_module(spec: str, name: str, field: str = "app") -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(error.name + ".")):
-            allowed = f"a module on sys.path or in {here}"
-            raise ConfigError(field, spec, allowed, "Name a file instead (path/to/app.py:solve).") from None
-        raise _broken(spec, error, field) from error
-    except Exception as error:
-        raise _broken(spec, error, field) from error
-
-
-def _load_file(spec: str, source: str, field: str = "app") -> ModuleType:
-    path = Path(source).resolve()
-    if not path.is_file():
-        raise ConfigError(field, spec, "a file that exists", f"No file is at {path}.")
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    loaded = sys.modules.get(path.stem)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
-        return loaded
-    name = path.stem if loaded is None else f"{path.parent.name}_{path.stem}"
-    found = importlib.util.spec_from_file_location(name, path)
-    assert found is not None and found.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(found)
-    try:
-        found.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise _broken(spec, error, field) from error
-    return module
-
-
-def _broken(spec: str, error: Exception, field: str) -> ConfigError:
-    what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
-    return ConfigError(field, spec, f"a module that imports; this one raised {what}{_line_of(error)}", "Fix it first.")
-
-
-def _line_of(error: Exception) -> str:
-    """File and line of the user's code that an import ended at: the innermost that is in no installed package."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f" ({error.filename}:{error.lineno})"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    frames = [frame for frame in frames if Path(frame.filename) not in (Path(__file__), Path(importlib.__file__))]
-    outside = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix))]
-    return f" ({(outside or frames)[-1].filename}:{(outside or frames)[-1].lineno})" if frames else ""

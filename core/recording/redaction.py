@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +11,10 @@ from typing import Any
 
 import msgspec
 
-from cotune.errors import ConfigError, CotuneError, WorkflowError
+from cotune.errors import CotuneError, WorkflowError
 from cotune.recording.answers import Answer
 from cotune.recording.records import Candidate, Task
+from cotune.user_objects import load_object
 
 Redactor = Callable[[dict[str, Any]], Mapping[str, Any]]
 """A message in, the message to store out. What is no chat message comes as one too: see `docs/privacy.md`."""
@@ -61,13 +61,9 @@ def check_redactor(fn: Any) -> Redactor:
 
 
 def load_redactor(spec: str) -> Redactor:
-    """Import `module:function`. Raises ConfigError for what is not there, WorkflowError for what is no redactor."""
-    source, _, name = spec.rpartition(":")
-    try:
-        return check_redactor(getattr(importlib.import_module(source), name))
-    except (ImportError, AttributeError, ValueError) as error:
-        allowed = f"module:function of a redactor ({type(error).__name__}: {error})"
-        raise ConfigError("redact", spec, allowed, "For example: --redact privacy:hide") from None
+    """Import `module:function` or `file.py:function`. Raises ConfigError for what is not there, WorkflowError for what
+    is no redactor."""
+    return check_redactor(load_object("redact", spec, "--redact privacy:hide"))
 
 
 def each_text(fn: Callable[[str], str]) -> Redactor:

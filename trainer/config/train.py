@@ -141,8 +141,8 @@ class TrainConfig(_Table):
     lowest (0, or the step's lowest outcome if that is below 0) | reward:<number> | exclude (it teaches nothing). One
     that engine, network or store have failed has none."""
     redact: str = ""
-    """module:function that sees each message before it is stored, and returns what to store, beside the workflow's own
-    redactors; see docs/privacy.md."""
+    """module:function or file.py:function that sees each message before it is stored, and returns what to store, beside
+    the workflow's own redactors; see docs/privacy.md."""
     keep_token_ids: bool = False
     """Whether token ids of redacted messages are stored: needed to train on them, and readable as text."""
     seed: int = 0

@@ -161,7 +161,7 @@ def test_flags_of_train_become_its_configuration(trained, capsys):
         ("train", "--eval-tasks FILE JSON-lines file of held-out tasks"),
         ("check", "--model MODEL count tokens with this model's tokenizer; it is not loaded"),
         ("trace", "--roles WHO module:function or file.py:function that names the role of each call"),
-        ("gateway", "--redact MODULE:FUNCTION module:function that sees each message before it is stored"),
+        ("gateway", "--redact MODULE:FUNCTION module:function or file.py:function that sees each message"),
     ],
 )
 def test_a_flag_says_what_its_field_says(command, said, capsys):

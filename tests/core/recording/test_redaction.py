@@ -300,6 +300,13 @@ def test_a_redactor_that_cannot_be_loaded(spec):
         load_redactor(spec)
 
 
+def test_a_redactor_of_a_file(tmp_path):
+    (tmp_path / "private.py").write_text("def hide(message): return {'content': ''}")
+    assert load_redactor(f"{tmp_path}/private.py:hide")({}) == {"content": ""}
+    with pytest.raises(ConfigError, match=r"functions there: hide\. Did you mean .*private\.py:hide\?$"):
+        load_redactor(f"{tmp_path}/private.py:hid")
+
+
 FORM = {"type": "json_schema", "json_schema": {"name": "pay", "schema": {"enum": [SECRET, "cash"]}}}
 LARK = f'start: "\\"{SECRET}\\"" | "\\"cash\\""'
 

@@ -1,0 +1,97 @@
+"""What the user's own modules define, by name: `package.module:name` or `path/to/file.py:name`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cotune.errors import ConfigError
+
+
+def load_object(
+    field: str,
+    spec: str,
+    example: str,
+    *,
+    kind: str = "functions",
+    is_one: Callable[[Any], bool] = inspect.isfunction,
+    remedy: str = "",
+) -> Any:
+    """Import `package.module:name` or `path/to/file.py:name`, from sys.path or the current folder.
+
+    Raises ConfigError for `field` where the module, file or name does not exist or fails to import. It names what the
+    module has of that `kind`, as `is_one` says, and the `remedy`, in which `{source}` is the module.
+    """
+    source, _, name = spec.rpartition(":")
+    if not source or not name:
+        raise ConfigError(field, spec, "module:name or path/to/file.py:name", f"For example: {example}.")
+    module = _load_file(field, spec, source) if source.endswith(".py") else _load_module(field, spec, source)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = [name for name, value in vars(module).items() if is_one(value)]
+            allowed = f"a name in {source}; {kind} there: {', '.join(known) or 'none'}"
+            near = difflib.get_close_matches(part, known or vars(module), n=1)
+            meant = f"Did you mean {source}:{near[0]}? " if near else ""
+            raise ConfigError(field, spec, allowed, f"{meant}{remedy.format(source=source)}".strip())
+        found = getattr(found, part)
+    return found
+
+
+def _load_module(field: str, spec: str, name: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            allowed = f"a module on sys.path or in {here}"
+            raise ConfigError(field, spec, allowed, "Name a file instead (path/to/app.py:solve).") from None
+        raise _broken(field, spec, error) from error
+    except Exception as error:
+        raise _broken(field, spec, error) from error
+
+
+def _load_file(field: str, spec: str, source: str) -> ModuleType:
+    path = Path(source).resolve()
+    if not path.is_file():
+        raise ConfigError(field, spec, "a file that exists", f"No file is at {path}.")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    name = path.stem if loaded is None else f"{path.parent.name}_{path.stem}"
+    found = importlib.util.spec_from_file_location(name, path)
+    assert found is not None and found.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(found)
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _broken(field, spec, error) from error
+    return module
+
+
+def _broken(field: str, spec: str, error: Exception) -> ConfigError:
+    what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    return ConfigError(field, spec, f"a module that imports; this one raised {what}{_line_of(error)}", "Fix it first.")
+
+
+def _line_of(error: Exception) -> str:
+    """File and line of the user's code that an import ended at: the innermost that is in no installed package."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}:{error.lineno})"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    frames = [frame for frame in frames if Path(frame.filename) not in (Path(__file__), Path(importlib.__file__))]
+    outside = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix))]
+    return f" ({(outside or frames)[-1].filename}:{(outside or frames)[-1].lineno})" if frames else ""
