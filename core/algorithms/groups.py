@@ -65,16 +65,15 @@ def one_prompt(recipe: Recipe) -> bool:
 
 def explain_alone(recipe: Recipe, alone: int, total: int) -> str:
     """A sentence that says how many samples stood alone, why, and what to do."""
-    said = f"{alone} of {total} candidates ({alone / total:.0%}) stood alone in their group."
+    share = f"{alone} of {total} candidates ({alone / total:.0%}) stood alone in their group."
     if recipe.plan == "tree":
-        return f"{said} Their siblings were left out, for the reasons counted beside."
+        return f"{share} Their siblings were left out, for the reasons counted beside."
     if one_prompt(recipe):
         return (
-            f"{said} Recipe {recipe.name} compares candidates of one prompt, and independent rollouts share none "
-            "after a role's first turn. Use the plan `tree` or `replay`, or a recipe that compares whole rollouts "
-            "(dr_mas, grpo)."
+            f"{share} Recipe {recipe.name} compares candidates of one prompt, and independent rollouts share none "
+            "after a role's first turn. Use the plan `tree`, or a recipe that compares whole rollouts (dr_mas, grpo)."
         )
-    return f"{said} Recipe {recipe.name} compares the episodes of a task. Run at least two of each (plan.k)."
+    return f"{share} Recipe {recipe.name} compares the episodes of a task. Run at least two of each (plan.k)."
 
 
 def _size(group: Sequence[Sample], recipe: Recipe) -> int:

@@ -1,4 +1,4 @@
-"""What each role learns from, by name: said before anything is trained."""
+"""What each role learns from, by name: shown before anything is trained."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ def learns_from(own: Mapping[str, Collection[str]], outcome: Collection[str], re
     `own` are the components that a role's scorer returned (none without a scorer), `outcome` those of the episodes.
     """
     how = recipe.attribution
-    said: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for role, names in own.items():
         mine = [] if how.horizon == "terminal" else sorted(names)
         shared = sorted(set(outcome) - set(mine)) if how.takes_outcome else []
         parts = [f"{_weighed(mine, how)} (its scorer)"] if _weighed(mine, how) else []
         parts += [f"{_weighed(shared, how)} (the episode's outcome)"] if _weighed(shared, how) else []
         without = [name for name in (*mine, *shared) if how.weight(name) == 0]
-        said[role] = f"learns from {' and '.join(parts) or 'nothing'}" + (
+        sentences[role] = f"learns from {' and '.join(parts) or 'nothing'}" + (
             f"; weight 0: {', '.join(without)}" if without else ""
         )
-    return said
+    return sentences
 
 
 def outcome_unused(own: Mapping[str, Collection[str]], outcome: Collection[str], recipe: Recipe) -> tuple[str, str]:

@@ -161,7 +161,7 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     (`kl_in`), taken from the token's advantage: A - beta (log pi_old - log pi_ref). `entropy` is the weight of the
     entropy bonus.
     `aggregation`: mean over all response tokens; mean over responses (calls) of their token means; mean over
-    trajectories (all that the policy said in an episode) of their token means; or the sum over tokens divided by
+    trajectories (all that the policy wrote in an episode) of their token means; or the sum over tokens divided by
     (responses x `constant_length`), where None stands for the run's response limit.
     """
 

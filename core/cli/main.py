@@ -83,10 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(arguments, f"{error.msg}. {what}")
 
 
-def _failed(arguments: argparse.Namespace, said: str) -> int:
+def _failed(arguments: argparse.Namespace, message: str) -> int:
     if arguments.verbose:
         logging.getLogger("cotune").exception("failed")
-    print(f"cotune {arguments.command}: {harmless(said)}", file=sys.stderr)
+    print(f"cotune {arguments.command}: {harmless(message)}", file=sys.stderr)
     return 1
 
 

@@ -84,9 +84,9 @@ def _report(episodes: list[Episode], lost: int, out: str, console: Console) -> i
     calls = sum(episode.calls for episode in episodes)
     failed = [episode for episode in episodes if episode.status != "ok"]
     console.print(f"{len(episodes)} episodes, {calls} calls, {len(failed)} failed episodes, {lost} lost records: {out}")
-    told = [episode.metrics.get("success", 0.0) >= 0.5 for episode in episodes if episode.status == "ok"]
+    succeeded = [episode.metrics.get("success", 0.0) >= 0.5 for episode in episodes if episode.status == "ok"]
     if any("success" in episode.metrics for episode in episodes):
-        console.print(f"success {sum(told) / len(episodes):.1%} ({sum(told)} of {len(episodes)} episodes)")
+        console.print(f"success {sum(succeeded) / len(episodes):.1%} ({sum(succeeded)} of {len(episodes)} episodes)")
     for error, count in Counter(episode.error for episode in failed).most_common(3):
         console.print(f"  {count} x {error}", markup=False)
     if not calls:

@@ -111,8 +111,8 @@ class _Maker:
         if high is None and schema.get("exclusiveMaximum") is not None:
             high = schema["exclusiveMaximum"] - step
         if low is None and high is None:
-            said = _RANGE.search(str(schema.get("description") or ""))
-            low, high = (float(said[1]), float(said[2])) if said else (None, None)
+            bounds = _RANGE.search(str(schema.get("description") or ""))
+            low, high = (float(bounds[1]), float(bounds[2])) if bounds else (None, None)
         if low is None:
             found = schema["default"] if isinstance(schema.get("default"), int | float) else 1
             found = found if high is None or found <= high else high

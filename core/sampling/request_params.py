@@ -44,8 +44,8 @@ def request_params(
         asked["max_tokens"] = _integer("max_tokens", limit)
     stop = body.get("stop")
     if stop:
-        marks = (stop,) if isinstance(stop, str) else tuple(stop)
-        asked["stop"] = tuple(mark for mark in marks if mark)
+        texts = (stop,) if isinstance(stop, str) else tuple(stop)
+        asked["stop"] = tuple(text for text in texts if text)
     if body.get("logit_bias"):
         asked["logit_bias"] = _bias(body["logit_bias"])
     return msgspec.structs.replace(defaults, **{**asked, **(override or {})})

@@ -17,11 +17,12 @@ from cotune.recording.records import PolicyRef
 from cotune.sampling.json_example import example, fits
 from cotune.sampling.plans import Plan
 from cotune.sampling.protocol import Completion, Sampler, SamplingParams
+from cotune.sampling.request_params import function_of
 from cotune.sampling.responder import PolicyResponder
 from cotune.sampling.scoring import Scorer
 from cotune.sampling.stub_words import asked_json, choices_of, names_in
 
-_PATIENCE = 4
+_STOPPED_AFTER = 4
 """Times the call limit after which even an application that swallows the refusal is stopped."""
 
 
@@ -93,7 +94,7 @@ class StubResponder:
         Where the application demands a call and none is left, the last one: frameworks put the tool that ends a loop
         there.
         """
-        functions = {f["name"]: f for f in map(_function, call.tools or ()) if f.get("name")}
+        functions = {f["name"]: f for f in map(function_of, call.tools or ()) if f.get("name")}
         choice = call.params.get("tool_choice")
         forced = _forced(choice)
         if forced in functions:
@@ -128,7 +129,7 @@ class StubResponder:
     def _bound(self, call: LiveCall) -> None:
         self.calls[call.episode.id] += 1
         count = self.calls[call.episode.id]
-        if count > _PATIENCE * self.limit:
+        if count > _STOPPED_AFTER * self.limit:
             raise asyncio.CancelledError(f"the application went on after {self.limit} calls")
         if count > self.limit:
             raise WorkflowError(
@@ -200,7 +201,7 @@ class _Made:
             return _text(self._value(self._schema, index))
         if stub.answers:
             return stub.answers[(call.turn + index) % len(stub.answers)]
-        asked = asked_json(call.messages, variant, ())
+        asked = asked_json(call.messages, variant)
         if asked is not None:
             stub.branched = True
             return asked
@@ -233,12 +234,6 @@ def _json(text: str) -> Any:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
         return None
-
-
-def _function(tool: Any) -> Mapping[str, Any]:
-    """The function of a tool in OpenAI form; empty for a tool that is none (a hosted one)."""
-    found = tool.get("function") if isinstance(tool, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
 
 
 def _forced(choice: Any) -> str | None:

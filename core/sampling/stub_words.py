@@ -45,7 +45,7 @@ def prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(_content(message) for message in (*own, *last))
 
 
-def asked_json(messages: Sequence[Mapping[str, Any]], variant: int, texts: Sequence[str]) -> str | None:
+def asked_json(messages: Sequence[Mapping[str, Any]], variant: int) -> str | None:
     """JSON as a prompt asks for it in words: by a schema that it shows, else an example of its own; None without."""
     text = prompt_text(messages)
     if "json" not in text.lower() and '"properties"' not in text:
@@ -53,7 +53,7 @@ def asked_json(messages: Sequence[Mapping[str, Any]], variant: int, texts: Seque
     shown = list(_objects(text))
     schema = next((one for one in reversed(shown) if isinstance(one.get("properties"), dict)), None)
     if schema is not None:
-        return json.dumps(example(schema, variant, texts))
+        return json.dumps(example(schema, variant))
     return json.dumps(shown[-1]) if shown else None
 
 
@@ -63,9 +63,9 @@ def names_in(function: Mapping[str, Any], names: Sequence[str]) -> tuple[str, li
     for name, part in (schema.get("properties") or {}).items():
         if not isinstance(part, Mapping) or part.get("enum") or part.get("type", "string") != "string":
             continue
-        said = f"{function.get('description') or ''}\n{part.get('description') or ''}"
-        known = [one for one in dict.fromkeys(names) if one in said]
-        if _NAMES.search(name) and (found := known or _listed(said)):
+        text = f"{function.get('description') or ''}\n{part.get('description') or ''}"
+        known = [one for one in dict.fromkeys(names) if one in text]
+        if _NAMES.search(name) and (found := known or _listed(text)):
             return name, found
     return "", []
 

@@ -89,11 +89,11 @@ def test_trap_5_at_grpo_over_independent_rollouts_warns_with_the_count_and_names
     assert prepared.left_out == {"group_of_one": 4}
     (warning,) = prepared.warnings
     assert warning.startswith("4 of 8 candidates (50%) stood alone in their group.")
-    assert "`tree` or `replay`" in warning
+    assert "Use the plan `tree`, or" in warning
 
 
 def test_trap_5_at_grpo_over_independent_rollouts_is_refused_where_most_stand_alone(book):
-    with pytest.raises(GroupError, match=r"8 of 12 candidates \(67%\) stood alone .* `tree` or `replay`"):
+    with pytest.raises(GroupError, match=r"8 of 12 candidates \(67%\) stood alone .* Use the plan `tree`, or a recipe"):
         prepare(independent(book, 3), recipe("at_grpo", plan="independent"))
 
 

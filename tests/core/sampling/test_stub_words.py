@@ -22,10 +22,10 @@ def test_names_that_the_prompt_lists_and_words_that_it_stresses_are_choices() ->
 def test_json_is_made_from_the_schema_or_the_example_that_a_prompt_shows() -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     asked = system(f"Answer by this schema: {json.dumps(schema)}")
-    assert [asked_json(asked, i, ()) for i in range(2)] == ['{"ok": true}', '{"ok": false}']
-    assert asked_json(system('Answer in JSON like {"score": 3} please'), 0, ()) == '{"score": 3}'
-    assert asked_json(system('{"score": 3}'), 0, ()) is None
-    assert asked_json(system("Answer in JSON {with keys}"), 0, ()) is None
+    assert [asked_json(asked, i) for i in range(2)] == ['{"ok": true}', '{"ok": false}']
+    assert asked_json(system('Answer in JSON like {"score": 3} please'), 0) == '{"score": 3}'
+    assert asked_json(system('{"score": 3}'), 0) is None
+    assert asked_json(system("Answer in JSON {with keys}"), 0) is None
 
 
 def delegate(parameter: str, description: str) -> dict[str, object]:
