@@ -14,6 +14,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from cotune.recording.records import Episode
+from cotune.tables import grid
 from cotune.terminal import terminal
 from cotune.trainer.metrics import StepMetrics
 
@@ -127,11 +128,8 @@ def episode_bar(console: Console, total: int) -> Iterator[Callable[[Episode], No
 
 def role_table(metrics: StepMetrics) -> Table:
     """Figures of the step by role."""
-    table = Table(box=None, header_style="bold")
-    table.add_column("role")
     more = {name: title for name, title in _SOMETIMES.items() if any(f.get(name) for f in metrics.roles.values())}
-    for title in (*_TITLES, *more.values()):
-        table.add_column(title, justify="right")
+    table = grid("role", *(f"{title}>" for title in (*_TITLES, *more.values())))
     for role, figures in metrics.roles.items():
         table.add_row(role, *(_figure(figures.get(name)) for name in (*_COLUMNS, *more)))
     return table

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cotune.cli.show_groups import show_groups
-from cotune.cli.tables import BAD, GOOD, NAME, QUIET, cells, grid, plural, scores, snippet, warn
 from cotune.errors import RecordError
 from cotune.policies import UNTRAINED
 from cotune.recording.records import Call, Candidate, Episode, candidate_id
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.tables import BAD, GOOD, NAME, QUIET, cells, grid, plural, scores, snippet, warn
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType

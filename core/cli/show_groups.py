@@ -16,11 +16,11 @@ from cotune.algorithms.filters import REASONS
 from cotune.algorithms.groups import build_groups
 from cotune.algorithms.prepare import prepare
 from cotune.algorithms.recipes import Recipe, recipe
-from cotune.cli.tables import BAD, QUIET, grid, plural, warn
 from cotune.errors import GroupError
 from cotune.sampling.plans import PlanKind
 from cotune.storage.run_layout import RunConfig, is_run, read_run
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.tables import BAD, QUIET, grid, plural, warn
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -57,18 +57,18 @@ def show_groups(store: SqliteStore, limit: int) -> Iterable[RenderableType]:
     steps = [step for (step,) in reversed(found)] or [None]
     (total,) = store.rows("SELECT count(DISTINCT training_step) FROM episodes WHERE phase = 'train'")[0]
     chosen, why = recipe_of(store)
-    tally = GroupCounts()
+    counts = GroupCounts()
     consumed = store.consumed()
     for step in steps:
-        _count(tally, store, chosen, phase, step, consumed.keys())
+        _count(counts, store, chosen, phase, step, consumed.keys())
     what = "all episodes, none of them training" if phase is None else plural(len(steps), "training step")
     if phase and len(steps) < total:
         what = f"the latest {len(steps)} of {plural(total, 'training step')}"
     yield Text.assemble(("groups ", "bold"), f"of {what}\n", (f"{why}; key {', '.join(chosen.key)}\n", QUIET))
-    yield _table(tally)
-    yield Text(f"\n{tally.kept:,} of {plural(tally.candidates, 'candidate')} trained on; left out:\n", style="bold")
-    yield _reasons(tally)
-    for problem in dict.fromkeys(tally.problems):
+    yield _table(counts)
+    yield Text(f"\n{counts.kept:,} of {plural(counts.candidates, 'candidate')} trained on; left out:\n", style="bold")
+    yield _reasons(counts)
+    for problem in dict.fromkeys(counts.problems):
         yield Text(problem, style=BAD)
 
 
@@ -91,28 +91,33 @@ def config_of(store: SqliteStore) -> RunConfig:
 
 
 def _count(
-    tally: GroupCounts, store: SqliteStore, chosen: Recipe, phase: str | None, step: int | None, consumed: Iterable[str]
+    counts: GroupCounts,
+    store: SqliteStore,
+    chosen: Recipe,
+    phase: str | None,
+    step: int | None,
+    consumed: Iterable[str],
 ) -> None:
     episodes = store.episodes(phase=phase, training_step=step)
     config = config_of(store)
     on_failure = failure_reward(config.on_failure)
     collected = collect(store, episodes, plan=chosen.plan, on_failure=on_failure)
-    tally.left_out.update(collected.left_out)
-    tally.candidates += len(collected.samples) + sum(collected.left_out.values())
+    counts.left_out.update(collected.left_out)
+    counts.candidates += len(collected.samples) + sum(collected.left_out.values())
     samples = collected.samples
     reward = dict(zip((s.id for s in samples), attribute(samples, chosen.attribution).tolist(), strict=True))
     try:
         prepared = prepare(samples, chosen, decays=config.learner.weight_decay > 0)
-        tally.left_out.update(prepared.left_out)
-        tally.kept += len(prepared.samples)
-        tally.problems.extend(prepared.warnings)
+        counts.left_out.update(prepared.left_out)
+        counts.kept += len(prepared.samples)
+        counts.problems.extend(prepared.warnings)
         groups = build_groups([s for s in samples if reward[s.id] == reward[s.id]], chosen).groups
     except GroupError as error:
-        tally.problems.append(str(error))
+        counts.problems.append(str(error))
         return
     for group in groups:
         fields = dict(zip(chosen.key, group.key, strict=True))
-        cell = tally.cells.setdefault((fields.get("role"), fields.get("turn")), Cell())  # type: ignore[arg-type]
+        cell = counts.cells.setdefault((fields.get("role"), fields.get("turn")), Cell())  # type: ignore[arg-type]
         values = np.array([reward[s.id] for s in group.samples])
         cell.sizes.append(len(values))
         cell.means.append(float(values.mean()))
@@ -121,13 +126,13 @@ def _count(
         cell.trained += group.id in consumed
 
 
-def _table(tally: GroupCounts) -> RenderableType:
+def _table(counts: GroupCounts) -> RenderableType:
     from rich.text import Text
 
     table = grid(
         "role", "turn>", "groups>", "candidates>", "size>", "mean reward>", "spread>", "no spread>", "trained>"
     )
-    for (role, turn), cell in sorted(tally.cells.items(), key=lambda item: (item[0][0] or "", item[0][1] or 0)):
+    for (role, turn), cell in sorted(counts.cells.items(), key=lambda item: (item[0][0] or "", item[0][1] or 0)):
         count, low, high = len(cell.sizes), min(cell.sizes), max(cell.sizes)
         size = str(low) if low == high else f"{low}-{high}"
         table.add_row(
@@ -144,12 +149,12 @@ def _table(tally: GroupCounts) -> RenderableType:
     return table
 
 
-def _reasons(tally: GroupCounts) -> RenderableType:
+def _reasons(counts: GroupCounts) -> RenderableType:
     from rich.text import Text
 
     table = grid("reason", "candidates>", "share>", "why")
-    for reason, count in tally.left_out.most_common():
+    for reason, count in counts.left_out.most_common():
         if count:
-            share = f"{count / max(1, tally.candidates):.1%}"
+            share = f"{count / max(1, counts.candidates):.1%}"
             table.add_row(Text(reason), warn(count), share, Text(REASONS.get(reason, ""), style=QUIET))
     return table if table.row_count else Text("nothing", style=QUIET)

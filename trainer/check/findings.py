@@ -10,13 +10,13 @@ import msgspec
 
 from cotune.algorithms.learning_signal import learns_from, outcome_unused
 from cotune.algorithms.recipes import Recipe
-from cotune.cli.tables import plural
 from cotune.errors import CotuneError
 from cotune.recording.app_parts import Part
 from cotune.recording.episodes import Outcome
 from cotune.recording.records import Call
 from cotune.sampling.plans import Plan
 from cotune.sampling.protocol import UNSHAPED
+from cotune.tables import plural
 from cotune.trainer.check.report import Finding, RoleCheck
 from cotune.trainer.config.train import TrainConfig
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from cotune.cli.tables import BAD, GOOD, QUIET, cells, grid, plural, scores
+from cotune.tables import BAD, GOOD, QUIET, cells, grid, plural, scores
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType

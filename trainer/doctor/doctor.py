@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from cotune.cli.tables import BAD, GOOD
 from cotune.errors import CotuneError
 from cotune.integrations import versions
 from cotune.integrations.models.folder import locate_model
+from cotune.tables import BAD, GOOD, grid
 from cotune.trainer.config.cluster import ClusterConfig, Demand
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.doctor.machine import Machine, Node, look, nodes_of
@@ -133,10 +133,9 @@ def judge_placement(
 
 def render(report: Report) -> Table:
     """The findings as a table."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table = grid("", "", "")
     for finding in report.findings:
         style = _STYLES[finding.level]
         said = finding.text + (f"\n{finding.remedy}" if finding.remedy else "")

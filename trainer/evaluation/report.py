@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cotune.errors import WorkflowError
+from cotune.tables import grid
 from cotune.trainer.evaluation.cost import Use
 from cotune.trainer.evaluation.run import Evaluation
 from cotune.trainer.evaluation.statistics import Interval, paired_difference, paired_shares
@@ -15,6 +16,7 @@ from cotune.trainer.evaluation.verdict import tasks_for_share, verdict_on_reward
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.table import Table
 
 
 SHOWN = 3
@@ -107,16 +109,18 @@ def _failures(label: str, counts: dict[str, int]) -> list[str]:
     return lines
 
 
-def _results(report: EvaluationReport) -> Any:
-    table = _table("Results, 95% intervals", "", "success", "reward", "episodes", "failed", "seconds")
+def _results(report: EvaluationReport) -> Table:
+    columns = ("success>", "reward>", "episodes>", "failed>", "seconds>")
+    table = grid("", *columns, title="Results, 95% intervals", wrap=True)
     for label, e in report.evaluations.items():
         cells = (_percent(e.success), _number(e.reward), str(e.episodes), str(sum(e.failed.values())))
         table.add_row(label, *cells, f"{e.seconds:.1f}")
     return table
 
 
-def _differences(report: EvaluationReport) -> Any:
-    table = _table("Differences on the same tasks, 95% intervals", "", "success", "reward", "tasks")
+def _differences(report: EvaluationReport) -> Table:
+    title = "Differences on the same tasks, 95% intervals"
+    table = grid("", "success>", "reward>", "tasks>", title=title, wrap=True)
     for c in report.comparisons:
         shared = c.success or c.reward
         cells = (_percent(c.success, "+"), _number(c.reward, "+"), str(shared.n if shared else 0))
@@ -124,13 +128,14 @@ def _differences(report: EvaluationReport) -> Any:
     return table
 
 
-def _roles(report: EvaluationReport) -> Any:
+def _roles(report: EvaluationReport) -> Table:
     """A row per mode and role; its reward components are columns of their own."""
     rows = [(label, role, r) for label, e in report.evaluations.items() for role, r in e.roles.items()]
     components = sorted({name for _, _, r in rows for name in r.rewards})
     failed, cut = any(r.failed for _, _, r in rows), any(r.truncated for _, _, r in rows)
-    optional = [*(["failed"] if failed else []), *(["cut off"] if cut else [])]
-    table = _table("Roles, means per call", "", "answered by", "calls", "turns", "tokens", *optional, *components)
+    optional = [*(["failed>"] if failed else []), *(["cut off>"] if cut else []), *(f"{name}>" for name in components)]
+    columns = ("answered by", "calls>", "turns>", "tokens>", *optional)
+    table = grid("", *columns, title="Roles, means per call", wrap=True)
     for label, role, r in rows:
         cells = [str(r.calls), f"{r.turns:.1f}", f"{r.prompt_tokens:.0f}+{r.completion_tokens:.1f}"]
         cells += [str(r.failed)] * failed + [f"{100 * r.truncated:.1f}%"] * cut
@@ -139,11 +144,11 @@ def _roles(report: EvaluationReport) -> Any:
     return table
 
 
-def _use(report: EvaluationReport) -> Any:
+def _use(report: EvaluationReport) -> Table:
     """A row per mode; money only where prices were given."""
     cost = any(e.use.cost is not None for e in report.evaluations.values())
-    columns = ["calls", "tokens", "seconds", *(["cost"] if cost else [])]
-    table = _table("Means per episode", "", *columns)
+    columns = ["calls>", "tokens>", "seconds>", *(["cost>"] if cost else [])]
+    table = grid("", *columns, title="Means per episode", wrap=True)
     for label, e in report.evaluations.items():
         n = max(e.episodes, 1)
         tokens = f"{e.use.prompt_tokens / n:.0f}+{e.use.completion_tokens / n:.0f}"
@@ -156,15 +161,6 @@ def _cost(use: Use, episodes: int) -> str:
     if use.cost is None:
         return "-"
     return f"{use.cost / episodes:.6f}" + (f" ({use.unpriced} calls without a price)" if use.unpriced else "")
-
-
-def _table(title: str, *columns: str) -> Any:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("", "answered by") else "right")
-    return table
 
 
 def _percent(interval: Interval | None, sign: str = "") -> str:

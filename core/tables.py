@@ -1,9 +1,9 @@
-"""What the command line's tables and lines have in common: colours, columns, counts and rewards."""
+"""The one style of all tables and lines that are printed: colours, columns, counts and rewards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,15 +32,22 @@ def scores(rewards: Mapping[str, float]) -> Text:
     return line
 
 
-def grid(*columns: str) -> Table:
-    """A table without lines inside; a name that ends in `>` is a column of numbers."""
+def grid(*columns: str, title: str = "", wrap: bool = False) -> Table:
+    """A table without lines inside; a name that ends in `>` is a column of numbers.
+
+    Without any name it has no head. Cells of the last column go on in the next line, and with `wrap` those of all.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="bold")
-    for name in columns:
-        numeric = name.endswith(">")
-        table.add_column(name.rstrip(">"), justify="right" if numeric else "left", no_wrap=name != columns[-1])
+    table.title, table.title_justify, table.show_header = title or None, "left", any(columns)
+    for place, name in enumerate(columns, 1):
+        justify: Literal["left", "right"] = "right" if name.endswith(">") else "left"
+        one_line = not wrap and place < len(columns)
+        table.add_column(
+            name.rstrip(">"), justify=justify, no_wrap=one_line, overflow="ellipsis" if one_line else "fold"
+        )
     return table
 
 
