@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from cotune.context import role
@@ -34,20 +33,24 @@ __all__ = ["CotuneError", "deployed", "evaluate", "gateway", "role", "trace", "t
 
 
 def _activate() -> None:
-    from cotune.integrations import activate
+    from cotune.integrations.activation import activate
 
     activate()
 
 
+def _activate_on_import() -> None:
+    from cotune.integrations.activation import activate_on_import
+
+    activate_on_import()
+
+
 def _graph_runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
-    from cotune.integrations import graph_runner
+    from cotune.integrations.activation import graph_runner
 
     return graph_runner(app)
 
 
 activators.append(_activate)
 runners.append(_graph_runner)
-# Now as well: LangChain composes an agent's middleware when the agent is made, as applications do at import. What is
-# refused is raised again by the first episode.
-with suppress(CotuneError):
-    _activate()
+# Now as well: LangChain composes an agent's middleware when the agent is made, as applications do at import.
+_activate_on_import()

@@ -57,7 +57,7 @@ def install() -> None:
 
 def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
     """Run a compiled graph on an input, each time as a thread of its own; None for what is no compiled graph."""
-    if not hasattr(app, "ainvoke") or not hasattr(app, "get_state"):
+    if isinstance(app, type) or not hasattr(app, "ainvoke") or not hasattr(app, "get_state"):
         return None
 
     def run(given: Any) -> Awaitable[Any]:

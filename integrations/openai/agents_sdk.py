@@ -6,6 +6,7 @@ Requests are recorded and answered on the wire, by the OpenAI SDK's integration.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -56,7 +57,9 @@ def install() -> None:
 
 
 def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
-    """Run an agent on an input; None for what is no agent."""
+    """Run an agent on an input; None for what is no agent, such as an object of another package named `agents`."""
+    if "agents.run_internal" not in sys.modules:
+        return None
     from agents import Agent, Runner
 
     return functools.partial(Runner.run, app) if isinstance(app, Agent) else None

@@ -12,6 +12,7 @@ from functools import reduce
 from typing import Any
 
 from cotune.errors import ConfigError, CotuneError, SamplerError, SampleTimeout
+from cotune.integrations.activation import NO_ACTIVATION
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, Sampler, SamplerInfo, SamplingParams, Weights
@@ -156,7 +157,7 @@ async def start_sampler(
     import ray
 
     environment = dict(runtime_env or {})
-    environment["env_vars"] = {**environment.get("env_vars", {}), **(env or {})}
+    environment["env_vars"] = {**NO_ACTIVATION, **environment.get("env_vars", {}), **(env or {})}
     actor: Any = (
         ray.remote(SamplerActor)
         .options(

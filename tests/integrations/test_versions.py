@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cotune import integrations
 from cotune.errors import CotuneError
-from cotune.integrations import versions
+from cotune.integrations import activation, versions
+from cotune.integrations.activation import INTEGRATIONS
 from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, require
 from tests.integrations.recorded import Recorded
 
@@ -42,8 +42,8 @@ def test_a_version_in_the_range_passes(found: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_episode_fails_when_a_loaded_framework_cannot_be_recorded(record: Recorded, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(integrations, "_waiting", {"openai._base_client": ("cotune.integrations.openai.sdk",)})
-    monkeypatch.setattr(integrations, "_refused", [])
+    monkeypatch.setattr(activation, "_waiting", {"openai._base_client": ("openai.sdk", ("openai",))})
+    monkeypatch.setattr(activation, "_refused", [])
     monkeypatch.setattr(versions, "version", lambda _: "2.30.0")
     import openai  # noqa: F401
 
@@ -52,13 +52,13 @@ def test_an_episode_fails_when_a_loaded_framework_cannot_be_recorded(record: Rec
 
 
 def test_a_framework_first_imported_inside_an_episode_fails_it(monkeypatch: pytest.MonkeyPatch, record: Recorded):
-    monkeypatch.setattr(integrations, "_waiting", {})
-    monkeypatch.setattr(integrations, "_refused", [])
+    monkeypatch.setattr(activation, "_waiting", {})
+    monkeypatch.setattr(activation, "_refused", [])
     monkeypatch.setattr(versions, "version", lambda _: "2.30.0")
 
     def app(task: object) -> float:
-        integrations._waiting["openai._base_client"] = ("cotune.integrations.openai.sdk",)
-        integrations._install("openai._base_client")
+        activation._waiting["openai._base_client"] = ("openai.sdk", ("openai",))
+        activation._install("openai._base_client")
         return 1.0
 
     outcome = record.any(app)
@@ -74,46 +74,43 @@ def test_the_extras_allow_what_is_supported():
 
 
 HOOKS = {
-    "cotune.integrations.openai.sdk": ("openai._base_client", "SyncAPIClient", "_send_request"),
-    "cotune.integrations.langgraph.identity": (
+    "openai.sdk": ("openai._base_client", "SyncAPIClient", "_send_request"),
+    "langgraph.identity": (
         "langchain_core.callbacks.manager",
         "AsyncCallbackManager",
         "on_tool_start",
     ),
-    "cotune.integrations.langchain.models": ("langchain_core.language_models.chat_models", "BaseChatModel", None),
-    "cotune.integrations.autogen.agents": ("autogen_agentchat.agents", "BaseChatAgent", None),
-    "cotune.integrations.autogen.runtime": ("autogen_core.tools", "BaseTool", "run_json"),
-    "cotune.integrations.openai.agents_sdk": ("agents.run_internal.run_loop", "get_model", None),
-    "cotune.integrations.crewai.hooks": ("crewai", "Task", "_execute_core"),
+    "langchain.models": ("langchain_core.language_models.chat_models", "BaseChatModel", None),
+    "autogen.agents": ("autogen_agentchat.agents", "BaseChatAgent", None),
+    "autogen.runtime": ("autogen_core.tools", "BaseTool", "run_json"),
+    "openai.agents_sdk": ("agents.run_internal.run_loop", "get_model", None),
+    "crewai.hooks": ("crewai", "Task", "_execute_core"),
 }
 """By integration: one of the things it hooks into."""
-
-
-def test_every_integration_says_what_it_requires():
-    assert set(integrations._REQUIRES) == {name for names in integrations._INSTALL.values() for name in names}
 
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_framework_without_a_hook_is_refused_and_the_application_goes_on(name: str):
     """In a process of its own, since an integration is installed once."""
     module, owner, hook = HOOKS[name]
+    distributions = next(needed for integration, needed in INTEGRATIONS.values() if integration == name)
     target = f"{owner}, {hook!r}" if hook else f"sys.modules[{module!r}], {owner!r}"
     script = f"""
 import importlib, sys
-from cotune import integrations
-integrations._waiting.clear()
+from cotune.integrations import activation
+activation._waiting.clear()
 where = importlib.import_module({module!r})
 {owner} = getattr(where, {owner!r})
 delattr({target})
-integrations._waiting["x"] = ({name!r},)
-integrations._install("x")
+activation._waiting["x"] = ({name!r}, {distributions!r})
+activation._install("x")
 try:
-    integrations.activate()
-except integrations.CotuneError as error:
+    activation.activate()
+except activation.CotuneError as error:
     print(type(error).__name__, error)
 """
     environment = {**os.environ, "CREWAI_DISABLE_TELEMETRY": "true", "CREWAI_TRACING_ENABLED": "false"}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     assert run.stdout.startswith("UnsupportedVersion "), run.stderr
-    for distribution in integrations._REQUIRES[name]:
+    for distribution in distributions:
         assert distribution in run.stdout or "cannot be recorded" in run.stdout or "has no" in run.stdout

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
+from cotune.integrations.activation import NO_ACTIVATION
 from cotune.integrations.models.meta_model import ModelSkeleton
 from cotune.integrations.samplers.base import LoadedVersion, LoopSampler
 from cotune.integrations.samplers.vllm.adapters import SharedFolders, write_adapter, write_weights
@@ -36,6 +37,7 @@ _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    **NO_ACTIVATION,  # for vLLM's processes, which import our worker
 }
 # Small helpers of vLLM's sampler are compiled at the first request, which takes a minute and gains nothing on a CPU.
 _ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}

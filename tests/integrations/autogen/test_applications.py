@@ -28,7 +28,7 @@ from langgraph.graph import START, StateGraph
 from openai import AsyncOpenAI
 
 import cotune
-from cotune.integrations import activate
+from cotune.integrations.activation import activate
 from cotune.recording.records import Message
 from tests.integrations.provider import Provider, json_reply, said
 from tests.integrations.recorded import Recorded, Sink, asks, episode, tool_call

@@ -29,7 +29,7 @@ from PIL import Image as Picture
 from pydantic import BaseModel
 
 from cotune.context import current_episode
-from cotune.integrations import activate
+from cotune.integrations.activation import activate
 from cotune.integrations.autogen.messages import answer_of_result, request_of, result_of
 from tests.integrations.provider import Provider, json_reply
 from tests.integrations.recorded import POLICY, Recorded, answer, asks, tool_call

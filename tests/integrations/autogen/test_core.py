@@ -26,7 +26,7 @@ from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from openai import AsyncOpenAI
 
-from cotune.integrations import activate
+from cotune.integrations.activation import activate
 from tests.integrations.recorded import Recorded, Sink, episode
 
 activate()

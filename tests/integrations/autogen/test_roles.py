@@ -26,7 +26,7 @@ from autogen_ext.models.openai import OpenAIChatCompletionClient
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from cotune.integrations import activate
+from cotune.integrations.activation import activate
 from tests.integrations.provider import Provider
 from tests.integrations.recorded import Recorded, asks, tool_call
 

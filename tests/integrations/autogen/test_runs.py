@@ -20,7 +20,7 @@ from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 import cotune
 from cotune.errors import WorkflowError
-from cotune.integrations import activate
+from cotune.integrations.activation import activate
 from cotune.integrations.autogen.copies import fresh
 from cotune.recording.episodes import run_episode
 from cotune.recording.recorder import LiveCall
@@ -63,11 +63,12 @@ def test_agents_made_before_are_known(record: Recorded):
     assert record.roles == ["before"]
 
 
+ACTIVATE = "from cotune.integrations.activation import activate\nactivate()\n"
 ORDERS = {
-    "application first": "import app, cotune\nfrom cotune.integrations import activate\nactivate()",
-    "cotune first": "import cotune\nfrom cotune.integrations import activate\nactivate()\nimport app",
+    "application first": f"import app, cotune\n{ACTIVATE}",
+    "cotune first": f"import cotune\n{ACTIVATE}import app",
     "no activation": "import cotune, app",
-    "teams before agents": "from cotune.integrations import activate\nactivate()\nimport autogen_agentchat.teams, app",
+    "teams before agents": f"{ACTIVATE}import autogen_agentchat.teams, app",
 }
 APP = """
 from autogen_agentchat.teams import RoundRobinGroupChat

@@ -21,7 +21,7 @@ from crewai.tools import tool
 from pydantic import BaseModel
 
 from cotune.errors import SamplerError, WorkflowError
-from cotune.integrations import activate
+from cotune.integrations.activation import activate
 from cotune.recording.records import Message
 from tests.integrations.provider import Provider, completion, event, json_reply, said
 from tests.integrations.recorded import POLICY, Recorded, answer, asks, tool_call

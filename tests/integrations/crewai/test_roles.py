@@ -363,7 +363,7 @@ def test_crews_made_before_cotune_was_imported() -> None:
 
 
 def test_importing_cotune_imports_no_crewai() -> None:
-    code = "import sys, cotune, cotune.integrations as i; i.activate(); sys.exit('crewai' in sys.modules)"
+    code = "import sys, cotune, cotune.integrations.activation as i; i.activate(); sys.exit('crewai' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

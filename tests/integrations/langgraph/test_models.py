@@ -17,7 +17,7 @@ from langgraph.graph import START, MessagesState, StateGraph
 from pydantic import BaseModel
 
 from cotune.errors import SamplerError, WorkflowError
-from cotune.integrations import activate
+from cotune.integrations.activation import activate
 from cotune.recording.records import Message
 from tests.integrations.provider import Provider
 from tests.integrations.recorded import POLICY, Recorded, asks, tool_call

@@ -26,7 +26,7 @@ from openai.types.responses import ResponseOutputMessage, ResponseOutputText
 from pydantic import BaseModel
 
 import cotune
-from cotune.integrations import activate
+from cotune.integrations.activation import activate
 from cotune.recording.recorder import LiveCall
 from tests.integrations.provider import Provider, said
 from tests.integrations.recorded import Recorded, answer, asks, tool_call

@@ -16,7 +16,7 @@ from openai import _base_client
 from cotune import role
 from cotune.context import recording
 from cotune.errors import SamplerError, SampleTimeout, WorkflowError
-from cotune.integrations import activate
+from cotune.integrations.activation import activate
 from cotune.recording.records import Message
 from tests.integrations.provider import Provider, completion, event, json_reply
 from tests.integrations.recorded import POLICY, Recorded, answer, asks, episode, tool_call

@@ -99,6 +99,10 @@ def test_a_retired_adapter_leaves_the_engine_and_the_memory_once_its_requests_ha
     run(asyncio.wait_for(scenario(), 120))
 
 
+def test_what_watches_imports_for_applications_is_not_in_the_engines_processes(vllm_in_ray: Sampler) -> None:
+    assert run(vllm_in_ray.info()).counters["finders"] == 0
+
+
 def folders(name: str) -> list[Path]:
     return list(SHARED_MEMORY.glob(f"cotune-weights-*/{name}#*"))
 

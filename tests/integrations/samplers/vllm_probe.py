@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import msgspec
@@ -14,12 +15,15 @@ _WORKER = {"worker_extension_cls": "tests.integrations.samplers.vllm_probe_worke
 
 
 class Probe(VllmSampler):
-    """`info().counters` holds the adapters in the engine, the requests of its last step, and this process."""
+    """`info().counters` holds the adapters in the engine, the requests of its last step, this process, and how many of
+    cotune's finders stand on the path of imports in this process and in the workers."""
 
     async def _info(self) -> SamplerInfo:
         loras = set() if self._full else await self._llm.list_loras()
         (requests,) = await self._ask("cotune_requests")
+        here = sum(type(finder).__module__.startswith("cotune") for finder in sys.meta_path)
         counters = {"adapters": len(loras), "requests": requests, "pid": os.getpid()}
+        counters["finders"] = here + sum(await self._ask("cotune_finders"))
         return msgspec.structs.replace(await super()._info(), counters=counters)
 
 

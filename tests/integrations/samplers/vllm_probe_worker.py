@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from cotune.integrations.samplers.vllm.worker import CotuneWorker
@@ -11,6 +13,10 @@ class ProbeWorker(CotuneWorker):
     def cotune_requests(self) -> int:
         """Requests that the engine was working on at its last step."""
         return len(self.model_runner.requests)
+
+    def cotune_finders(self) -> int:
+        """Finders of cotune's on the path of imports."""
+        return sum(type(finder).__module__.startswith("cotune") for finder in sys.meta_path)
 
     def cotune_spoil(self) -> None:
         """Change one number of the base's weights."""

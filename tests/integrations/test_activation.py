@@ -1,0 +1,68 @@
+"""Where integrations are installed: by `import cotune` and by episodes, and not in a process that works for cotune."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cotune.integrations.activation import NO_ACTIVATION, graph_runner
+
+LOOK = """
+import sys
+import openai
+
+def look():
+    finders = sum(type(finder).__module__.startswith("cotune") for finder in sys.meta_path)
+    print(finders, hasattr(openai._base_client.SyncAPIClient._send_request, "__wrapped__"))
+
+import cotune.sampling.protocol
+look()
+with cotune.trace(sys.argv[1]):
+    look()
+"""
+
+
+@pytest.mark.parametrize(("environment", "at_import"), [({}, "1 True"), (NO_ACTIVATION, "0 False")])
+def test_the_environment_decides_what_an_import_installs_and_a_trace_always_does(environment, at_import, tmp_path):
+    command = [sys.executable, "-c", LOOK, str(tmp_path / "traced")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    assert done.stdout.splitlines() == [at_import, "1 True"], done.stderr
+
+
+SPAWNED = """
+import multiprocessing, os, sys
+
+def look():
+    import cotune.integrations.samplers.vllm.adapters
+    return [type(finder).__name__ for finder in sys.meta_path if type(finder).__module__.startswith("cotune")]
+
+if __name__ == "__main__":
+    from cotune.integrations.samplers.vllm.engine import prepare
+    prepare()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.apply(look))
+"""
+
+
+def test_processes_that_vllm_spawns_from_ours_watch_no_imports(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNED)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+class Other:
+    """An object of another package that is named as a framework's."""
+
+
+Other.__module__ = "agents.agent"
+
+
+def test_an_object_of_no_framework_has_no_runner():
+    from langgraph.pregel.main import Pregel
+
+    for app in (Other(), Other, Pregel, len, 3):
+        assert graph_runner(app) is None
