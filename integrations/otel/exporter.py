@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,16 +48,8 @@ def export_file(
     service: str = SERVICE,
 ) -> Exported:
     """Write OTLP/JSON, one line per episode: the form of a collector's file exporter and receiver."""
-    left_out: Counter[str] = Counter()
-    spans = episodes = 0
     with Path(path).open("wb") as file:
-        for one in _episodes(store, episode):
-            made = episode_spans(store, one, detail, left_out)
-            file.write(encode(made, service) + b"\n")
-            episodes, spans = episodes + 1, spans + len(made)
-    if store.unreadable:
-        left_out["unreadable"] += store.unreadable
-    return Exported(episodes=episodes, spans=spans, left_out=dict(left_out))
+        return _export(store, episode, detail, lambda spans: file.write(encode(spans, service) + b"\n"))
 
 
 def export_to(
@@ -69,15 +61,7 @@ def export_to(
     service: str = SERVICE,
 ) -> Exported:
     """Send every finished episode to a span exporter. Raises CotuneError when it refuses one."""
-    left_out: Counter[str] = Counter()
-    spans = episodes = 0
-    for one in _episodes(store, episode):
-        made = episode_spans(store, one, detail, left_out)
-        _send(exporter, made, service)
-        episodes, spans = episodes + 1, spans + len(made)
-    if store.unreadable:
-        left_out["unreadable"] += store.unreadable
-    return Exported(episodes=episodes, spans=spans, left_out=dict(left_out))
+    return _export(store, episode, detail, lambda spans: _send(exporter, spans, service))
 
 
 def otlp_exporter(endpoint: str, headers: Mapping[str, str] | None = None, timeout: float = 60.0) -> SpanExporter:
@@ -141,8 +125,16 @@ class LiveExport:
                 self.failed += 1
 
 
-def _episodes(store: Store, only: str | None) -> Iterable[Episode]:
-    return store.episodes() if only is None else [store.episode(only)]
+def _export(store: Store, only: str | None, detail: Detail, write: Callable[[Sequence[Span]], object]) -> Exported:
+    left_out: Counter[str] = Counter()
+    spans = episodes = 0
+    for episode in store.episodes() if only is None else [store.episode(only)]:
+        made = episode_spans(store, episode, detail, left_out)
+        write(made)
+        episodes, spans = episodes + 1, spans + len(made)
+    if store.unreadable:
+        left_out["unreadable"] += store.unreadable
+    return Exported(episodes=episodes, spans=spans, left_out=dict(left_out))
 
 
 def _send(exporter: SpanExporter, spans: Sequence[Span], service: str) -> None:

@@ -12,8 +12,8 @@ import msgspec
 
 from cotune.ids import message_id
 from cotune.integrations.otel import names as names
-from cotune.integrations.otel import otlp_json as otel_json
-from cotune.integrations.otel.dialects import (
+from cotune.integrations.otel import otlp_json as otlp_json
+from cotune.integrations.otel.conventions import (
     agent_of,
     finish_reasons,
     kind_of,
@@ -37,6 +37,7 @@ from cotune.recording.records import (
     PolicyRef,
     Record,
     Reward,
+    Segment,
     Task,
     Usage,
     candidate_id,
@@ -63,7 +64,7 @@ def import_file(path: str | Path, sink: Sink, *, phase: str = "import") -> Impor
     Reading the same file again writes the same ids. Raises ConfigError for a file without spans.
     """
     left_out: Counter[str] = Counter()
-    spans = list(otel_json.read(path, left_out))
+    spans = list(otlp_json.read(path, left_out))
     traces: dict[str, list[Span]] = {}
     for span in spans:
         traces.setdefault(span.trace, []).append(span)
@@ -94,7 +95,7 @@ def _around(span: Span, known: Mapping[str, Span]) -> list[Span]:
     """The spans around one, innermost first."""
     found: list[Span] = []
     seen = {span.id}
-    while span.parent in known and span.parent not in seen:
+    while span.parent is not None and span.parent in known and span.parent not in seen:
         span = known[span.parent]
         seen.add(span.id)
         found.append(span)
@@ -165,7 +166,8 @@ class _Reading:
         id = self.ids[chat.id]
         prompt_ids = tuple(found.get(names.PROMPT_IDS) or ())
         chosen = self._chosen(found, candidates)
-        prompt, segments = None, ()
+        prompt: str | None = None
+        segments: list[Segment] = []
         if prompt_ids:
             ids = candidates[chosen].token_ids if chosen is not None else ()
             prompt, segments = self.prompts.add(role, prompt_ids, ids)

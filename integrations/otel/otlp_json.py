@@ -40,7 +40,7 @@ def read(path: str | Path, left_out: Counter[str]) -> Iterator[Span]:
     found = 0
     for request in _requests(path.read_bytes(), left_out):
         for resource in _list(request, "resourceSpans", "resource_spans"):
-            for scope in _list(resource, "scopeSpans", "scope_spans", "instrumentationLibrarySpans"):
+            for scope in _list(resource, "scopeSpans", "scope_spans"):
                 for span in _list(scope, "spans"):
                     found += 1
                     yield _decode(span)
@@ -61,7 +61,7 @@ def _requests(raw: bytes, left_out: Counter[str]) -> Iterator[Mapping[str, Any]]
                     left_out["line_not_json"] += 1
     for value in values:
         for one in value if isinstance(value, list) else [value]:
-            trace = one.get("trace") or one.get("data") or one if isinstance(one, Mapping) else {}
+            trace = one.get("trace") or one if isinstance(one, Mapping) else {}
             if "resourceSpans" in trace or "resource_spans" in trace:
                 yield trace
             elif _list(trace, "spans"):

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import msgspec
 
 from cotune.errors import RecordError
+from cotune.ids import address
 from cotune.integrations.otel import names as names
 from cotune.integrations.otel.messages import as_text, to_parts
 from cotune.recording.records import Call, Episode, candidate_id
 from cotune.storage.protocol import Store
 
-_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 Kind = Literal["internal", "client"]
 
 
@@ -76,7 +76,7 @@ class _Episode:
         self.messages = {call.id: self._bodies(call) for call in self.calls}
         targets = [candidate_id(call.id, c.index) for call in self.calls for c in call.candidates]
         self.rewards = store.rewards([episode.id, *targets])
-        self.trace = f"{_number(episode.id):032x}"
+        self.trace = address(episode.id.encode())
         self.root = _span_id(episode.id, "workflow")
 
     def spans(self) -> Iterator[Span]:
@@ -301,16 +301,6 @@ def _nanoseconds(seconds: float) -> int:
 
 def _end(call: Call) -> int:
     return _nanoseconds(call.started + call.latency)
-
-
-def _number(id: str) -> int:
-    """The 128 bits of a ULID; a hash of anything else."""
-    if len(id) == 26 and set(id) <= set(_ALPHABET):
-        value = 0
-        for letter in id:
-            value = value * 32 + _ALPHABET.index(letter)
-        return value & ((1 << 128) - 1)
-    return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=16).digest(), "big")
 
 
 def _span_id(id: str, kind: str) -> str:

@@ -1,4 +1,4 @@
-"""Traces as records: what we exported comes back, and other tools' dialects are read."""
+"""Traces as records: what we exported comes back, and the conventions of other tools are read."""
 
 from __future__ import annotations
 
@@ -172,50 +172,11 @@ def test_messages_of_the_conventions(tmp_path: Path, form: str) -> None:
     assert call.integration == "opentelemetry" and read.made.left_out == {}
 
 
-def test_messages_as_older_events(tmp_path: Path) -> None:
-    calls = json.dumps(CALLING["tool_calls"])
-    events = [
-        event("gen_ai.system.message", {"content": "Be brief."}),
-        event("gen_ai.user.message", {"content": "Hi"}),
-        event("gen_ai.assistant.message", {"tool_calls": calls}),
-        event("gen_ai.tool.message", {"id": "c1", "content": "42"}),
-        event("gen_ai.choice", {"index": 0, "finish_reason": "stop", "message": json.dumps({"content": "42."})}),
-    ]
-    read = Read(tmp_path, span(1, None, "chat gpt", {"gen_ai.operation.name": "chat"}, events=events))
-    assert read.messages == [[*ASKED, CALLING, TOLD]]
-    assert read.calls[0].role == "app"
-    assert [(c.text, c.finish_reason) for c in read.calls[0].candidates] == [("42.", "stop")]
-
-
-def test_messages_as_indexed_attributes(tmp_path: Path) -> None:
-    found = {
-        "llm.request.type": "chat",
-        "gen_ai.request.model": "gpt",
-        "gen_ai.prompt.0.role": "system",
-        "gen_ai.prompt.0.content": "Be brief.",
-        "gen_ai.prompt.1.role": "user",
-        "gen_ai.prompt.1.content": "Hi",
-        "gen_ai.prompt.2.role": "assistant",
-        "gen_ai.prompt.2.tool_calls.0.id": "c1",
-        "gen_ai.prompt.2.tool_calls.0.name": "look",
-        "gen_ai.prompt.2.tool_calls.0.arguments": '{"q":"x"}',
-        "gen_ai.prompt.3.role": "tool",
-        "gen_ai.prompt.3.tool_call_id": "c1",
-        "gen_ai.prompt.3.content": "42",
-        "gen_ai.completion.0.role": "assistant",
-        "gen_ai.completion.0.content": "42.",
-        "gen_ai.completion.0.finish_reason": "length",
-        "gen_ai.usage.prompt_tokens": 5,
-        "gen_ai.usage.completion_tokens": 2,
-        "llm.request.functions.0.name": "look",
-        "llm.request.functions.0.parameters": '{"type": "object"}',
-    }
-    agent = span(1, None, "planner.agent", {"traceloop.span.kind": "agent", "traceloop.entity.name": "planner"})
-    read = Read(tmp_path, agent, span(2, 1, "openai.chat", found))
-    assert read.messages == [[*ASKED, CALLING, TOLD]]
-    assert read.tools == [[{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]]
-    assert (read.calls[0].role, read.calls[0].usage) == ("planner", Usage(5, 2))
-    assert [(c.text, c.finish_reason) for c in read.calls[0].candidates] == [("42.", "length")]
+def test_spans_of_neither_convention_are_counted(tmp_path: Path) -> None:
+    old = {"llm.request.type": "chat", "gen_ai.prompt.0.role": "user", "gen_ai.prompt.0.content": "Hi"}
+    read = Read(tmp_path, workflow(1, None, "w"), span(2, 1, "openai.chat", old), chat(3, 1, "a", "1"))
+    assert read.messages == [[{"role": "user", "content": "a"}]]
+    assert read.made.left_out == {"span:not_llm": 1}
 
 
 def test_messages_of_openinference(tmp_path: Path) -> None:
