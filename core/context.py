@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode
+
+ScopeT = TypeVar("ScopeT", bound="Scope")
 
 current_episode: ContextVar[LiveEpisode | None] = ContextVar("cotune_episode", default=None)
 current_caller: ContextVar[CallerContext | None] = ContextVar("cotune_caller", default=None)
@@ -15,20 +19,56 @@ opened_call: ContextVar[LiveCall | None] = ContextVar("cotune_call", default=Non
 """A call that a model class has opened; the wire request it makes, if any, belongs to that call."""
 _override: ContextVar[str | None] = ContextVar("cotune_role", default=None)
 
-scopes: list[Callable[[], CallerContext | None]] = []
-"""Integrations add a function that names the enclosing scope (a graph node, a flow step) where no caller is set."""
-_asking: ContextVar[bool] = ContextVar("cotune_asking", default=False)
+current_scope: ContextVar[Scope | None] = ContextVar("cotune_scope", default=None)
+scope_finders: list[Callable[[], CallerContext | None]] = []
+"""How integrations find a scope that nothing enters here, such as the node of a graph."""
 
 
-def scope_ids_around(scope: Callable[[], CallerContext | None]) -> list[Hashable]:
-    """Ids of the scopes of other frameworks around this point; none inside such a search, as scopes search too."""
-    if _asking.get():
-        return []
-    token = _asking.set(True)
+@dataclass(eq=False, slots=True)
+class Scope:
+    """An agent, a team, a task or a tool at work: it makes the calls within it that no framework announces.
+
+    Integrations subclass it.
+    """
+
+    around: Scope | None = field(default_factory=current_scope.get, init=False)
+    """The scope that was current when this one was made, of whatever framework."""
+    found: Hashable = field(default_factory=lambda: getattr(_found_scope(), "scope_id", None), init=False)
+    """Id of the scope that was found then."""
+
+    def caller(self) -> CallerContext:
+        """Who makes a call that is made in this scope."""
+        raise NotImplementedError
+
+
+def innermost(kind: type[ScopeT]) -> ScopeT | None:
+    """The innermost scope of one kind around this point."""
+    scope = current_scope.get()
+    while scope is not None and not isinstance(scope, kind):
+        scope = scope.around
+    return scope
+
+
+@contextmanager
+def entered(scope: Scope) -> Iterator[None]:
+    """Calls made inside are made in `scope`, and are no part of a call that goes on around it."""
+    token = current_scope.set(scope)
     try:
-        return [found.scope_id for other in scopes if other is not scope and (found := other()) is not None]
+        with called_by(None):
+            yield
     finally:
-        _asking.reset(token)
+        current_scope.reset(token)
+
+
+@contextmanager
+def called_by(caller: CallerContext | None) -> Iterator[None]:
+    """Calls made inside are `caller`'s, or without one the enclosing scope's; none is part of a call around it."""
+    caller_token, call_token = current_caller.set(caller), opened_call.set(None)
+    try:
+        yield
+    finally:
+        opened_call.reset(call_token)
+        current_caller.reset(caller_token)
 
 
 @contextmanager
@@ -55,7 +95,7 @@ def identify() -> CallerContext:
     """Explicit override first, then the newest caller that is not done, then the enclosing scope, then `app`."""
     caller = current_caller.get()
     if caller is None or caller.done:
-        caller = _scope_around() or CallerContext("app", "openai")
+        caller = _enclosing() or CallerContext("app", "openai")
     name = _override.get()
     if name is None:
         return caller
@@ -63,12 +103,28 @@ def identify() -> CallerContext:
     return CallerContext(name, "override", state=caller.state, read=caller.read, output=caller.output, given=True)
 
 
-def _scope_around() -> CallerContext | None:
-    """A fault of an integration costs the call its role, never the application the call."""
+def _enclosing() -> CallerContext | None:
+    """Of the current scope and of what is found, the inner one: what was found already when the scope was made is
+    around it. A fault of an integration costs the call its role, never the application the call."""
+    found, scope = _found_scope(), current_scope.get()
+    if scope is None or (found is not None and found.scope_id != scope.found):
+        return found
     try:
-        return next((found for scope in scopes if (found := scope()) is not None), None)
+        return scope.caller()
     except Exception as error:  # noqa: BLE001
-        episode = current_episode.get()
-        if episode is not None:
-            episode.warn("unidentified_call", "The role of a call could not be found, it is recorded as app.", error)
+        _count_unidentified(error)
         return None
+
+
+def _found_scope() -> CallerContext | None:
+    try:
+        return next((found for find in scope_finders if (found := find()) is not None), None)
+    except Exception as error:  # noqa: BLE001
+        _count_unidentified(error)
+        return None
+
+
+def _count_unidentified(error: Exception) -> None:
+    episode = current_episode.get()
+    if episode is not None:
+        episode.warn("unidentified_call", "The role of a call could not be found, it is recorded as app.", error)

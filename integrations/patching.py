@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_MARK = "__cotune__"
+_WRAPPED = "__cotune__"
 
 
 def each_subclass(base: Any, wrap: Callable[[Any], None]) -> None:
@@ -15,7 +15,7 @@ def each_subclass(base: Any, wrap: Callable[[Any], None]) -> None:
         wrap(cls)
     own = base.__dict__.get("__init_subclass__")
 
-    def init_subclass(cls: Any, **kwargs: Any) -> None:
+    def init_subclass(cls: Any, /, **kwargs: Any) -> None:
         if own is None:
             super(base, cls).__init_subclass__(**kwargs)
         else:
@@ -28,9 +28,9 @@ def each_subclass(base: Any, wrap: Callable[[Any], None]) -> None:
 def replace_method(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
     """Wrap a method that the class itself defines and does not leave abstract, once."""
     original = cls.__dict__.get(name)
-    if callable(original) and not hasattr(original, _MARK) and not getattr(original, "__isabstractmethod__", False):
+    if callable(original) and not hasattr(original, _WRAPPED) and not getattr(original, "__isabstractmethod__", False):
         wrapped = functools.wraps(original)(wrapper(original))
-        setattr(wrapped, _MARK, True)
+        setattr(wrapped, _WRAPPED, True)
         setattr(cls, name, wrapped)
 
 

@@ -1,7 +1,7 @@
-"""AutoGen's chat agents: in an episode they work in frames of their own, and their model clients name them.
+"""AutoGen's chat agents: in an episode they work in scopes of their own, and their model clients name them.
 
 Everything is hooked on classes, so it does not matter when the objects are made. Calls that go around an agent's model
-client (another client in its own code, a tool that calls a model) belong to the frame around them.
+client (another client in its own code, a tool that calls a model) belong to the scope around them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from autogen_agentchat.agents import BaseChatAgent
 from autogen_agentchat.base import Response
 
-from cotune.context import current_episode
-from cotune.integrations.autogen.clients import ClientAttribute, said
-from cotune.integrations.autogen.frames import Frame, enter, hand_on, listen, stepped, within
+from cotune.context import current_episode, entered
+from cotune.integrations.autogen.clients import ClientAttribute, lineage_of
+from cotune.integrations.autogen.scopes import AutogenScope, open_scope, stepped
 from cotune.integrations.patching import each_subclass, replace_method
 from cotune.recording.recorder import LiveEpisode
 
@@ -23,7 +23,6 @@ def install() -> None:
     """Hook agents, those there are and those to come."""
     BaseChatAgent._model_client = ClientAttribute()  # type: ignore[attr-defined]
     each_subclass(BaseChatAgent, _wrap_agent)
-    listen()
 
 
 def _wrap_agent(cls: type) -> None:
@@ -36,10 +35,10 @@ def _on_messages(original: Any) -> Any:
         episode = current_episode.get()
         if episode is None:
             return await original(self, messages, *args, **options)
-        frame = enter(self, self.name, received=tuple(messages))
-        with within(frame):
+        scope = open_scope(self, self.name, received=tuple(messages))
+        with entered(scope):
             response = await original(self, messages, *args, **options)
-        _left(episode, frame, response)
+        _has_answered(episode, scope, response)
         return response
 
     return on_messages
@@ -51,19 +50,20 @@ def _on_messages_stream(original: Any) -> Any:
         source = original(self, messages, *args, **options)
         if episode is None or not hasattr(source, "aclose"):
             return source
-        frame = enter(self, self.name, received=tuple(messages))
-        return stepped(frame, source, functools.partial(_left, episode, frame))
+        scope = open_scope(self, self.name, received=tuple(messages))
+        return stepped(scope, source, functools.partial(_has_answered, episode, scope))
 
     return on_messages_stream
 
 
-def _left(episode: LiveEpisode, frame: Frame, item: Any) -> None:
+def _has_answered(episode: LiveEpisode, scope: AutogenScope, item: Any) -> None:
     """An agent's response names the last call it was made from."""
-    if not isinstance(item, Response) or not frame.last:
+    if not isinstance(item, Response) or not scope.last_output:
         return
     try:
         message = item.chat_message
-        said(episode).add(message.source, getattr(message.to_model_message(), "content", None), frame.last)
+        content = getattr(message.to_model_message(), "content", None)
+        lineage_of(episode).add(message.source, content, scope.last_output)
     except Exception as error:  # noqa: BLE001
-        episode.warn("autogen", "The AutoGen integration could not tell what an agent said.", error)
-    hand_on(frame)
+        episode.warn("autogen", "The AutoGen integration could not tell which call an agent's answer is from.", error)
+    scope.hand_on()

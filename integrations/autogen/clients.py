@@ -7,25 +7,26 @@ a request is made. Outside, and in whatever else is done with it, it is the clie
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from typing import Any
 
 from autogen_core import BaseAgent
 from autogen_core.models import ChatCompletionClient, CreateResult
 
-from cotune.context import current_caller, current_episode, opened_call
+from cotune.context import called_by, current_episode, innermost
 from cotune.ids import new_id
-from cotune.integrations.autogen.frames import NAME, AgentState, Names, current_frame
+from cotune.integrations.agent_state import AgentState
 from cotune.integrations.autogen.lineage import Lineage
+from cotune.integrations.autogen.scopes import NAME, AutogenScope, Names
+from cotune.integrations.streams import step_inside
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
 
 
-def said(episode: LiveEpisode) -> Lineage:
-    """What the calls of an episode said."""
-    found = episode.notes.get(NAME)
-    if found is None:
-        found = episode.notes.setdefault(NAME, Lineage())
-    return found
+def lineage_of(episode: LiveEpisode) -> Lineage:
+    """Which call of an episode an answer is from."""
+    lineage: Lineage = episode.notes.setdefault(NAME, Lineage())
+    return lineage
 
 
 class AgentClient:
@@ -42,31 +43,28 @@ class AgentClient:
         episode = current_episode.get()
         if episode is None:
             return await self._cotune_client.create(messages, *args, **options)
-        mark = _mark(episode, self._cotune_owner, messages)
-        mark_token, call_token = current_caller.set(mark), opened_call.set(None)
+        caller = _caller(episode, self._cotune_owner, messages)
         try:
-            result = await self._cotune_client.create(messages, *args, **options)
+            with called_by(caller):
+                result = await self._cotune_client.create(messages, *args, **options)
         finally:
-            mark.done = True
-            opened_call.reset(call_token)
-            current_caller.reset(mark_token)
-        _note(episode, self._cotune_owner, mark, result)
+            caller.done = True
+        _has_answered(episode, self._cotune_owner, caller, result)
         return result
 
     async def create_stream(self, messages: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
         """Ask the client for a streamed answer, in the owner's name at each step."""
         source = self._cotune_client.create_stream(messages, *args, **options)
         episode = current_episode.get()
-        mark = CallerContext("app", NAME) if episode is None else _mark(episode, self._cotune_owner, messages)
-        try:
-            while (part := await _step(source, mark)) is not None:
-                if episode is not None and isinstance(part, CreateResult):
-                    _note(episode, self._cotune_owner, mark, part)
-                yield part
-        finally:
-            mark.done = True
-            if hasattr(source, "aclose"):
-                await source.aclose()
+        caller = CallerContext("app", NAME) if episode is None else _caller(episode, self._cotune_owner, messages)
+        async with aclosing(step_inside(lambda: called_by(caller), source)) as parts:
+            try:
+                async for part in parts:
+                    if episode is not None and isinstance(part, CreateResult):
+                        _has_answered(episode, self._cotune_owner, caller, part)
+                    yield part
+            finally:
+                caller.done = True
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -92,15 +90,6 @@ class AgentClient:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._cotune_client.__reduce_ex__(protocol)
-
-
-async def _step(source: Any, mark: CallerContext) -> Any:
-    mark_token, call_token = current_caller.set(mark), opened_call.set(None)
-    try:
-        return await anext(source, None)
-    finally:
-        opened_call.reset(call_token)
-        current_caller.reset(mark_token)
 
 
 def unwrapped(value: Any) -> Any:
@@ -135,15 +124,15 @@ class ClientAttribute:
         raise AttributeError(f"{type(owner).__name__!r} object has no attribute '_model_client'")
 
 
-def _mark(episode: LiveEpisode, owner: Any, messages: Any) -> CallerContext:
-    frame = current_frame.get()
+def _caller(episode: LiveEpisode, owner: Any, messages: Any) -> CallerContext:
+    scope = innermost(AutogenScope)
     try:
-        mine = frame.of(owner) if frame else None
-        role = mine.role if mine else _name(owner, frame.names if frame else None)
+        own = scope.of(owner) if scope else None
+        role = own.role if own else _name(owner, scope.names if scope else None)
         thread = getattr(owner, "_message_thread", None)
-        received = tuple(thread or ()) if thread is not None else (mine.received if mine else ())
-        state = AgentState(owner, frame.team if frame else None, received, tuple(messages))
-        read = said(episode).read([*_as_llm(thread or ()), *messages])
+        received = tuple(thread or ()) if thread is not None else (own.received if own else ())
+        state = AgentState(owner, scope.team if scope else None, received, tuple(messages))
+        read = lineage_of(episode).read([*_as_llm(thread or ()), *messages])
         return CallerContext(role, NAME, state=state, read=read, output=new_id())
     except Exception as error:  # noqa: BLE001
         episode.warn("autogen", "The AutoGen integration could not tell what a call reads.", error)
@@ -151,7 +140,7 @@ def _mark(episode: LiveEpisode, owner: Any, messages: Any) -> CallerContext:
 
 
 def _name(owner: Any, names: Names | None) -> str:
-    """The role of an object that makes a call outside any frame of its own."""
+    """The role of an object that makes a call outside any scope of its own."""
     if isinstance(owner, BaseAgent):
         return str(owner.id.type)
     return names.of(owner, owner.name) if names else str(owner.name)
@@ -161,19 +150,19 @@ def _as_llm(thread: Any) -> Iterator[Any]:
     return (message.to_model_message() for message in thread if hasattr(message, "to_model_message"))
 
 
-def _note(episode: LiveEpisode, owner: Any, mark: CallerContext, result: Any) -> None:
-    """After a call: what it said, for the calls that will read it."""
-    if not mark.calls:
+def _has_answered(episode: LiveEpisode, owner: Any, caller: CallerContext, result: Any) -> None:
+    """After a call: what its answer says, for the calls that will read it."""
+    if not caller.calls:
         episode.warn(
             "unseen_call",
-            f"A model client answered role {mark.role!r} without a call that can be recorded: from a cache or by a "
+            f"A model client answered role {caller.role!r} without a call that can be recorded: from a cache or by a "
             "client of its own. Switch the cache off while recording.",
         )
-    if mark.output is None or not mark.calls:
+    if caller.output is None or not caller.calls:
         return
     source = getattr(owner, "name", None) or getattr(owner, "_name", "")
-    said(episode).add(str(source), getattr(result, "content", None), mark.output)
-    frame = current_frame.get()
-    mine = frame.of(owner) if frame else None
-    if mine is not None:
-        mine.last = mark.output
+    lineage_of(episode).add(str(source), getattr(result, "content", None), caller.output)
+    scope = innermost(AutogenScope)
+    own = scope.of(owner) if scope else None
+    if own is not None:
+        own.last_output = caller.output

@@ -1,4 +1,4 @@
-"""AutoGen: which call said what. Agents pass each other texts without ids, so a text is known by its source."""
+"""AutoGen: which call an answer is from. Agents pass each other texts without ids, so a text goes by who wrote it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _MOST = 10_000
 
 
 class Lineage:
-    """Outputs of the calls of one episode, by who said them and what they say."""
+    """Output ids of one episode's calls, by the source and the text of an answer, or by the id of a function call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._outputs: dict[Hashable, list[str]] = {}
 
     def add(self, source: str, content: Any, output: str) -> None:
-        """Note that the call with this output said a text, or asked for function calls."""
+        """The call with this output answered with a text, or asked for function calls."""
         for key in _keys(source, content):
             self._add(key, output)
 
     def answered(self, call_id: str, output: str) -> None:
-        """Note that the result of a function call came from the call with this output."""
+        """The result of a function call came from the call with this output."""
         self._add(("call", call_id), output)
 
     def _add(self, key: Hashable, output: str) -> None:
@@ -40,7 +40,7 @@ class Lineage:
                 del self._outputs[next(iter(self._outputs))]
 
     def read(self, messages: Sequence[Any]) -> tuple[str, ...]:
-        """Outputs that LLM messages contain; of calls that said the same, the newest, as often as it occurs."""
+        """Outputs that LLM messages contain; of equal answers the newest, as many as there are in the messages."""
         counts = Counter(key for message in messages for key in _keys_of(message))
         found = (output for key, n in counts.items() for output in self._outputs.get(key, ())[-_most(key, n) :])
         return tuple(dict.fromkeys(found))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
 from autogen_core import FunctionCall
 from autogen_core.models import (
     AssistantMessage,
@@ -17,6 +15,7 @@ from autogen_core.models import (
     UserMessage,
 )
 
+from cotune.integrations.json_values import plain_json
 from cotune.recording.answers import Answer, counts
 from cotune.recording.records import Candidate
 
@@ -37,7 +36,7 @@ def request_of(client: Any, messages: Sequence[Any], options: Mapping[str, Any])
     }
     if not body["tools"]:
         del body["tools"], body["tool_choice"]
-    return {key: _plain(value) for key, value in body.items() if value is not None}
+    return {key: plain_json(value) for key, value in body.items() if value is not None}
 
 
 def result_of(answer: Answer) -> CreateResult:
@@ -86,7 +85,7 @@ def answer_of_result(result: Any) -> Answer:
 
 
 def part_of(texts: Sequence[str]) -> Answer | None:
-    """What a stream that was not read to its end said so far."""
+    """What a stream that was not read to its end held so far."""
     if not texts:
         return None
     message = {"role": "assistant", "content": "".join(texts)}
@@ -149,12 +148,3 @@ def _model(client: Any) -> str:
     arguments = getattr(client, "_create_args", None)
     found = arguments.get("model") if isinstance(arguments, Mapping) else getattr(client, "model", None)
     return found if isinstance(found, str) else type(client).__name__
-
-
-def _plain(value: Any) -> Any:
-    """JSON values only: what a client takes beyond them is recorded as its text."""
-    try:
-        msgspec.json.encode(value)
-    except (TypeError, msgspec.MsgspecError):
-        return json.loads(json.dumps(value, default=str))
-    return value

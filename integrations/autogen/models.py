@@ -1,7 +1,7 @@
 """Model clients of AutoGen that do not use the OpenAI SDK: recorded and answered at `create` and `create_stream`.
 
-A client of `autogen_ext.models.openai` passes the SDK's waist and is left alone. Another client that makes its wire
-request with that SDK all the same is recorded once, as what went over the wire.
+A client of `autogen_ext.models.openai` is recorded at the OpenAI SDK and left alone here. Another client that makes
+its wire request with that SDK all the same is recorded once, as what went over the wire.
 """
 
 from __future__ import annotations

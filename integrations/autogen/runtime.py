@@ -1,4 +1,4 @@
-"""AutoGen's core: agents that a runtime hands messages to, each in a frame of its own, named by the type of the agent.
+"""AutoGen's core: agents that a runtime hands messages to, each in a scope of its own, named by the type of the agent.
 
 A runtime may have been started anywhere, before any episode: a message carries the episode that it was sent in. The
 messages of agentchat's teams belong to the episode of their team, whose id is the key of its members.
@@ -7,8 +7,7 @@ messages of agentchat's teams belong to the episode of their team, whose id is t
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,9 +15,9 @@ from weakref import WeakValueDictionary
 from autogen_core import BaseAgent, SingleThreadedAgentRuntime
 from autogen_core.tools import BaseStreamTool, BaseTool
 
-from cotune.context import current_episode
-from cotune.integrations.autogen.clients import ClientAttribute, said
-from cotune.integrations.autogen.frames import Frame, enter, listen, stepped, within
+from cotune.context import current_episode, entered, recording
+from cotune.integrations.autogen.clients import ClientAttribute, lineage_of
+from cotune.integrations.autogen.scopes import AutogenScope, open_scope, stepped
 from cotune.integrations.patching import replace_method
 from cotune.integrations.versions import missing_hook
 from cotune.recording.recorder import LiveEpisode
@@ -34,10 +33,10 @@ _HOOKS = (
 
 @dataclass(frozen=True, eq=False)
 class Running:
-    """A team at work in an episode; `frame_of` gives the frame of one of its members."""
+    """A team at work in an episode; `scope_of` gives the scope of one of its members."""
 
     episode: LiveEpisode
-    frame_of: Callable[[Any], Frame]
+    scope_of: Callable[[Any], AutogenScope]
 
 
 running: dict[str, Running] = {}
@@ -57,7 +56,6 @@ def install() -> None:
     replace_method(SingleThreadedAgentRuntime, "publish_message", _sent)
     replace_method(BaseTool, "run_json", _tool)
     replace_method(BaseStreamTool, "run_json_stream", _tool_stream)
-    listen()
 
 
 def _sent(original: Any) -> Any:
@@ -75,24 +73,15 @@ def _on_message(original: Any) -> Any:
     async def on_message(self: Any, message: Any, ctx: Any) -> Any:
         team = running.get(self.id.key)
         if team is not None:
-            with _inside(team.episode), within(team.frame_of(self)):
+            with recording(team.episode), entered(team.scope_of(self)):
                 return await original(self, message, ctx)
         episode = _carried.get(ctx.message_id) or current_episode.get()
         if episode is None:
             return await original(self, message, ctx)
-        with _inside(episode), within(enter(self, self.id.type)):
+        with recording(episode), entered(open_scope(self, self.id.type)):
             return await original(self, message, ctx)
 
     return on_message
-
-
-@contextmanager
-def _inside(episode: LiveEpisode) -> Iterator[None]:
-    token = current_episode.set(episode)
-    try:
-        yield
-    finally:
-        current_episode.reset(token)
 
 
 def _tool(original: Any) -> Any:
@@ -100,10 +89,10 @@ def _tool(original: Any) -> Any:
         episode = current_episode.get()
         if episode is None:
             return await original(self, args, *rest, **options)
-        frame = enter(self, self.name, part=True)
-        with within(frame):
+        scope = open_scope(self, self.name, part=True)
+        with entered(scope):
             result = await original(self, args, *rest, **options)
-        _answered(episode, frame, rest, options)
+        _has_returned(episode, scope, rest, options)
         return result
 
     return run_json
@@ -115,15 +104,15 @@ def _tool_stream(original: Any) -> Any:
         source = original(self, args, *rest, **options)
         if episode is None:
             return source
-        frame = enter(self, self.name, part=True)
-        return stepped(frame, source, lambda _: _answered(episode, frame, rest, options))
+        scope = open_scope(self, self.name, part=True)
+        return stepped(scope, source, lambda _: _has_returned(episode, scope, rest, options))
 
     return run_json_stream
 
 
-def _answered(episode: LiveEpisode, frame: Frame, rest: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _has_returned(episode: LiveEpisode, scope: AutogenScope, rest: tuple[Any, ...], options: dict[str, Any]) -> None:
     """A tool's result names the last call of the agents that ran in it."""
     call_id = options.get("call_id") or (rest[1] if len(rest) > 1 else None)
-    if call_id and frame.last:
-        said(episode).answered(call_id, frame.last)
-        frame.last = None
+    if call_id and scope.last_output:
+        lineage_of(episode).answered(call_id, scope.last_output)
+        scope.last_output = None

@@ -1,9 +1,10 @@
-"""AutoGen's teams: frames of their own, which their members and managers find in whatever runtime runs them."""
+"""AutoGen's teams: scopes of their own, which their members and managers find in whatever runtime runs them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 from autogen_agentchat.base import ChatAgent, TaskResult, Team
@@ -15,8 +16,8 @@ from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGro
 from cotune.context import current_episode
 from cotune.integrations.autogen.clients import ClientAttribute
 from cotune.integrations.autogen.copies import fresh
-from cotune.integrations.autogen.frames import Frame, enter, hand_on, stepped
 from cotune.integrations.autogen.runtime import Running, running
+from cotune.integrations.autogen.scopes import AutogenScope, open_scope, stepped
 from cotune.integrations.patching import each_subclass, replace_method
 from cotune.recording.recorder import LiveEpisode
 
@@ -51,28 +52,27 @@ def _run_stream(original: Any) -> Any:
 
 
 async def _at_work(team: Any, episode: LiveEpisode, source: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    frame = enter(team, team.name)
+    scope = open_scope(team, team.name)
 
-    def ended(item: Any) -> None:
+    def seen(item: Any) -> None:
         if isinstance(item, TaskResult):
-            hand_on(frame)
+            scope.hand_on()
 
     before = running.get(team._team_id)
     if not team._is_running:
-        running[team._team_id] = Running(episode, functools.partial(_member, frame))
-    items = stepped(frame, source, ended)
+        running[team._team_id] = Running(episode, functools.partial(_member, scope))
     try:
-        async for item in items:
-            yield item
+        async with aclosing(stepped(scope, source, seen)) as items:
+            async for item in items:
+                yield item
     finally:
-        await items.aclose()
         if before is None:
             running.pop(team._team_id, None)
 
 
-def _member(team: Frame, agent: Any) -> Frame:
-    """The frame of what a team's runtime hands a message to: the team's own, or its manager's."""
+def _member(team: AutogenScope, agent: Any) -> AutogenScope:
+    """The scope of what a team's runtime hands a message to: the team's own, or its manager's."""
     if not isinstance(agent, BaseGroupChatManager):
         return team
     part = next((name for cls, name in _PARTS.items() if isinstance(agent, cls)), "manager")
-    return Frame(agent, part, team, team.names, part=True)
+    return AutogenScope(agent, part, team, team.names, part=True)

@@ -1,4 +1,4 @@
-"""CrewAI: marks what runs (agents, tasks, flow methods, guardrails, memory), and runs crews and flows as workflows."""
+"""CrewAI: enters a scope around what runs (agents, tasks, flow methods, guardrails), and runs crews and flows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from crewai.lite_agent import LiteAgent
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
 from cotune.integrations.crewai import models as crewai_models
-from cotune.integrations.crewai import scopes as crewai_scopes
-from cotune.integrations.crewai.parts import tell_parts
-from cotune.integrations.crewai.scopes import Scope, agent_scope, entered, flow_scope, part_scope, remember_template
+from cotune.integrations.crewai.parts import report_parts
+from cotune.integrations.crewai.scopes import CrewScope, agent_scope, at_work, flow_scope, part_scope, remember_template
 from cotune.integrations.versions import missing_hook
 
+ScopeOf = Callable[[Any, dict[str, Any]], CrewScope | None]
+"""The scope of a method's call, by its object and its arguments; None where it opens none."""
 _KICKOFFS = ("kickoff", "kickoff_async", "akickoff")
 _GUARDED = ("crewai.task", "crewai.agent.core", "crewai.lite_agent")
 """Modules that run the guardrails of tasks and agents, each by its own name for the function."""
@@ -28,7 +29,6 @@ _GUARDED = ("crewai.task", "crewai.agent.core", "crewai.lite_agent")
 
 def install() -> None:
     """Hook agents, tasks, flows and models. Raises UnsupportedVersion where this CrewAI has not what is hooked."""
-    crewai_scopes.install()
     crewai_models.install()
     for name in ("execute_task", "aexecute_task"):
         _scoped(Agent, name, lambda agent, given: agent_scope(agent, given.get("task")))
@@ -38,7 +38,7 @@ def install() -> None:
     for name in ("_execute_core", "_aexecute_core"):
         _scoped(Task, name, _task_scope)
     _scoped(RuntimeFlow, "_execute_method", _method_scope)
-    BaseAgent.copy = _copy(BaseAgent.copy)
+    BaseAgent.copy = _copy(BaseAgent.copy)  # type: ignore[method-assign, assignment]
     for module in (sys.modules[name] for name in _GUARDED):
         _guardrail(module)
 
@@ -74,11 +74,12 @@ def _factory(flow: Any) -> Callable[[], Any]:
             "A flow made from a declaration cannot be run more than once.",
             "Write a workflow function that makes the flow: def solve(task): Flow.from_declaration(...).kickoff(...).",
         )
-    fields = {name: getattr(flow, name) for name in type(flow).model_fields if name in flow.model_fields_set}
-    return functools.partial(type(flow), **fields)
+    cls: Any = type(flow)
+    fields = {name: getattr(flow, name) for name in cls.model_fields if name in flow.model_fields_set}
+    return functools.partial(cls, **fields)
 
 
-def _scoped(cls: Any, name: str, scope_of: Callable[[Any, dict[str, Any]], Scope | None]) -> None:
+def _scoped(cls: Any, name: str, scope_of: ScopeOf) -> None:
     """Make a method run in the scope that `scope_of(self, arguments)` gives."""
     original = cls.__dict__.get(name)
     if original is None:
@@ -93,7 +94,7 @@ def _scoped(cls: Any, name: str, scope_of: Callable[[Any, dict[str, Any]], Scope
         scope = _opened(scope_of, self, given(args, kwargs))
         if scope is None:
             return original(self, *args, **kwargs)
-        with entered(scope):
+        with at_work(scope):
             return original(self, *args, **kwargs)
 
     @functools.wraps(original)
@@ -101,26 +102,26 @@ def _scoped(cls: Any, name: str, scope_of: Callable[[Any, dict[str, Any]], Scope
         scope = _opened(scope_of, self, given(args, kwargs))
         if scope is None:
             return await original(self, *args, **kwargs)
-        with entered(scope):
+        with at_work(scope):
             return await original(self, *args, **kwargs)
 
     type.__setattr__(cls, name, run_async if inspect.iscoroutinefunction(original) else run)
 
 
-def _opened(scope_of: Callable[[Any, dict[str, Any]], Scope | None], owner: Any, given: dict[str, Any]) -> Scope | None:
+def _opened(scope_of: ScopeOf, owner: Any, given: dict[str, Any]) -> CrewScope | None:
     episode = current_episode.get()
     scope = None if episode is None else scope_of(owner, given)
     if episode is not None and episode.parts is not None and scope is not None:
-        tell_parts(episode.parts, scope)
+        report_parts(episode.parts, scope)
     return scope
 
 
-def _task_scope(task: Any, given: dict[str, Any]) -> Scope | None:
+def _task_scope(task: Any, given: dict[str, Any]) -> CrewScope | None:
     agent = given.get("agent") or task.agent
     return None if agent is None else agent_scope(agent, task)
 
 
-def _method_scope(flow: Any, given: dict[str, Any]) -> Scope | None:
+def _method_scope(flow: Any, given: dict[str, Any]) -> CrewScope | None:
     """The agent executor and the memory are flows too, but not the application's."""
     return None if type(flow).is_crewai_internal else flow_scope(flow, str(given["method_name"]))
 
@@ -142,7 +143,7 @@ def _guardrail(module: Any) -> None:
     def process_guardrail(*args: Any, **kwargs: Any) -> Any:
         if current_episode.get() is None:
             return original(*args, **kwargs)
-        with entered(part_scope("guardrail", inside=False)):
+        with at_work(part_scope("guardrail", inside=False)):
             return original(*args, **kwargs)
 
     module.process_guardrail = process_guardrail

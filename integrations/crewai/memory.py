@@ -9,7 +9,7 @@ from typing import Any
 from crewai.memory.unified_memory import Memory
 
 from cotune.context import current_episode
-from cotune.integrations.crewai.scopes import entered, part_scope
+from cotune.integrations.crewai.scopes import at_work, part_scope
 from cotune.integrations.versions import missing_hook
 
 _METHODS = ("remember", "remember_many", "extract_memories", "recall")
@@ -30,7 +30,7 @@ def _as_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if current_episode.get() is None:
             return original(self, *args, **kwargs)
-        with entered(part_scope("memory", inside=False)):
+        with at_work(part_scope("memory", inside=False)):
             return original(self, *args, **kwargs)
 
     return call

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from pydantic import BaseModel
 
+from cotune.integrations.json_values import plain_json
 from cotune.recording.answers import MALFORMED, Answer
 from cotune.recording.records import Candidate, Usage
 
@@ -23,8 +23,8 @@ def request_of(model: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
         messages = [{"role": "user", "content": messages}]
     body = {
         "model": model.model,
-        "messages": [{k: _plain(m[k]) for k in _PARTS if m.get(k) is not None} for m in messages],
-        "tools": [_plain(tool) for tool in asked.get("tools") or ()],
+        "messages": [{k: plain_json(m[k]) for k in _PARTS if m.get(k) is not None} for m in messages],
+        "tools": [plain_json(tool) for tool in asked.get("tools") or ()],
         "stream": bool(model._effective_stream()),
         "stop": list(model.stop_sequences) or None,
         "response_format": _schema(asked.get("response_model")),
@@ -51,7 +51,7 @@ def answer_of(value: Any) -> Answer:
     elif isinstance(value, BaseModel):
         message["content"] = value.model_dump_json()
     else:
-        message["content"] = value if isinstance(value, str) else json.dumps(_plain(value))
+        message["content"] = value if isinstance(value, str) else json.dumps(plain_json(value))
     finish = "tool_calls" if "tool_calls" in message else "stop"
     candidate = Candidate(index=0, text=message["content"] or "", message=message, finish_reason=finish)
     return Answer(candidates=(candidate,), usage=Usage(0, 0))
@@ -94,7 +94,7 @@ def _tool_call(index: int, value: Any) -> dict[str, Any]:
     function = raw.get("function") or raw
     name = function.get("name") if isinstance(function, Mapping) else function.name
     given = _arguments(function) if isinstance(function, Mapping) else function.arguments
-    arguments = given if isinstance(given, str) else json.dumps(_plain(given or {}))
+    arguments = given if isinstance(given, str) else json.dumps(plain_json(given or {}))
     return {
         "id": str(raw.get("id") or raw.get("toolUseId") or f"call_{index}"),
         "type": "function",
@@ -110,10 +110,3 @@ def _schema(model: Any) -> dict[str, Any] | None:
     if model is None:
         return None
     return {"type": "json_schema", "json_schema": {"name": model.__name__, "schema": model.model_json_schema()}}
-
-
-def _plain(value: Any) -> Any:
-    """JSON values only: what a model takes beyond them is recorded as its text."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    return msgspec.to_builtins(value, str_keys=True, enc_hook=str)

@@ -1,6 +1,6 @@
 """CrewAI's models: every one is called by `call` or `acall`, which say for which agent.
 
-A model on the OpenAI SDK is recorded and answered at the SDK's waist, and only its role is taken here. Any other model
+A model on the OpenAI SDK is recorded and answered there, and only its role is taken here. Any other model
 is recorded and answered here; what it sends over the OpenAI SDK all the same is recorded as it went over the wire.
 """
 
@@ -16,7 +16,7 @@ from crewai.llms.base_llm import BaseLLM
 
 from cotune.context import current_caller, current_episode, identify, opened_call
 from cotune.integrations.crewai.messages import answer_of, request_of, returned
-from cotune.integrations.crewai.scopes import calling, entered, mark_of, outside_call, part_scope
+from cotune.integrations.crewai.scopes import at_work, caller_of, calling, outside_call, part_scope
 from cotune.integrations.patching import each_subclass, replace_method
 from cotune.recording.model_calls import ask, ask_async, end_call, observed, open_call
 from cotune.recording.pending_call import CallerContext
@@ -29,8 +29,8 @@ _SDK = "OpenAICompletion"
 def install() -> None:
     """Wrap all model classes, those there are and those to come."""
     each_subclass(BaseLLM, _wrap)
-    BaseLLM._handle_tool_execution = _tool(BaseLLM._handle_tool_execution)
-    BaseLLM.summarize_messages = _summary(BaseLLM.summarize_messages)
+    BaseLLM._handle_tool_execution = _tool(BaseLLM._handle_tool_execution)  # type: ignore[method-assign]
+    BaseLLM.summarize_messages = _summary(BaseLLM.summarize_messages)  # type: ignore[method-assign]
 
 
 def _wrap(cls: type) -> None:
@@ -73,7 +73,7 @@ def _summary(original: Callable[..., Any]) -> Callable[..., Any]:
     def summarize_messages(self: Any, *args: Any, **kwargs: Any) -> Any:
         if current_episode.get() is None:
             return original(self, *args, **kwargs)
-        with entered(part_scope("summarizer", inside=True)):
+        with at_work(part_scope("summarizer", inside=True)):
             return original(self, *args, **kwargs)
 
     return summarize_messages
@@ -84,10 +84,10 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
         if current_episode.get() is None or calling.get():
             return original(self, *args, **kwargs)
         asked = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-        with _named(asked) as mark:
-            live = None if _on_waist(type(self)) else open_call(lambda: request_of(self, asked))
+        with _named(asked) as caller:
+            live = None if _uses_openai_sdk(type(self)) else open_call(lambda: request_of(self, asked))
             if live is None:
-                return _seen(mark, self, original(self, *args, **kwargs))
+                return _seen(caller, self, original(self, *args, **kwargs))
             found = ask(live)
             if found is not None:
                 return returned(self, found, asked)
@@ -104,10 +104,10 @@ def _acall(original: Callable[..., Any]) -> Callable[..., Any]:
         if current_episode.get() is None or calling.get():
             return await original(self, *args, **kwargs)
         asked = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-        with _named(asked) as mark:
-            live = None if _on_waist(type(self)) else open_call(lambda: request_of(self, asked))
+        with _named(asked) as caller:
+            live = None if _uses_openai_sdk(type(self)) else open_call(lambda: request_of(self, asked))
             if live is None:
-                return _seen(mark, self, await original(self, *args, **kwargs))
+                return _seen(caller, self, await original(self, *args, **kwargs))
             found = await ask_async(live)
             if found is not None:
                 return returned(self, found, asked)
@@ -121,28 +121,27 @@ def _acall(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _named(asked: Mapping[str, Any]) -> Iterator[CallerContext]:
-    """Mark the calls made inside with who makes them, which is the enclosing scope where no agent is named."""
-    mark = mark_of(asked.get("from_agent"), asked.get("from_task")) or identify()
-    tokens = current_caller.set(mark), calling.set(True)
+    """The calls made inside are the agent's that is named, else the enclosing scope's."""
+    caller = caller_of(asked.get("from_agent"), asked.get("from_task")) or identify()
+    tokens = current_caller.set(caller), calling.set(True)
     try:
-        yield mark
+        yield caller
     finally:
-        mark.done = True
+        caller.done = True
         current_caller.reset(tokens[0])
         calling.reset(tokens[1])
 
 
-@functools.cache
-def _on_waist(cls: type) -> bool:
+def _uses_openai_sdk(cls: type) -> bool:
     return any(base.__name__ == _SDK and base.__module__.startswith("crewai.") for base in cls.__mro__)
 
 
-def _seen(mark: CallerContext, model: Any, value: Any) -> Any:
+def _seen(caller: CallerContext, model: Any, value: Any) -> Any:
     episode = current_episode.get()
-    if not mark.calls and episode is not None and opened_call.get() is None and _on_waist(type(model)):
+    if not caller.calls and episode is not None and opened_call.get() is None and _uses_openai_sdk(type(model)):
         episode.warn(
             "unseen_call",
-            f"A model answered role {mark.role!r} without a request that can be recorded: by a client of its own or "
+            f"A model answered role {caller.role!r} without a request that can be recorded: by a client of its own or "
             "from a cache.",
         )
     return value

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cotune.integrations.crewai.scopes import Scope, role_of
+from cotune.integrations.crewai.scopes import CrewScope, role_of
 from cotune.recording.app_parts import Part, Parts
 
 
-def tell_parts(parts: Parts, scope: Scope) -> None:
-    """Tell the agents of the crew, or the methods of the flow, that `scope` belongs to, and that it works."""
+def report_parts(parts: Parts, scope: CrewScope) -> None:
+    """Report the agents of the crew, or the methods of the flow, that `scope` belongs to, and that it works."""
     parts.enter(scope.role)
     crew = getattr(scope.agent, "crew", None)
     if crew is not None:

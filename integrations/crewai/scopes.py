@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from cotune.context import current_caller, opened_call, scope_ids_around, scopes
+from cotune.context import Scope, called_by, entered, innermost
 from cotune.ids import new_id
 from cotune.recording.pending_call import CallerContext
 
@@ -37,7 +37,7 @@ class CrewState:
 
 
 @dataclass(eq=False, slots=True)
-class Scope:
+class CrewScope(Scope):
     """An agent, a task or a flow method at work. `key` names its latest output, `reads` outputs that it was given."""
 
     role: str
@@ -45,20 +45,18 @@ class Scope:
     agent: Any = None
     task: Any = None
     flow: Any = None
-    outer: Scope | None = None
+    outer: CrewScope | None = None
     reads: list[str] = field(default_factory=list)
-    units: tuple[Any, ...] = ()
-    """Scopes of other frameworks that were open when this one began."""
+
+    def caller(self, output: str | None = None) -> CallerContext:
+        """Who makes a call here; `output` is the id of what an agent's own call answers."""
+        led = (self.outer.key,) if self.outer is not None and self.outer.agent is not None else ()
+        given = self.reads if output is not None else ()
+        return CallerContext(self.role, NAME, state=_state(self), read=(*led, *given, self.key), output=output)
 
 
-_current: ContextVar[Scope | None] = ContextVar("cotune_crewai_scope", default=None)
 _templates: dict[int, str] = {}
 """Role as written of agents that were copied after inputs had been filled in, by object."""
-
-
-def install() -> None:
-    """Name the scope of calls that no model class announces: the SDK used in a tool or a flow method."""
-    scopes.insert(0, _innermost)
 
 
 def role_of(agent: Any) -> str:
@@ -75,40 +73,35 @@ def remember_template(original: Any, copied: Any) -> None:
         weakref.finalize(copied, _templates.pop, id(copied), None)
 
 
-def agent_scope(agent: Any, task: Any = None) -> Scope:
+def agent_scope(agent: Any, task: Any = None) -> CrewScope:
     """An agent that begins to work, on a task of a crew or on its own."""
-    outer = _current.get()
+    outer = innermost(CrewScope)
     if outer is not None and task is not None and outer.task is task:
-        return Scope(role_of(agent), outer.key, agent, task, outer.flow, outer.outer, outer.reads)
-    return Scope(role_of(agent), _key(task), agent, task, outer and outer.flow, outer, _context(agent, task))
+        return CrewScope(role_of(agent), outer.key, agent, task, outer.flow, outer.outer, outer.reads)
+    return CrewScope(role_of(agent), _key(task), agent, task, outer and outer.flow, outer, _context(agent, task))
 
 
-def flow_scope(flow: Any, method: str) -> Scope:
+def flow_scope(flow: Any, method: str) -> CrewScope:
     """A method of a flow: the role of calls that no agent makes."""
-    return Scope(method, _key(None), flow=flow, outer=_current.get())
+    return CrewScope(method, _key(None), flow=flow, outer=innermost(CrewScope))
 
 
-def part_scope(name: str, *, inside: bool) -> Scope:
+def part_scope(name: str, *, inside: bool) -> CrewScope:
     """Something that CrewAI does with a model of its own accord; `inside` the agent that it does it for."""
-    outer = _current.get()
+    outer = innermost(CrewScope)
     if outer is None:
-        return Scope(name, _key(None))
+        return CrewScope(name, _key(None))
     role = f"{outer.role}/{name}" if inside else name
-    return Scope(role, outer.key, outer.agent, outer.task, outer.flow, outer.outer, outer.reads)
+    return CrewScope(role, outer.key, outer.agent, outer.task, outer.flow, outer.outer, outer.reads)
 
 
 @contextmanager
-def entered(scope: Scope) -> Iterator[None]:
-    """Be in `scope`: whatever call was being made around it is not what the scope does."""
-    scope.units = tuple(scope_ids_around(_innermost))
-    tokens = (_current.set(scope), current_caller.set(None), opened_call.set(None), calling.set(False))
+def at_work(scope: CrewScope) -> Iterator[None]:
+    """Be in `scope`, and in no model's `call`; its output is then read by the agent around it."""
     try:
-        yield
+        with entered(scope), outside_call():
+            yield
     finally:
-        _current.reset(tokens[0])
-        current_caller.reset(tokens[1])
-        opened_call.reset(tokens[2])
-        calling.reset(tokens[3])
         if scope.outer is not None and scope.outer.agent is not None:
             scope.outer.reads.append(scope.key)
 
@@ -116,43 +109,27 @@ def entered(scope: Scope) -> Iterator[None]:
 @contextmanager
 def outside_call() -> Iterator[None]:
     """Be in the same scope, but in no model's `call`: a tool that a model class itself runs."""
-    tokens = (current_caller.set(None), opened_call.set(None), calling.set(False))
+    token = calling.set(False)
     try:
-        yield
+        with called_by(None):
+            yield
     finally:
-        current_caller.reset(tokens[0])
-        opened_call.reset(tokens[1])
-        calling.reset(tokens[2])
+        calling.reset(token)
 
 
-def mark_of(agent: Any, task: Any) -> CallerContext | None:
-    """The mark of a call that an agent makes; None where the call itself names no agent."""
+def caller_of(agent: Any, task: Any) -> CallerContext | None:
+    """Who makes a call that is an agent's; None where the call itself names no agent."""
     if agent is None:
         agent = getattr(task, "agent", None)
     if agent is None:
         return None
-    scope = _current.get()
+    scope = innermost(CrewScope)
     if scope is None or scope.agent is not agent or scope.role != role_of(agent):
         scope = agent_scope(agent, task)
-    return _mark(scope, output=scope.key)
+    return scope.caller(output=scope.key)
 
 
-def _innermost() -> CallerContext | None:
-    """The current scope, unless another framework's scope was entered within it."""
-    scope = _current.get()
-    if scope is None or any(unit not in scope.units for unit in scope_ids_around(_innermost)):
-        return None
-    return _mark(scope, output=None)
-
-
-def _mark(scope: Scope, output: str | None) -> CallerContext:
-    led = (scope.outer.key,) if scope.outer is not None and scope.outer.agent is not None else ()
-    given = scope.reads if output is not None else ()
-    read = (*led, *given, scope.key)
-    return CallerContext(scope.role, NAME, state=_state(scope), read=read, output=output, scope_id=id(scope))
-
-
-def _state(scope: Scope) -> CrewState:
+def _state(scope: CrewScope) -> CrewState:
     crew = getattr(scope.agent, "crew", None)
     return CrewState(
         agent=str(getattr(scope.agent, "role", None) or "").strip(),

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, AIMessageChunk, convert_to_openai_messages
 from langchain_core.output_parsers.openai_tools import make_invalid_tool_call, parse_tool_call
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
+from cotune.integrations.json_values import plain_json
 from cotune.recording.answers import MALFORMED, Answer, counts
 from cotune.recording.recorder import LiveCall
 from cotune.recording.records import Candidate
@@ -26,12 +25,12 @@ def request_of(
     facts = model._get_ls_params(stop=list(stop) if stop else None)
     body = {
         "model": facts.get("ls_model_name") or type(model).__name__,
-        "messages": _plain(convert_to_openai_messages(messages)),
+        "messages": plain_json(convert_to_openai_messages(messages)),
         "temperature": facts.get("ls_temperature"),
         "max_tokens": facts.get("ls_max_tokens"),
         "stop": list(stop) if stop else None,
-        **{key: _plain(value) for key, value in options.items() if key != "tools"},
-        "tools": [_plain(_tool(tool)) for tool in options.get("tools") or ()],
+        **{key: plain_json(value) for key, value in options.items() if key != "tools"},
+        "tools": [plain_json(_tool(tool)) for tool in options.get("tools") or ()],
     }
     return {key: value for key, value in body.items() if value is not None}
 
@@ -105,14 +104,14 @@ def _unmerged(chunks: Sequence[Any], broken: Exception) -> Answer:
 
 
 def _candidate(index: int, generation: Any) -> Candidate:
-    said = generation.message
+    answer = generation.message
     try:
-        message, text = _plain(convert_to_openai_messages(said)), str(said.text)
+        message, text = plain_json(convert_to_openai_messages(answer)), str(answer.text)
     except Exception as broken:  # noqa: BLE001 - a message that LangChain itself cannot read
-        text = said.content if isinstance(getattr(said, "content", None), str) else ""
-        message = {"role": "assistant", "content": text, MALFORMED: {"message": f"{type(broken).__name__}: {said!r}"}}
-    told = (getattr(said, "response_metadata", None), generation.generation_info)
-    facts = {key: value for table in told if isinstance(table, Mapping) for key, value in table.items()}
+        text = answer.content if isinstance(getattr(answer, "content", None), str) else ""
+        message = {"role": "assistant", "content": text, MALFORMED: {"message": f"{type(broken).__name__}: {answer!r}"}}
+    tables = (getattr(answer, "response_metadata", None), generation.generation_info)
+    facts = {key: value for table in tables if isinstance(table, Mapping) for key, value in table.items()}
     finish = facts.get("finish_reason") or facts.get("stop_reason")
     if not isinstance(finish, str):
         finish = "tool_calls" if message.get("tool_calls") else "stop"
@@ -136,12 +135,3 @@ def _tool(tool: Any) -> Any:
     with contextlib.suppress(ValueError, TypeError):
         return convert_to_openai_tool(tool)
     return tool
-
-
-def _plain(value: Any) -> Any:
-    """JSON values only: what a model takes beyond them is recorded as its text."""
-    try:
-        msgspec.json.encode(value)
-    except (TypeError, msgspec.MsgspecError):
-        return json.loads(json.dumps(value, default=str))
-    return value

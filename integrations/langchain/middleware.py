@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,13 @@ _WRAPPERS = ("wrap_model_call", "awrap_model_call", "wrap_tool_call", "awrap_too
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Around:
+class MiddlewareCall:
     """One call of a middleware around something; runs started within it belong to it by this object's identity."""
 
     name: str
 
 
-around: ContextVar[Around | None] = ContextVar("cotune_middleware", default=None)
+current_middleware: ContextVar[MiddlewareCall | None] = ContextVar("cotune_middleware", default=None)
 """The middleware that is running here; not while what it is wrapped around runs."""
 
 
@@ -40,24 +41,27 @@ def _wrap(cls: type) -> None:
         replace_method(cls, name, _awrapped if name.startswith("a") else _wrapped)
 
 
+@contextmanager
+def _running(call: MiddlewareCall | None) -> Iterator[None]:
+    token = current_middleware.set(call)
+    try:
+        yield
+    finally:
+        current_middleware.reset(token)
+
+
 def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, request: Any, handler: Callable[..., Any]) -> Any:
         if current_episode.get() is None:
             return original(self, request, handler)
-        outer = around.get()
+        outer = current_middleware.get()
 
         def inner(*args: Any, **kwargs: Any) -> Any:
-            token = around.set(outer)
-            try:
+            with _running(outer):
                 return handler(*args, **kwargs)
-            finally:
-                around.reset(token)
 
-        token = around.set(Around(self.name))
-        try:
+        with _running(MiddlewareCall(self.name)):
             return original(self, request, inner)
-        finally:
-            around.reset(token)
 
     return wrapper
 
@@ -66,19 +70,13 @@ def _awrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     async def wrapper(self: Any, request: Any, handler: Callable[..., Any]) -> Any:
         if current_episode.get() is None:
             return await original(self, request, handler)
-        outer = around.get()
+        outer = current_middleware.get()
 
         async def inner(*args: Any, **kwargs: Any) -> Any:
-            token = around.set(outer)
-            try:
+            with _running(outer):
                 return await handler(*args, **kwargs)
-            finally:
-                around.reset(token)
 
-        token = around.set(Around(self.name))
-        try:
+        with _running(MiddlewareCall(self.name)):
             return await original(self, request, inner)
-        finally:
-            around.reset(token)
 
     return wrapper

@@ -1,7 +1,7 @@
 """Chat models of LangChain that do not use the OpenAI SDK: recorded and answered at the methods every model implements.
 
-A model of `langchain_openai` passes the SDK's waist and is left alone. Another model that makes its wire request with
-that SDK all the same is recorded once, as what went over the wire.
+A model of `langchain_openai` is recorded at the OpenAI SDK and left alone here. Another model that makes its wire
+request with that SDK all the same is recorded once, as what went over the wire.
 """
 
 from __future__ import annotations

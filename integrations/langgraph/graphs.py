@@ -33,7 +33,7 @@ def install() -> None:
         parts = astream(self, *args, **options)
         return parts if current_episode.get() is None else _Astarted(self, parts)
 
-    Pregel.stream, Pregel.astream = named_stream, named_astream  # type: ignore[method-assign, assignment]
+    Pregel.stream, Pregel.astream = named_stream, named_astream
 
 
 def _started(graph: Any, parts: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""LangGraph and LangChain: who makes a call, from the tree of runs that their callback managers tell of.
+"""LangGraph and LangChain: who makes a call, from the tree of runs that their callback managers report.
 
 A role is the path of the nodes around the call, from the innermost named agent or the outermost graph. Nodes that
 prebuilt agents bring along (`model`, `agent`, `tools`) give way to the name of their agent or of the node around it.
@@ -12,9 +12,9 @@ from uuid import uuid4
 
 from langchain_core.runnables.config import var_child_runnable_config
 
-from cotune.context import current_caller, current_episode, scopes
+from cotune.context import current_caller, current_episode, current_scope, scope_finders
 from cotune.integrations.langchain.callbacks import on_end, on_start
-from cotune.integrations.langchain.middleware import around
+from cotune.integrations.langchain.middleware import current_middleware
 from cotune.integrations.langgraph.graphs import starting
 from cotune.integrations.langgraph.parts import nodes_of
 from cotune.integrations.langgraph.runs import GraphRun, role_of
@@ -27,22 +27,23 @@ _MESSAGE_ID = len("lc_run--") + 36
 """Length of the part of a message id that names the run; a number follows it in some versions of the message."""
 
 
-class _Notes:
-    """Runs in progress of one episode and the marks of its model calls in flight, and message ids that name no run.
+class _Runs:
+    """Runs in progress of one episode, who makes its model calls in flight, and message ids that name no run.
 
     Runs go by the integer of their UUID: the hash of a UUID itself is a Python function, asked for at every look.
     """
 
-    __slots__ = ("ids", "marks", "runs")
+    __slots__ = ("callers", "outputs", "runs")
 
     def __init__(self) -> None:
-        self.ids: dict[str, str] = {}
         self.runs: dict[int, GraphRun] = {}
-        self.marks: dict[int, CallerContext] = {}
+        self.callers: dict[int, CallerContext] = {}
+        self.outputs: dict[str, str] = {}
+        """Output ids of calls, by the message id that a provider gave the answer."""
 
 
 def install() -> None:
-    """Follow the runs inside episodes, and name the scope of calls that have no mark. Raises UnsupportedVersion."""
+    """Follow the runs inside episodes; find the node of calls that no model announces. Raises UnsupportedVersion."""
     on_start("on_chain_start", _chain_starts)
     on_start("on_tool_start", _tool_starts)
     on_start("on_retriever_start", _retriever_starts)
@@ -52,7 +53,7 @@ def install() -> None:
         on_end(f"on_{kind}_error", _run_ends)
     on_end("on_llm_end", _model_ends)
     on_end("on_llm_error", _model_fails)
-    scopes.append(_scope)
+    scope_finders.append(_node_scope)
 
 
 def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
@@ -69,24 +70,26 @@ def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
     return run
 
 
-def _notes(episode: LiveEpisode) -> _Notes:
-    notes: _Notes = episode.notes.setdefault(NAME, _Notes())
-    return notes
+def _runs(episode: LiveEpisode) -> _Runs:
+    runs: _Runs = episode.notes.get(NAME) or episode.notes.setdefault(NAME, _Runs())
+    return runs
 
 
 def _chain_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    notes = episode.notes.get(NAME) or _notes(episode)
+    known = _runs(episode)
     graph = starting.get()
     if graph is not None:
         starting.set(None)
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
     name = kwargs.get("name") if graph is None else graph.name
-    started = notes.runs[run.run_id.int] = GraphRun.chain(_parent(notes, run), name, run.metadata, inputs, around.get())
+    started = known.runs[run.run_id.int] = GraphRun.chain(
+        _parent(known, run), name, run.metadata, inputs, current_middleware.get()
+    )
     if episode.parts is not None:
-        _tell(episode.parts, started, graph)
+        _report_parts(episode.parts, started, graph)
 
 
-def _tell(parts: Parts, run: GraphRun, graph: Any) -> None:
+def _report_parts(parts: Parts, run: GraphRun, graph: Any) -> None:
     if run.kind == "node":
         parts.enter(role_of(run))
     if graph is not None:
@@ -94,56 +97,54 @@ def _tell(parts: Parts, run: GraphRun, graph: Any) -> None:
 
 
 def _tool_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    notes = episode.notes.get(NAME) or _notes(episode)
+    known = _runs(episode)
     serialized = args[0] if args else kwargs.get("serialized")
     name = kwargs.get("name") or (serialized or {}).get("name")
-    notes.runs[run.run_id.int] = GraphRun.tool(_parent(notes, run), name, run.metadata, around.get())
+    known.runs[run.run_id.int] = GraphRun.tool(_parent(known, run), name, run.metadata, current_middleware.get())
 
 
 def _retriever_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    notes = episode.notes.get(NAME) or _notes(episode)
-    notes.runs[run.run_id.int] = GraphRun.chain(_parent(notes, run), "", run.metadata, None, around.get())
+    known = _runs(episode)
+    known.runs[run.run_id.int] = GraphRun.chain(_parent(known, run), "", run.metadata, None, current_middleware.get())
 
 
 def _run_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    notes = episode.notes.get(NAME)
-    if notes is not None:
-        notes.runs.pop(run.run_id.int, None)
+    _runs(episode).runs.pop(run.run_id.int, None)
 
 
 def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    notes = episode.notes.get(NAME) or _notes(episode)
-    made = GraphRun.model(_parent(notes, run), run.metadata, around.get())
+    known = _runs(episode)
+    made = GraphRun.model(_parent(known, run), run.metadata, current_middleware.get())
     read = []
     for message in args[1][0]:
         name = message.id
         if name and name.startswith("lc_run--"):
             read.append(name[:_MESSAGE_ID])
-        elif name and name in notes.ids:
-            read.append(notes.ids[name])
-    by = _entered_within(made) if len(scopes) > 1 else None
+        elif name and name in known.outputs:
+            read.append(known.outputs[name])
     output = f"lc_run--{run.run_id}"
-    if by is None:
-        mark = CallerContext(role_of(made), NAME, state=made.state, read=tuple(read), output=output)
+    caller = _entered_within(made)
+    if caller is None:
+        caller = CallerContext(role_of(made), NAME, state=made.state, read=tuple(read), output=output)
     else:
-        mark = CallerContext(by.role, by.integration, state=by.state, read=(*by.read, *read), output=output)
-    notes.marks[run.run_id.int] = mark
-    current_caller.set(mark)
+        caller.read, caller.output = (*caller.read, *read), output
+    known.callers[run.run_id.int] = caller
+    current_caller.set(caller)
 
 
 def _model_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    mark = _done(episode, run)
-    if mark is None:
+    caller = _done(episode, run)
+    if caller is None:
         return
     response = args[0] if args else kwargs["response"]
     for generation in response.generations[0]:
         name = getattr(getattr(generation, "message", None), "id", None)
         if name and not name.startswith("lc_run--"):
-            episode.notes[NAME].ids[name] = str(mark.output)
-    if not mark.calls:
+            _runs(episode).outputs[name] = str(caller.output)
+    if not caller.calls:
         episode.warn(
             "unseen_call",
-            f"A chat model answered role {mark.role!r} without a call that can be recorded: from LangChain's cache "
+            f"A chat model answered role {caller.role!r} without a call that can be recorded: from LangChain's cache "
             "or by a client of its own. Switch the cache off while recording.",
         )
 
@@ -154,43 +155,45 @@ def _model_fails(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: 
 
 def _done(episode: LiveEpisode, run: Any) -> CallerContext | None:
     # Where a model runs in a context of its own, resetting the ContextVar would be lost.
-    notes = episode.notes.get(NAME) or _notes(episode)
-    mark: CallerContext | None = notes.marks.pop(run.run_id.int, None)
-    if mark is not None:
-        mark.done = True
-    return mark
+    caller: CallerContext | None = _runs(episode).callers.pop(run.run_id.int, None)
+    if caller is not None:
+        caller.done = True
+    return caller
 
 
-def _parent(notes: _Notes, run: Any) -> GraphRun | None:
-    """The run that a new one belongs to: the one told, or where the application replaced its callbacks, the one whose
-    code runs here."""
-    told = notes.runs.get(run.parent_run_id.int) if run.parent_run_id else None
-    return told or _here(notes, var_child_runnable_config.get())
+def _parent(known: _Runs, run: Any) -> GraphRun | None:
+    """The run that a new one belongs to: the one it names, or where the application replaced its callbacks, the one
+    whose code runs here."""
+    named = known.runs.get(run.parent_run_id.int) if run.parent_run_id else None
+    return named or _here(known, var_child_runnable_config.get())
 
 
-def _here(notes: _Notes, config: Any) -> GraphRun | None:
+def _here(known: _Runs, config: Any) -> GraphRun | None:
     """The run whose code runs here."""
     run_id = getattr((config or {}).get("callbacks"), "parent_run_id", None)
-    return notes.runs.get(run_id.int) if run_id else None
+    return known.runs.get(run_id.int) if run_id else None
 
 
-def _scope() -> CallerContext | None:
+def _node_scope() -> CallerContext | None:
     """The node around a call that no chat model announces: the plain SDK, or a model called in a tool."""
     episode = current_episode.get()
     config = var_child_runnable_config.get()
     if episode is None or not config:
         return None
-    run = GraphRun.model(_here(_notes(episode), config), config.get("metadata") or {}, around.get())
+    run = GraphRun.model(_here(_runs(episode), config), config.get("metadata") or {}, current_middleware.get())
     role = role_of(run)
     return CallerContext(role, NAME, state=run.state, scope_id=_node_of(run)) if role != "app" else None
 
 
 def _entered_within(run: GraphRun) -> CallerContext | None:
-    """A scope of another framework (a crew's agent) that a model call was reached through, inside the call's node."""
-    here = _scope()
-    if (here.scope_id if here else None) != _node_of(run):
+    """Who is at work in a scope of another framework (a crew's agent) that was entered inside a model call's node."""
+    scope = current_scope.get()
+    if scope is None:
         return None
-    return next((found for other in scopes if other is not _scope and (found := other()) is not None), None)
+    here, node = _node_scope(), _node_of(run)
+    if (here.scope_id if here else None) != node or node not in (None, scope.found):
+        return None
+    return scope.caller()
 
 
 def _node_of(run: GraphRun | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Names a role from a tree of LangGraph runs. A pure function of what the callbacks told, without the framework."""
+"""Names a role from a tree of LangGraph runs. A pure function of what the callbacks reported, without the framework."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNNAMED = "LangGraph"
 class GraphRun(msgspec.Struct):
     """A run in progress. `space` is the namespace of the node execution it belongs to; `agent` the agent name that the
     metadata claims, which is inherited and so may belong to an outer graph; `state` the input of the innermost node
-    around it; `around` the call of a middleware that it was started in, by identity, which is inherited too."""
+    around it; `middleware` the middleware call that it was started in, by identity, which is inherited too."""
 
     parent: GraphRun | None
     kind: Literal["chain", "node", "tool", "model"]
@@ -27,11 +27,11 @@ class GraphRun(msgspec.Struct):
     agent: str | None
     source: str | None = None
     state: Any = None
-    around: Any = None
+    middleware: Any = None
 
     @classmethod
     def chain(
-        cls, parent: GraphRun | None, name: str | None, metadata: Mapping[str, Any], inputs: Any, around: Any = None
+        cls, parent: GraphRun | None, name: str | None, metadata: Mapping[str, Any], inputs: Any, middleware: Any = None
     ) -> GraphRun:
         """A node when it is the first run in its namespace, else a graph or any other runnable."""
         space, agent = metadata.get(_SPACE) or "", metadata.get("lc_agent_name")
@@ -39,25 +39,27 @@ class GraphRun(msgspec.Struct):
         if space and parent is None:
             parent = _from_namespace(space, agent, whole=name != node)
         if space and (parent is None or parent.space != space):
-            return cls(parent, "node", str(node or name), space, agent, None, inputs, around)
-        return cls(parent, "chain", name or "", space, agent, None, getattr(parent, "state", None), around)
+            return cls(parent, "node", str(node or name), space, agent, None, inputs, middleware)
+        return cls(parent, "chain", name or "", space, agent, None, getattr(parent, "state", None), middleware)
 
     @classmethod
     def tool(
-        cls, parent: GraphRun | None, name: str | None, metadata: Mapping[str, Any], around: Any = None
+        cls, parent: GraphRun | None, name: str | None, metadata: Mapping[str, Any], middleware: Any = None
     ) -> GraphRun:
         space, agent = metadata.get(_SPACE) or "", metadata.get("lc_agent_name")
         parent = parent or _from_namespace(space, agent)
-        return cls(parent, "tool", name or "tool", space, agent, None, getattr(parent, "state", None), around)
+        return cls(parent, "tool", name or "tool", space, agent, None, getattr(parent, "state", None), middleware)
 
     @classmethod
-    def model(cls, parent: GraphRun | None, metadata: Mapping[str, Any], around: Any = None) -> GraphRun:
+    def model(cls, parent: GraphRun | None, metadata: Mapping[str, Any], middleware: Any = None) -> GraphRun:
         """A model call; where the node is the model itself, or the runs around it are unknown, metadata name them."""
         space, agent = metadata.get(_SPACE) or "", metadata.get("lc_agent_name")
         parent = parent or _from_namespace(space, agent)
         if space and parent is not None and parent.space != space:
             parent = cls(parent, "node", str(metadata.get("langgraph_node") or ""), space, agent)
-        return cls(parent, "model", "", space, None, metadata.get("lc_source"), getattr(parent, "state", None), around)
+        return cls(
+            parent, "model", "", space, None, metadata.get("lc_source"), getattr(parent, "state", None), middleware
+        )
 
 
 def is_own_node(name: str) -> bool:
@@ -84,8 +86,8 @@ def role_of(run: GraphRun) -> str:
             if agent:
                 names.append(agent)
                 break
-        if inner.around is not None and inner.around is not (inner.parent.around if inner.parent else None):
-            names.append(source or inner.around.name)
+        if inner.middleware is not None and inner.middleware is not (inner.parent.middleware if inner.parent else None):
+            names.append(source or inner.middleware.name)
             source = None
         inner = inner.parent
     if source:

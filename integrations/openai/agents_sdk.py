@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from cotune.context import current_caller, current_episode, opened_call, scope_ids_around, scopes
+from cotune.context import Scope, called_by, current_episode, entered
+from cotune.integrations.agent_state import AgentState
+from cotune.integrations.streams import step_inside
 from cotune.integrations.versions import missing_hook
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.pending_call import CallerContext
@@ -24,22 +25,15 @@ _INVOKE = ("_invoke_function_tool_with_metadata", "invoke_function_tool")
 """What runs a function tool, by the SDK's age: the newer first."""
 
 
-@dataclass(frozen=True)
-class AgentState:
-    """What scorers see as `call.state`: the agent whose turn it is, the application's own object."""
+@dataclass(slots=True, eq=False)
+class ToolScope(Scope):
+    """A function tool at work, which may call a model itself."""
 
-    agent: Any
-
-
-@dataclass(frozen=True, eq=False)
-class _ToolAtWork:
     agent: Any
     name: str
-    around: tuple[Any, ...]
-    """Units of other frameworks' scopes that the tool was called in."""
 
-
-_tool: ContextVar[_ToolAtWork | None] = ContextVar("cotune_agents_tool", default=None)
+    def caller(self) -> CallerContext:
+        return CallerContext(f"{_name(self.agent)}/{self.name}", NAME, state=AgentState(self.agent))
 
 
 def install() -> None:
@@ -53,7 +47,6 @@ def install() -> None:
         raise missing_hook(NAME, f"tool_execution.{_INVOKE[-1]}")
     run_loop.get_model = _get_model(run_loop.get_model)
     setattr(tool_execution, invoke, _invoked(getattr(tool_execution, invoke)))
-    scopes.insert(0, scope)
 
 
 def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
@@ -76,28 +69,20 @@ class AgentModel:
 
     async def get_response(self, *args: Any, **options: Any) -> Any:
         """Ask the model, in the agent's name."""
-        caller = _caller_of(self._cotune_agent)
-        with _calling_as(caller):
-            found = await self._cotune_model.get_response(*args, **options)
-        _ended(caller)
-        return found
+        caller = _caller(self._cotune_agent)
+        with called_by(caller):
+            response = await self._cotune_model.get_response(*args, **options)
+        _has_answered(caller)
+        return response
 
     async def stream_response(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
         """Ask the model for a stream, in the agent's name at each step."""
-        caller = _caller_of(self._cotune_agent)
+        caller = _caller(self._cotune_agent)
         source = self._cotune_model.stream_response(*args, **options)
-        try:
-            while True:
-                with _calling_as(caller):
-                    try:
-                        event = await anext(source)
-                    except StopAsyncIteration:
-                        break
+        async with aclosing(step_inside(lambda: called_by(caller), source)) as events:
+            async for event in events:
                 yield event
-        finally:
-            if hasattr(source, "aclose"):
-                await source.aclose()
-        _ended(caller)
+        _has_answered(caller)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -107,14 +92,6 @@ class AgentModel:
         return getattr(self._cotune_model, name)
 
 
-def scope() -> CallerContext | None:
-    """The tool at work, for a model that it calls itself; None where a scope of another framework was entered in it."""
-    tool = _tool.get()
-    if tool is None or any(unit not in tool.around for unit in scope_ids_around(scope)):
-        return None
-    return CallerContext(f"{_name(tool.agent)}/{tool.name}", NAME, state=AgentState(tool.agent), scope_id=id(tool))
-
-
 def _get_model(original: Any) -> Any:
     @functools.wraps(original)
     def get_model(agent: Any, *args: Any, **options: Any) -> Any:
@@ -122,13 +99,13 @@ def _get_model(original: Any) -> Any:
         if episode is None:
             return model
         if episode.parts is not None:
-            _tell(episode.parts, agent)
+            _report_parts(episode.parts, agent)
         return AgentModel(model, agent)
 
     return get_model
 
 
-def _tell(parts: Parts, agent: Any) -> None:
+def _report_parts(parts: Parts, agent: Any) -> None:
     """That an agent works, and which ones it may hand over to."""
     name = _name(agent)
     parts.enter(name)
@@ -141,19 +118,13 @@ def _invoked(original: Any) -> Any:
     async def invoke(*, function_tool: Any, context: Any, **options: Any) -> Any:
         if current_episode.get() is None:
             return await original(function_tool=function_tool, context=context, **options)
-        tool = _ToolAtWork(getattr(context, "agent", None), function_tool.name, tuple(scope_ids_around(scope)))
-        tokens = _tool.set(tool), current_caller.set(None), opened_call.set(None)
-        try:
+        with entered(ToolScope(getattr(context, "agent", None), function_tool.name)):
             return await original(function_tool=function_tool, context=context, **options)
-        finally:
-            opened_call.reset(tokens[2])
-            current_caller.reset(tokens[1])
-            _tool.reset(tokens[0])
 
     return invoke
 
 
-def _caller_of(agent: Any) -> CallerContext:
+def _caller(agent: Any) -> CallerContext:
     return CallerContext(_name(agent), NAME, state=AgentState(agent))
 
 
@@ -161,17 +132,7 @@ def _name(agent: Any) -> str:
     return str(getattr(agent, "name", None) or "app")
 
 
-@contextmanager
-def _calling_as(caller: CallerContext) -> Iterator[None]:
-    tokens = current_caller.set(caller), opened_call.set(None)
-    try:
-        yield
-    finally:
-        opened_call.reset(tokens[1])
-        current_caller.reset(tokens[0])
-
-
-def _ended(caller: CallerContext) -> None:
+def _has_answered(caller: CallerContext) -> None:
     caller.done = True
     episode: LiveEpisode | None = current_episode.get()
     if episode is not None and not caller.calls:

@@ -116,7 +116,7 @@ class _Reading:
         self.id = str(root.attributes.get(names.EPISODE) or _ulid(root))
         self.ids = {chat.id: str(chat.attributes.get(names.CALL) or _ulid(chat)) for chat in self.chats}
         self.turns: Counter[str] = Counter()
-        self.said: dict[Hashable, str] = {}
+        self.answers: dict[Hashable, str] = {}
         self.prompts = PromptTree()
         self.messages: dict[str, Any] = {}
         self.rewards: list[Reward] = []
@@ -158,10 +158,10 @@ class _Reading:
         found = chat.attributes
         role = next((name for s in [chat, *_around(chat, self.known)] if (name := agent_of(s))), "app")
         turn, self.turns[role] = self.turns[role], self.turns[role] + 1
-        asked, said = messages_of(chat, self.left_out)
+        asked, answers = messages_of(chat, self.left_out)
         if not asked:
             self.left_out["call_without_messages"] += 1
-        candidates = self._candidates(chat, said)
+        candidates = self._candidates(chat, answers)
         tools = tools_of(found)
         id = self.ids[chat.id]
         prompt_ids = tuple(found.get(names.PROMPT_IDS) or ())
@@ -198,15 +198,15 @@ class _Reading:
             integration=str(found.get(names.INTEGRATION) or "opentelemetry"),
         )
         if chosen is not None:
-            self.said[_said(candidates[chosen].message)] = id
+            self.answers[_answer_key(candidates[chosen].message)] = id
         self._rewards(chat, id)
         return [*segments, made]
 
-    def _candidates(self, chat: Span, said: Sequence[Mapping[str, Any]]) -> tuple[Candidate, ...]:
+    def _candidates(self, chat: Span, answers: Sequence[Mapping[str, Any]]) -> tuple[Candidate, ...]:
         reasons = finish_reasons(chat.attributes)
         sampled = decoded(chat.attributes.get(names.SAMPLED)) or []
         made = []
-        for index, message in enumerate(said):
+        for index, message in enumerate(answers):
             own = reasons[index] if index < len(reasons) else "stop"
             reason = str(message.get("finish_reason") or own)
             ids = sampled[index] if index < len(sampled) else {}
@@ -232,9 +232,9 @@ class _Reading:
 
     def _status(self, chat: Span, candidates: Sequence[Candidate]) -> CallStatus:
         """As recorded; else by the span's own status. A call without content but without error ended well."""
-        told = chat.attributes.get(names.STATUS)
-        if told in _STATUSES:
-            return told
+        recorded = chat.attributes.get(names.STATUS)
+        if recorded in _STATUSES:
+            return recorded
         if chat.failed is None:
             return "ok"
         kind = str(chat.attributes.get(names.ERROR_TYPE) or "").lower()
@@ -245,8 +245,8 @@ class _Reading:
         linked = [self.ids[link] for link in chat.links if link in self.ids]
         if linked:
             return tuple(linked)
-        said = (_said(message) for message in asked if message.get("role") == "assistant")
-        return tuple(dict.fromkeys(self.said[one] for one in said if one in self.said))
+        read = (_answer_key(message) for message in asked if message.get("role") == "assistant")
+        return tuple(dict.fromkeys(self.answers[key] for key in read if key in self.answers))
 
     def _keep(self, hashed: Mapping[str, Any], body: Any = None) -> str:
         id = message_id(hashed)
@@ -271,7 +271,7 @@ def _policy(found: Mapping[str, Any]) -> PolicyRef | None:
     return PolicyRef(str(name), int(found.get(names.POLICY_VERSION) or 0)) if name else None
 
 
-def _said(message: Mapping[str, Any]) -> Hashable:
+def _answer_key(message: Mapping[str, Any]) -> Hashable:
     """What an answer says, for finding it again in a later prompt."""
     functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     calls = [(function.get("name"), function.get("arguments")) for function in functions]

@@ -194,11 +194,11 @@ class _Episode:
     def _content(self, call: Call) -> dict[str, Any]:
         found = {names.INPUT_MESSAGES: as_text([to_parts(m, self.left_out) for m in self.messages[call.id]])}
         if call.candidates:
-            said = [
+            answers = [
                 {**to_parts(c.message, self.left_out), "role": "assistant", "finish_reason": c.finish_reason}
                 for c in call.candidates
             ]
-            found[names.OUTPUT_MESSAGES] = as_text(said)
+            found[names.OUTPUT_MESSAGES] = as_text(answers)
         if call.tools:
             found[names.TOOL_DEFINITIONS] = as_text(self._body(call.tools) or [])
         return found

@@ -45,7 +45,7 @@ def test_a_scope_that_fails_costs_the_role_and_is_counted(record: Recorded, monk
     def broken():
         raise RuntimeError("a framework changed")
 
-    monkeypatch.setattr(context, "scopes", [broken])
+    monkeypatch.setattr(context, "scope_finders", [broken])
 
     def run(task):
         call = open_call(lambda: BODY)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.context import current_caller, identify, role, scopes
+from cotune.context import current_caller, identify, role, scope_finders
 from cotune.errors import RecordError
 from cotune.ids import message_id, pack_ids, segment_id
 from cotune.recording.answers import Answer
@@ -246,7 +246,7 @@ def test_identity_override_then_mark_then_scope_then_app():
 
     def check():
         assert identify().role == "app"
-        scopes.extend([lambda: None, lambda: CallerContext("scope", "s", state={"x": 1})])
+        scope_finders.extend([lambda: None, lambda: CallerContext("scope", "s", state={"x": 1})])
         assert identify().role == "scope"
         mark = CallerContext("mark", "m", state={"y": 2}, read=("id",))
         current_caller.set(mark)
@@ -260,12 +260,12 @@ def test_identity_override_then_mark_then_scope_then_app():
         mark.done = True
         assert identify().role == "scope"
 
-    kept = list(scopes)
-    scopes.clear()
+    kept = list(scope_finders)
+    scope_finders.clear()
     try:
         copy_context().run(check)
     finally:
-        scopes[:] = kept
+        scope_finders[:] = kept
 
 
 def test_a_mark_ended_in_a_copied_context_is_ended_everywhere():

@@ -20,7 +20,7 @@ from langgraph.types import Command, interrupt
 import cotune
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
-from cotune.integrations.langgraph.identity import _notes
+from cotune.integrations.langgraph.identity import _runs
 from cotune.integrations.langgraph.runs import GraphRun, role_of
 from tests.integrations.recorded import Recorded, episode
 
@@ -48,8 +48,8 @@ def test_the_managers_of_callbacks_still_tell_node_namespace_and_message_ids(rec
 
     def reply(call):
         told.update(output=call.caller.output, episode=call.episode)
-        notes = _notes(call.episode)
-        told["kinds"] = [(run.kind, run.name, bool(run.space)) for run in notes.runs.values()]
+        known = _runs(call.episode)
+        told["kinds"] = [(run.kind, run.name, bool(run.space)) for run in known.runs.values()]
         told["handlers"] = CallbackManager.configure().handlers
         return "x"
 
@@ -62,8 +62,8 @@ def test_the_managers_of_callbacks_still_tell_node_namespace_and_message_ids(rec
     assert told["kinds"] == [("chain", "LangGraph", False), ("node", "node", True)], remedy
     assert told["id"].startswith(told["output"]), remedy
     assert told["handlers"] == []
-    notes = _notes(told["episode"])
-    assert not notes.runs and not notes.marks, remedy
+    known = _runs(told["episode"])
+    assert not known.runs and not known.callers, remedy
 
 
 @pytest.mark.parametrize("how", ["invoke", "ainvoke"])
@@ -77,7 +77,7 @@ def test_runs_that_fail_are_over_too(record: Recorded, how: str):
 
     def node(state):
         seen.append(current_episode.get())
-        assert len(_notes(seen[0]).runs) == 2
+        assert len(_runs(seen[0]).runs) == 2
         broken.invoke("x")
 
     async def run(task):
@@ -87,7 +87,7 @@ def test_runs_that_fail_are_over_too(record: Recorded, how: str):
         return 1
 
     record(run, "x")
-    assert not _notes(seen[0]).runs
+    assert not _runs(seen[0]).runs
 
 
 def test_chat_models_still_have_the_four_methods():
@@ -252,8 +252,8 @@ def test_no_run_is_kept_after_it_ended(record: Recorded):
                 continue
         return 1
 
-    notes = _notes(record(run, lambda call: "x").live)
-    assert (notes.runs, notes.marks) == ({}, {})
+    known = _runs(record(run, lambda call: "x").live)
+    assert (known.runs, known.callers) == ({}, {})
 
 
 @pytest.mark.usefixtures("nowhere")

@@ -1,6 +1,6 @@
-"""AutoGen: what runs inside what. A frame is one agent, team, team manager or tool at work; frames form a stack.
+"""AutoGen: which agent, team, team manager or tool is at work, each in a scope inside the one around it.
 
-A frame is set for each step of the code it stands for and reset right after, never across a `yield`: so it cannot
+A scope is entered for each step of the code it stands for and left right after, never across a `yield`: so it cannot
 leak into the code of another agent.
 """
 
@@ -8,31 +8,19 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from autogen_core.tools import StaticWorkbench
 
-from cotune.context import current_caller, current_episode, opened_call, scope_ids_around, scopes
+from cotune.context import Scope, current_episode, entered, innermost
+from cotune.integrations.agent_state import AgentState
+from cotune.integrations.streams import step_inside
 from cotune.recording.app_parts import Part
 from cotune.recording.pending_call import CallerContext
 
-
-@dataclass(frozen=True)
-class AgentState:
-    """What scorers see as `call.state` of a call that AutoGen makes. The objects are live, and the application's."""
-
-    agent: Any
-    """The agent that makes the call, or the manager of a team (its selector, its orchestrator)."""
-    team: Any
-    """The innermost team at work; None for an agent that runs alone."""
-    received: tuple[Any, ...]
-    """Chat messages that the agent was given for this turn; for a manager the thread of its team."""
-    prompt: tuple[Any, ...]
-    """The LLM messages of this call, as the agent passes them to its model client."""
+NAME = "autogen"
 
 
 class Names:
@@ -54,60 +42,68 @@ class Names:
 
 
 @dataclass(slots=True, eq=False)
-class Frame:
+class AutogenScope(Scope):
     """One agent, team, manager or tool at work. A manager or tool is a part of what is around it."""
 
     owner: Any
     name: str
-    outer: Frame | None
+    outer: AutogenScope | None
     names: Names | None
     part: bool = False
     received: tuple[Any, ...] = ()
-    last: str | None = None
+    last_output: str | None = None
     """Output id of the last call that was made in it."""
-    around: tuple[Any, ...] = ()
-    """Units of other frameworks' scopes that the frame was entered in."""
 
     @property
     def role(self) -> str:
-        """The role of a call that is made directly in this frame."""
+        """The role of a call that is made directly in this scope."""
         if self.part:
             return f"{self.outer.role}/{self.name}" if self.outer else self.name
         return self.names.of(self.owner, self.name) if self.names else self.name
 
-    def of(self, owner: Any) -> Frame | None:
-        """The innermost frame of an object, from here outwards."""
-        frame: Frame | None = self
-        while frame is not None and frame.owner is not owner:
-            frame = frame.outer
-        return frame
+    def of(self, owner: Any) -> AutogenScope | None:
+        """The innermost scope of an object, from here outwards."""
+        return next((scope for scope in self._outwards() if scope.owner is owner), None)
 
     @property
     def team(self) -> Any:
         """The innermost team at work."""
-        frame: Frame | None = self
-        while frame is not None and not isinstance(frame.owner, _teams()):
-            frame = frame.outer
-        return frame.owner if frame else None
+        return next((scope.owner for scope in self._outwards() if isinstance(scope.owner, _teams())), None)
+
+    def caller(self) -> CallerContext:
+        state = AgentState(self.owner, self.team, self.received)
+        return CallerContext(self.role, NAME, state=state)
+
+    def hand_on(self) -> None:
+        """Tell the team or tool around it which call its outcome comes from."""
+        if self.outer is not None and self.last_output:
+            self.outer.last_output = self.last_output
+
+    def _outwards(self) -> Iterator[AutogenScope]:
+        scope: AutogenScope | None = self
+        while scope is not None:
+            yield scope
+            scope = scope.outer
 
 
-NAME = "autogen"
-current_frame: ContextVar[Frame | None] = ContextVar("cotune_autogen_frame", default=None)
-
-
-def enter(owner: Any, name: str, *, part: bool = False, received: tuple[Any, ...] = ()) -> Frame:
-    """A frame inside the current one; the current one itself where it is this owner's already."""
-    outer = current_frame.get()
+def open_scope(owner: Any, name: str, *, part: bool = False, received: tuple[Any, ...] = ()) -> AutogenScope:
+    """A scope inside the current one; the current one itself where it is this owner's already."""
+    outer = innermost(AutogenScope)
     if outer is not None and outer.owner is owner:
         return outer
     names = outer.names if outer else None
     if names is None and isinstance(owner, (*_chat_agents(), *_teams())):
         names = Names(owner)
-        _tell(owner, names)
-    return Frame(owner, name, outer, names, part, received, around=tuple(scope_ids_around(scope)))
+        _report_parts(owner, names)
+    return AutogenScope(owner, name, outer, names, part, received)
 
 
-def _tell(root: Any, names: Names) -> None:
+def stepped(scope: AutogenScope, source: AsyncIterator[Any], seen: Callable[[Any], None]) -> AsyncGenerator[Any, None]:
+    """Drive an async generator inside `scope` at each step; `seen` gets each item."""
+    return step_inside(lambda: entered(scope), source, seen)
+
+
+def _report_parts(root: Any, names: Names) -> None:
     """What the application is made of: agents that hold a model, and words that end its teams."""
     episode = current_episode.get()
     if episode is None or episode.parts is None:
@@ -126,57 +122,6 @@ def _ends(condition: Any) -> Iterator[str]:
         yield text
     for inner in getattr(condition, "_conditions", ()):
         yield from _ends(inner)
-
-
-@contextmanager
-def within(frame: Frame) -> Iterator[None]:
-    """Make a frame the current one, for code that does not yield; a call that goes on around it is not its own."""
-    tokens = current_frame.set(frame), current_caller.set(None), opened_call.set(None)
-    try:
-        yield
-    finally:
-        opened_call.reset(tokens[2])
-        current_caller.reset(tokens[1])
-        current_frame.reset(tokens[0])
-
-
-def scope() -> CallerContext | None:
-    """The current frame, for a call that no model client's owner announces; None where a scope of another framework
-    was entered within it."""
-    frame = current_frame.get()
-    if frame is None or any(unit not in frame.around for unit in scope_ids_around(scope)):
-        return None
-    return CallerContext(
-        frame.role, NAME, state=AgentState(frame.owner, frame.team, frame.received, ()), scope_id=id(frame)
-    )
-
-
-def listen() -> None:
-    """From now on the current frame names the calls in it."""
-    if scope not in scopes:
-        scopes.insert(0, scope)
-
-
-def hand_on(frame: Frame) -> None:
-    """Tell the team or tool around a frame which call its outcome comes from."""
-    if frame.outer is not None and frame.last:
-        frame.outer.last = frame.last
-
-
-async def stepped(frame: Frame, source: AsyncIterator[Any], ended: Callable[[Any], None]) -> AsyncIterator[Any]:
-    """Drive an async generator with `frame` set during its steps only; `ended` sees each item."""
-    try:
-        while True:
-            with within(frame):
-                try:
-                    item = await anext(source)
-                except StopAsyncIteration:
-                    return
-            ended(item)
-            yield item
-    finally:
-        with within(frame):
-            await source.aclose()  # type: ignore[attr-defined]
 
 
 def _members(root: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
