@@ -272,11 +272,11 @@ class ChatEndpoint:
 
     def _count_unenforced(self, request: ChatRequest) -> None:
         options = template_options(msgspec.structs.asdict(request))
-        names = [name for name in options if not self.local.chat.reads(name)]
-        for name in [*names, *(["top_logprobs"] if request.top_logprobs else [])]:
-            if not self.not_enforced[name]:
-                logger.warning("A request sets %s, which is not enforced: its answers are sampled without.", name)
-            self.not_enforced[name] += 1
+        self.not_enforced.update(name for name in options if not self.local.chat.reads(name))  # the responder logs them
+        if request.top_logprobs:
+            if not self.not_enforced["top_logprobs"]:
+                logger.warning("A request sets top_logprobs, which is not enforced: its answers are sampled without.")
+            self.not_enforced["top_logprobs"] += 1
 
 
 class _Responder(LocalResponder):
