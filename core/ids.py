@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import random
 import struct
 import threading
 import time
@@ -14,52 +13,24 @@ from typing import Any
 
 import msgspec
 
-_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
-_PAIRS = [a + b for a in _ALPHABET for b in _ALPHABET]
-_MOST = len(_PAIRS) - 1
+_PAIRS = [a + b for a in "0123456789ABCDEFGHJKMNPQRSTVWXYZ" for b in "0123456789ABCDEFGHJKMNPQRSTVWXYZ"]
 _lock = threading.Lock()
-_millisecond = _head = 0
-_low = _MOST
-_second = _middle = ""
-_random = random.Random()
+_last = 0
 
 
 def new_id() -> str:
-    """Return a 26-character ULID, strictly increasing within this process.
-
-    The ids of about a second count up from one random number, which the ULID specification has of each millisecond.
-    """
-    global _millisecond, _low
-    now = time.time_ns() // 1_000_000
+    """A 26-character ULID, strictly increasing within this process: ids of one millisecond count up from the first."""
+    global _last
+    new = time.time_ns() // 1_000_000 << 80 | int.from_bytes(os.urandom(10))
     with _lock:
-        if now >> 10 > _millisecond >> 10:
-            _take(now, _random.getrandbits(70))
-            _low = _random.getrandbits(9)
-        elif now > _millisecond:
-            _millisecond = now
-        if _low < _MOST:
-            _low += 1
-        else:
-            _take(_millisecond, _head + 1)
-            _low = 0
-        return f"{_second}{_PAIRS[_millisecond & _MOST]}{_middle}{_PAIRS[_low]}"
-
-
-def _take(millisecond: int, head: int) -> None:
-    """Go on from here: `head` are all random bits but those that are counted first; what overflows is time."""
-    global _millisecond, _head, _second, _middle
-    _millisecond, _head = millisecond + (head >> 70), head & (1 << 70) - 1
-    _second, _middle = _encoded(_millisecond >> 10, 40), _encoded(_head, 70)
-
-
-def _encoded(value: int, bits: int) -> str:
-    return "".join([_PAIRS[value >> shift & _MOST] for shift in range(bits - 10, -1, -10)])
+        _last = value = new if new >> 80 > _last >> 80 else _last + 1
+    return "".join([_PAIRS[value >> shift & 1023] for shift in range(120, -1, -10)])
 
 
 def _after_fork() -> None:
-    global _millisecond
-    _random.seed()
-    _millisecond = 0
+    """A child has a lock of its own, and does not count on from its parent's last id."""
+    global _lock, _last
+    _lock, _last = threading.Lock(), 0
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -85,7 +56,7 @@ def address(content: bytes) -> str:
 
 
 def path_digest(path: bytes) -> hashlib.blake2b:
-    """Digest whose `hexdigest` is the `segment_id` of a packed path; a copy of it can be updated with what follows."""
+    """Digest whose `hexdigest` is the `segment_id` of a packed path; update a copy of it with what follows the path."""
     return hashlib.blake2b(path, digest_size=16)
 
 

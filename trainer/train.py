@@ -16,7 +16,7 @@ from rich.console import Console
 from cotune.errors import ConfigError, CotuneError
 from cotune.integrations.models.folder import locate_model
 from cotune.recording.records import Task
-from cotune.runtime.interrupts import asking
+from cotune.runtime.interrupts import stop_by
 from cotune.runtime.process_exit import go_on
 from cotune.runtime.run_sync import run_sync
 from cotune.storage.run_layout import read_metrics, read_run_json
@@ -195,7 +195,7 @@ async def _train(
             progress.say("hashing the base model's files ...")
         hold_base(folder, await base)
         run.held_out = held_out
-        with asking(run.stop), progress:
+        with stop_by(run.stop), progress:
             progress.begin(run.step)
             for note in (*run.notes, *overlap(tasks, held_out)):
                 progress.say(note)

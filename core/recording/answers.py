@@ -68,7 +68,7 @@ _fields = {field.name: msgspec.json.Decoder(field.type).decode for field in msgs
 
 
 def counts(found: Any, read: str, written: str) -> Usage:
-    """Token counts as a provider reports them under these names; what is no count is left to `well_formed`."""
+    """Token counts as a provider reports them under these names; `well_formed` replaces what is no count."""
     if found is None:
         return Usage()
     if not isinstance(found, Mapping):
@@ -79,8 +79,8 @@ def counts(found: Any, read: str, written: str) -> Usage:
 def well_formed(answer: Answer) -> tuple[Answer, str | None]:
     """`answer` as records can hold it, and what was wrong with it; itself and None where nothing was.
 
-    Texts, numbers and lists that are none are replaced by empty ones; what is wrong in a message is kept under its key
-    `malformed`.
+    What is no text, number or list where one belongs is replaced by an empty one; what is wrong in a message is kept
+    under its key `malformed`.
     """
     if _is_sound(answer):
         return answer, None
@@ -171,7 +171,8 @@ def _message(given: Any, where: str, faults: list[str]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON gives it back: what is none becomes its text, a lone surrogate or an endless nest a mark."""
+    """The value as it is after JSON and back. What JSON cannot hold becomes its `repr`, a lone surrogate its escape,
+    and a value nested too deeply a text in brackets."""
     try:
         return msgspec.json.decode(_encode(value))
     except (ValueError, TypeError, OverflowError, RecursionError):
@@ -223,7 +224,7 @@ def _are_logprobs(values: Sequence[float]) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """The value where it is a number, so that nothing that was said is quoted, else its type."""
+    """The value where it is a number, else its type: the content of an answer is never quoted."""
     if value is None or isinstance(value, bool | float):
         return repr(value)
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""What an application is made of, as the frameworks tell it: to say which of its parts never called a model."""
+"""The parts of an application (nodes, agents), as its frameworks name them: to find those that never call a model."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Parts:
         self._entered: set[str] = set()
         self._words: dict[str, None] = {}
 
-    def tell(self, parts: Iterable[Part]) -> None:
-        """What else there is in a graph, team, crew or flow that runs."""
+    def add(self, parts: Iterable[Part]) -> None:
+        """Add the parts of a graph, team, crew or flow that runs; the first of a role stands."""
         with self._lock:
             for part in parts:
                 self._known.setdefault(part.role, part)
@@ -42,8 +42,8 @@ class Parts:
         with self._lock:
             self._entered.add(role)
 
-    def say(self, words: Iterable[str]) -> None:
-        """Words that the application waits for in an answer."""
+    def add_words(self, words: Iterable[str]) -> None:
+        """Add words that the application waits for in an answer, such as those that end a team's chat."""
         with self._lock:
             self._words.update(dict.fromkeys(words))
 

@@ -1,4 +1,4 @@
-"""What is recorded of the calls of one episode: each message and prompt segment once, and who has read what."""
+"""The records of the calls of one episode: each message and prompt segment once, and which calls a call has read."""
 
 from __future__ import annotations
 

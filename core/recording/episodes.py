@@ -62,7 +62,7 @@ async def run_episode(
     `timeout` (seconds) the thread cannot be stopped, but its open calls are cancelled and further ones refused. An
     async one that blocks its event loop for that long is interrupted (`loop_watch`), and so is an async scorer.
     Cancelling records the episode as cancelled. `offline` refuses what the responder leaves to the provider. `parts`
-    is told what the application is made of.
+    collects the parts of the application that run.
     """
     for activate in activators:
         activate()
@@ -97,7 +97,7 @@ async def run_episode(
         raise
     except TimeoutError as error:
         if limit.expired():
-            return _failed(live, _late(workflow, live, timeout, error))
+            return _failed(live, _timed_out(workflow, live, timeout, error))
         return _failed(live, _raised(workflow, error))
     except CotuneError as error:
         return _failed(live, error)
@@ -177,7 +177,7 @@ def _grow_threads() -> None:
             default.shutdown(wait=False)
 
 
-def _late(workflow: Workflow, live: LiveEpisode, timeout: float | None, error: TimeoutError) -> WorkflowError:
+def _timed_out(workflow: Workflow, live: LiveEpisode, timeout: float | None, error: TimeoutError) -> WorkflowError:
     at = "; ".join([*live.pending(), *getattr(error.__cause__, "__notes__", ())])
     cause = f"The workflow {workflow.name!r} did not finish within {timeout} seconds{': ' if at else ''}{at}."
     return WorkflowError(cause, "Raise the episode's time-out.")
@@ -185,10 +185,10 @@ def _late(workflow: Workflow, live: LiveEpisode, timeout: float | None, error: T
 
 def _failed(live: LiveEpisode, error: CotuneError) -> Outcome:
     """The error is shown and raised by whoever ran the episode, so it goes through the redactors as the record does."""
-    whose: Blame = "infrastructure" if live.outage else blame(error)
+    blamed: Blame = "infrastructure" if live.outage else blame(error)
     if live.redaction is not None:
         error = live.redaction.error(error)
-    return Outcome(live.end("error", error=str(error), blame=whose), {}, error, live)
+    return Outcome(live.end("error", error=str(error), blame=blamed), {}, error, live)
 
 
 def _raised(workflow: Workflow, error: BaseException) -> WorkflowError:

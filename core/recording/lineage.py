@@ -1,4 +1,4 @@
-"""Outputs of one episode: which call said what, so that a prompt tells which calls it has read."""
+"""Lineage: which earlier calls of an episode a prompt contains the answers of."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from cotune.ids import message_id
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
 _SHORT = 512
-"""Characters from which on a text is remembered by its digest."""
+"""Characters from which on a text is kept by its digest."""
 ENTRIES, BYTES = 100_000, 8 << 20
-"""Most answers, and bytes of all, that are remembered."""
+"""Most answers that are kept, and most bytes of all of them."""
 _OVERHEAD = 200
 """Bytes of an entry beside its key and value, about."""
 
 
 class Outputs:
-    """Answers of the calls that have ended: the least recently read are forgotten for want of room."""
+    """The answers of the calls that have ended; beyond the limits the least recently read are dropped."""
 
     def __init__(self) -> None:
         self._calls: BoundedCache[str] = BoundedCache(ENTRIES, BYTES)
 
     def add(self, call: str, message: Mapping[str, Any], name: str | None) -> int:
-        """Remember what a call said, also under the `name` a framework gives it. Returns how many are forgotten."""
-        keys = [*([name] if name else ()), _said(message)]
+        """Keep a call's answer (an assistant message), also under the `name` a framework gives it.
+
+        Returns how many kept answers were dropped for want of room.
+        """
+        keys = [*([name] if name else ()), _key(message)]
         return sum(self._calls.put(key, call, bytes_of((key, call)) + _OVERHEAD) for key in keys)
 
     def read_by(self, names: Iterable[str], messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """Calls whose outputs a prompt contains: by the framework's names, else by what its messages say."""
+        """Calls whose outputs a prompt contains: by the framework's names, else by its assistant messages."""
         if not len(self._calls):
             return ()
         found: dict[str, None] = {}
@@ -37,13 +40,13 @@ class Outputs:
                 found[call] = None
         if not found:
             for message in messages:
-                if message.get("role") == "assistant" and (call := self._calls.get(_said(message))):
+                if message.get("role") == "assistant" and (call := self._calls.get(_key(message))):
                     found[call] = None
         return tuple(found)
 
 
-def _said(message: Mapping[str, Any]) -> Hashable:
-    """What an assistant message says, whatever optional fields a client adds or drops on the way."""
+def _key(message: Mapping[str, Any]) -> Hashable:
+    """Key of an assistant message: its content and tool calls, without the optional fields that clients add or drop."""
     content, tools = message.get("content") or None, message.get("tool_calls")
     if not tools and (content is None or (isinstance(content, str) and len(content) < _SHORT)):
         return (content,)

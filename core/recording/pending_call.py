@@ -1,4 +1,4 @@
-"""A call before its answer: who makes it, and what it asks."""
+"""A call before its answer: who makes it, and its request."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class LiveCall(PendingCall):
         self.unsupported_reason = ""
         """What in the request no policy can serve, so that only the application's own provider can answer it."""
         self.stage = "no answer yet"
-        """How far it is, in words."""
+        """How far the call is, as a phrase for error messages."""
         self.cancel: Callable[[], object] | None = None
         """Stops whatever is answering the call, when its episode ends first. Safe from any thread."""
 
@@ -150,11 +150,11 @@ class LiveEpisode:
         self.fatal: CotuneError | None = None
         """An error that must fail the episode even when the application swallows it."""
         self.outage = False
-        """Whether the last call to end failed by the infrastructure's doing, so that what the episode does now may."""
+        """Whether the infrastructure failed the last call to end: then it is blamed for a failure of the episode."""
         self.notes: dict[str, Any] = {}
         """Working state of integrations, by integration; goes with the episode."""
         self.parts = parts
-        """Where integrations tell what the application is made of; None where nobody asks."""
+        """Where integrations add the parts of the application; None where they are not wanted."""
         self.ended = False
         # Reentrant, as the garbage collector may close a half-read stream, and so end a call, anywhere.
         self._lock = threading.RLock()
@@ -199,7 +199,7 @@ class LiveEpisode:
             call = LiveCall(self, caller, step, turn, body)
             self._open[call.id] = call
             caller.calls += 1
-        self._link(call)
+            self._link(call)  # under the lock: what ends from now on was not read
         return call
 
     def _link(self, call: LiveCall) -> None:
@@ -210,9 +210,9 @@ class LiveEpisode:
             self.warn("unlinked_call", f"What a call of role {call.role!r} has read could not be found.", broken)
 
     def warn(self, kind: str, message: str, error: BaseException | None = None) -> None:
-        """Count something that the user should know about; say it once per process.
+        """Count something that the user should know about; log each kind once per process.
 
-        `message` must quote nothing that the application said; the text of an `error` that is no OSError is
+        `message` must quote nothing of the application's content; the text of an `error` that is no OSError is
         logged at level DEBUG only.
         """
         if error is not None:
@@ -231,7 +231,7 @@ class LiveEpisode:
         return self._records.paths(role)
 
     def pending(self) -> list[str]:
-        """The calls that are open, or were when the episode was stopped, in words."""
+        """A phrase for each call that is open, or was when the episode was stopped."""
         with self._lock:
             return [
                 f"turn {c.turn} of role {c.role!r} was open ({c.stage})" for c in self._stopped or self._open.values()
@@ -249,7 +249,7 @@ class LiveEpisode:
             call.fail("cancelled", "the episode ended before the call did")
 
     def after_fork(self) -> None:
-        """In a forked child: locks of its own, and no more calls. What the parent records is its business alone."""
+        """In a forked child: locks of its own, and no more calls; only the parent records."""
         self.forked = self.ended = True
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)

@@ -2,7 +2,7 @@
 
 Vocabulary: an episode is one run of a workflow on one task; a call is one LLM request by one role in it;
 a candidate is one sampled completion of a call. Rewards are records of their own, so they may arrive late.
-What is made for every call is `gc=False`: it holds no cycles, and a collector that looks at it slows the application.
+Structs made for every call are `gc=False`: they hold no cycles, and tracking them slows the application.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"):
 class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     """One run of a workflow on one task; written when it has ended, so a stored episode is a finished one.
 
-    `phase` tells what it was run for ("train", "eval", "trace", ...), `training_step` the step of the loop it
-    belongs to, `rollout` its number among the episodes of the same task in that step. `blame` is whose doing a failure
-    is: an outcome of the policy, or of the infrastructure.
+    `phase` is what it was run for ("train", "eval", "trace", ...), `training_step` the step of the loop it
+    belongs to, `rollout` its number among the episodes of the same task in that step. `blame` is the cause of a
+    failure: the policy or the infrastructure.
     """
 
     id: str

@@ -104,30 +104,30 @@ class Redaction:
         return self._seen(message)[1]
 
     def content(self, role: str, content: Any) -> Any:
-        """The same for something that is no message: it is shown as the content of one of this role."""
+        """What to store of something that is no message: redactors see it as the content of a message of this role."""
         return self.message(self._as_message(role, content)).get("content")
 
     def task(self, task: Task) -> Task:
-        """The same for a task. One that is a text has it as its id too."""
-        told = self.content("task", task.input)
+        """What to store of a task. One that is a text may have it as its id too."""
+        shown = self.content("task", task.input)
         same = isinstance(task.input, str) and task.id == task.input
-        return Task(id=str(told) if same else task.id, input=told)
+        return Task(id=str(shown) if same else task.id, input=shown)
 
     def error(self, error: CotuneError) -> CotuneError:
         """An error of an episode, as it may be shown: its cause is an error text."""
-        told = str(self.text(error.cause))
-        if told == error.cause:
+        cause = str(self.text(error.cause))
+        if cause == error.cause:
             return error
-        shown = copy.copy(error)
-        shown.cause, shown.args = told, (f"{told} {error.remedy}".strip(),)
-        return shown
+        redacted = copy.copy(error)
+        redacted.cause, redacted.args = cause, (f"{cause} {error.remedy}".strip(),)
+        return redacted
 
     def text(self, text: str | None) -> str | None:
-        """The same for an error text."""
+        """What to store of an error text."""
         return None if text is None else str(self.content("error", text))
 
     def table(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        """The same for request parameters."""
+        """What to store of request parameters."""
         if not table or not self.changes(self._as_message("params", dict(table))):
             return dict(table)  # as it is: JSON would make lists of its tuples
         found = self.content("params", dict(table))
@@ -153,7 +153,10 @@ class Redaction:
         )
 
     def _answer(self, answer: Answer, formed: bool) -> Answer:
-        """`formed`: a redactor changed what the grammar was made of. Without the grammar, ids cannot be trained on."""
+        """What to store of an answer. `formed`: a redactor changed what the grammar was made of.
+
+        Token ids cannot be trained on without their grammar, so they go with it.
+        """
         candidates = tuple(self._candidate(candidate) for candidate in answer.candidates)
         sampling = self.table(answer.sampling)
         if grammar := answer.sampling.get("grammar"):
@@ -172,9 +175,9 @@ class Redaction:
         text = message if candidate.text == message["content"] else self._as_message("assistant", candidate.text)
         if not self.changes(message) and not self.changes(text):
             return candidate
-        said = self.message(text).get("content")
+        stored = self.message(text).get("content")
         changed = msgspec.structs.replace(
-            candidate, message=self.message(message), text=said if isinstance(said, str) else FAILED
+            candidate, message=self.message(message), text=stored if isinstance(stored, str) else FAILED
         )
         return changed if self.keep_token_ids else msgspec.structs.replace(changed, token_ids=(), logprobs=())
 

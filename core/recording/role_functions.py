@@ -62,8 +62,8 @@ RolesFunction = Callable[[CallRequest], str | None]
 
 
 def roles_function(given: Any) -> RolesFunction | None:
-    """What names roles: a function of one argument, or for `"caller"` the innermost application function's name, for
-    `"model"` the model's that is asked for.
+    """What names roles: a function of one argument, or for `"caller"` the name of the innermost application function,
+    for `"model"` the name of the requested model.
 
     None for None. Raises WorkflowError for anything else.
     """
@@ -124,7 +124,7 @@ def named(
 
 
 def _warn_by_caller(request: CallRequest, modules: dict[str, str], warn: Callable[[str, str], None]) -> None:
-    """Say where the caller's name does not tell roles apart: no function is there, or several share the name."""
+    """Warn where callers' names do not separate roles: where there is no function, or several share a name."""
     if not request.functions:
         warn("unidentified_call", f"No function of the application is around a call: its role is {request.role!r}.")
         return

@@ -1,4 +1,4 @@
-"""A memory of the most recently used values, bounded in entries and in bytes."""
+"""A cache of the most recently used values, bounded in entries and in bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ V = TypeVar("V")
 class BoundedCache(Generic[V]):
     """Values by key, of at most `entries` entries and `size` bytes together. Safe to use from several threads.
 
-    Sizes are what `put` is told. A value that is larger than a fourth of all is not kept: it would push out the rest.
+    `put` is given the size of each. A value larger than a fourth of `size` is not kept: it would push out the rest.
     """
 
     def __init__(self, entries: int, size: int) -> None:
@@ -45,9 +45,9 @@ class BoundedCache(Generic[V]):
             return found[0]
 
     def put(self, key: Hashable, value: V, size: int) -> int:
-        """Keep a value of `size` bytes, in place of an earlier one, as far as there is room.
+        """Keep a value of `size` bytes, in place of an earlier one, dropping the least recently used to make room.
 
-        Returns how many values were dropped for want of it, this one among them.
+        Returns how many values were dropped, this one included.
         """
         with self._lock:
             earlier = self._kept.pop(key, None)
@@ -59,8 +59,8 @@ class BoundedCache(Generic[V]):
             self.bytes += size
             dropped = 0
             while self._kept and (len(self._kept) > self.entries or self.bytes > self.size):
-                _, (_, gone) = self._kept.popitem(last=False)
-                self.bytes -= gone
+                _, (_, dropped_size) = self._kept.popitem(last=False)
+                self.bytes -= dropped_size
                 dropped += 1
             return dropped
 

@@ -1,5 +1,5 @@
-"""Forks: what a child process that the application forks must not inherit. Threads of the parent are not there to
-give back a lock that one of them held, and the parent's records are not the child's to write."""
+"""Forks: what a child process that the application forks must not inherit. No thread of the parent is there to release
+a lock that it held, and only the parent may write its records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first asks whatever runs to stop, the second ends it at once."""
+"""SIGINT and SIGTERM: the first stops what runs in an orderly way, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from cotune.runtime.process_exit import end_process_after
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
-PATIENCE = 5.0
+EXIT_GRACE = 5.0
 """Seconds that a process has to end after the second signal, before it is ended."""
 
 
 class Interrupts:
-    """What the signals do while a loop runs. `ask` is called on the loop at the first one."""
+    """What the signals do while a loop runs. `on_first` is called on the loop at the first one."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.count = 0
-        self.ask: Callable[[], object] = lambda: None
+        self.on_first: Callable[[], object] = lambda: None
 
     @contextlib.contextmanager
     def taking(self, numbers: Iterable[signal.Signals]) -> Iterator[None]:
@@ -44,9 +44,9 @@ class Interrupts:
         self.count += 1
         if self.count == 1:
             os.write(2, b"stopping; once more ends it at once\n")
-            self.loop.call_soon_threadsafe(lambda: self.ask())
+            self.loop.call_soon_threadsafe(lambda: self.on_first())
             return
-        end_process_after(PATIENCE, "ended at once, as asked for twice.", 130)
+        end_process_after(EXIT_GRACE, "ended at once, as asked for twice.", 130)
         raise KeyboardInterrupt
 
 
@@ -66,16 +66,16 @@ def interrupts(loop: asyncio.AbstractEventLoop) -> Iterator[Interrupts]:
 
 
 @contextlib.contextmanager
-def asking(stop: Callable[[], object]) -> Iterator[None]:
+def stop_by(stop: Callable[[], object]) -> Iterator[None]:
     """Inside, the first signal calls `stop` on the event loop instead of cancelling what runs, whoever has handled the
     signals before: Ray's drivers take SIGTERM, and shells have background jobs ignore SIGINT."""
     found = _current.get()
     if found is None:
         yield
         return
-    before, found.ask = found.ask, stop
+    before, found.on_first = found.on_first, stop
     try:
         with found.taking(_SIGNALS):
             yield
     finally:
-        found.ask = before
+        found.on_first = before

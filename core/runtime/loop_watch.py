@@ -26,8 +26,8 @@ from cotune.runtime.user_code import Stopped, contained, place, user_code
 log = logging.getLogger("cotune")
 T = TypeVar("T")
 
-PULSE = 0.2
-"""Seconds between two signs of life of a loop, and between two looks at it."""
+INTERVAL = 0.2
+"""Seconds between two ticks of a loop, and between two checks of it."""
 REMEDY = "Await what waits, run it by asyncio.to_thread, or raise the episode's time-out."
 GRACE = 5.0
 """Seconds that blocked code has to react to the interruption."""
@@ -69,7 +69,7 @@ async def interruptible(work: Awaitable[T]) -> T:
     except Stopped as error:
         watch = _watches.get(asyncio.get_running_loop())
         if watch is not None and isinstance(error.__cause__, Blocked):
-            watch.forgive(error.__cause__.seconds)
+            watch.extend(error.__cause__.seconds)
         raise
 
 
@@ -78,10 +78,10 @@ class _Watch:
 
     def __init__(self) -> None:
         self._limits: dict[asyncio.Timeout, float] = {}
-        self._beaten = time.monotonic()
+        self._ticked = time.monotonic()
         self._interrupted = False
         """Whether the code that blocks the loop now has been interrupted."""
-        self._wanted = threading.Event()
+        self._over = threading.Event()
 
     @contextlib.contextmanager
     def over(self, limit: asyncio.Timeout, seconds: float) -> Iterator[None]:
@@ -93,51 +93,50 @@ class _Watch:
         finally:
             del self._limits[limit]
             if not self._limits:
-                self._wanted.set()
+                self._over.set()
 
-    def forgive(self, seconds: float) -> None:
-        self._beaten, self._interrupted = time.monotonic(), False
+    def extend(self, seconds: float) -> None:
+        self._ticked, self._interrupted = time.monotonic(), False
         for limit in self._limits:
             if (when := limit.when()) is not None and not limit.expired():
                 limit.reschedule(when + seconds)
 
     def _begin(self) -> None:
         signal.signal(_SIGNAL, self._interrupt)
-        self._wanted = threading.Event()
-        self._beat(self._wanted)
-        look = functools.partial(contextvars.copy_context().run, self._look, self._wanted)
-        threading.Thread(target=look, name="cotune-watch", daemon=True).start()
+        self._over = threading.Event()
+        self._tick(self._over)
+        check = functools.partial(contextvars.copy_context().run, self._check, self._over)
+        threading.Thread(target=check, name="cotune-watch", daemon=True).start()
 
-    def _beat(self, over: threading.Event) -> None:
-        self._beaten, self._interrupted = time.monotonic(), False
+    def _tick(self, over: threading.Event) -> None:
+        self._ticked, self._interrupted = time.monotonic(), False
         if not over.is_set():
-            asyncio.get_running_loop().call_later(PULSE, self._beat, over)
+            asyncio.get_running_loop().call_later(INTERVAL, self._tick, over)
 
     def _overdue(self) -> float:
         """Seconds for which the loop has been blocked, where that is too long; else 0."""
-        blocked = time.monotonic() - self._beaten - PULSE
+        blocked = time.monotonic() - self._ticked - INTERVAL
         return blocked if blocked > min(self._limits.values(), default=float("inf")) else 0.0
 
-    def _look(self, over: threading.Event) -> None:
+    def _check(self, over: threading.Event) -> None:
         """In a thread of its own. The main thread may be in C code that no signal interrupts, or swallow what is
         raised: then the process ends, where it is cotune's."""
         main = threading.main_thread().ident or 0
-        asked = 0.0
-        while not over.wait(PULSE):
+        interrupted_at = 0.0
+        while not over.wait(INTERVAL):
             blocked = self._overdue()
             frame = sys._current_frames().get(main)
-            whose = _culprit(frame) if blocked else ""
-            if not whose:
-                asked = 0.0
-            elif not asked:
-                asked = time.monotonic()
+            culprit = _culprit(frame) if blocked else ""
+            if not culprit:
+                interrupted_at = 0.0
+            elif not interrupted_at:
+                interrupted_at = time.monotonic()
                 signal.pthread_kill(main, _SIGNAL)
-            elif time.monotonic() - asked > GRACE:
-                said = (
-                    f"{whose} has blocked its event loop for {blocked:.0f} s and cannot be interrupted: {place(frame)}."
-                )
-                end_process(said)
-                log.error("%s", said)
+            elif time.monotonic() - interrupted_at > GRACE:
+                what = f"has blocked its event loop for {blocked:.0f} s and cannot be interrupted"
+                message = f"{culprit} {what}: {place(frame)}."
+                end_process(message)
+                log.error("%s", message)
                 return
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -148,7 +147,7 @@ class _Watch:
 
 
 def _culprit(frame: FrameType | None) -> str:
-    """The application's code that a loop's thread is in, in words; empty for cotune's own."""
+    """A phrase for the application's code that a loop's thread is in; empty for cotune's own."""
     while frame is not None and frame.f_code is not asyncio.Handle._run.__code__:
         frame = frame.f_back
     context = getattr(frame.f_locals.get("self"), "_context", None) if frame is not None else None

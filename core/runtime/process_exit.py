@@ -1,4 +1,4 @@
-"""The end of a process that is cotune's own: never kept waiting by threads of the application, never without a word."""
+"""The end of a process that is cotune's own: threads of the application cannot delay it, and its reason is printed."""
 
 from __future__ import annotations
 
@@ -40,35 +40,35 @@ def leave(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def end_process(said: str, status: int = 1) -> None:
+def end_process(message: str, status: int = 1) -> None:
     """End the process at once, with a last line on stderr; does nothing where it is not cotune's own."""
     if _owned:
-        _say(f"{said} {go_on.get()}".strip())
+        _print(f"{message} {go_on.get()}".strip())
         os._exit(status)
 
 
-def end_process_after(seconds: float, said: str, status: int) -> None:
+def end_process_after(seconds: float, message: str, status: int) -> None:
     """End the process so, if it is still there after so many seconds."""
-    end = functools.partial(contextvars.copy_context().run, end_process, said, status)
+    end = functools.partial(contextvars.copy_context().run, end_process, message, status)
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
 
 
 @contextlib.contextmanager
-def exits_told() -> Iterator[None]:
-    """Inside, `os._exit` of the application's code says who called it, and where, before the process is gone."""
+def exits_logged() -> Iterator[None]:
+    """Inside, a call of `os._exit` by the application's code is printed, with its place, before the exit."""
     original, process = os._exit, os.getpid()
 
-    def exit_with_a_word(status: int) -> NoReturn:
+    def exit_with_message(status: int) -> NoReturn:
         if os.getpid() == process and user_code.get():
             role = identify().role
             who = f"{user_code.get()}, role {role!r}," if role != "app" else user_code.get()
             where = place(sys._getframe(1))
-            _say(f"{who} called os._exit({status}), which ends the process at once: {where}. {go_on.get()}".strip())
+            _print(f"{who} called os._exit({status}), which ends the process at once: {where}. {go_on.get()}".strip())
         original(status)
 
-    os._exit = exit_with_a_word
+    os._exit = exit_with_message
     try:
         yield
     finally:
@@ -81,12 +81,12 @@ def _end_without_threads(status: int) -> None:
         if time.monotonic() > deadline:
             frames = sys._current_frames()
             where = "; ".join(f"{t.name} at {place(frames.get(t.ident or 0))}" for t in left[:3])
-            _say(f"{len(left)} threads of the application still run, the process ends without them: {where}.")
+            _print(f"{len(left)} threads of the application still run, the process ends without them: {where}.")
             os._exit(status)
         time.sleep(0.05)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.write(f"cotune: {harmless(text)}\n")

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from cotune.runtime.interrupts import interrupts
-from cotune.runtime.process_exit import exits_told
+from cotune.runtime.process_exit import exits_logged
 from cotune.runtime.user_code import origin
 
 log = logging.getLogger("cotune")
@@ -24,7 +24,7 @@ def run_sync(work: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run`; in a thread of its own, with the caller's context, when this one has a running loop.
 
     `sys.exit` in a task of the application's and `loop.stop()` do not end the loop: that is logged, and goes on.
-    On the main thread the first SIGINT or SIGTERM cancels `work`, or does what `interrupts.asking` says; a second one
+    On the main thread the first SIGINT or SIGTERM cancels `work`, or does what `interrupts.stop_by` says; a second one
     ends it at once. Raises KeyboardInterrupt then.
     """
     try:
@@ -38,9 +38,9 @@ def run_sync(work: Coroutine[Any, Any, T]) -> T:
 def _run(work: Coroutine[Any, Any, T]) -> T:
     runner = asyncio.Runner()
     loop = runner.get_loop()
-    with interrupts(loop) as signals, exits_told(), runner:
+    with interrupts(loop) as signals, exits_logged(), runner:
         main = loop.create_task(work)
-        signals.ask = main.cancel
+        signals.on_first = main.cancel
         try:
             return _to_the_end(loop, main)
         except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""The application's code: what it raises, and threads of it that never end, cost what they belong to, not the run."""
+"""Running the application's code: what it raises, and threads of it that never end, fail their episode, not the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cotune.runtime.forks import end_child
 T = TypeVar("T")
 
 user_code: ContextVar[str] = ContextVar("cotune_user_code", default="")
-"""Whose code runs here, in words ("The workflow 'solve' on task 't1'"); empty for cotune's own."""
+"""A phrase for the code that runs here ("The workflow 'solve' on task 't1'"); empty for cotune's own."""
 
 
 class Stopped(Exception):
@@ -50,9 +50,9 @@ async def contained(work: Awaitable[T]) -> T:
     except GeneratorExit as error:
         if _closing():
             raise
-        raise Stopped(_told(error)) from error
+        raise Stopped(_phrase(error)) from error
     except BaseException as error:
-        raise Stopped(_told(error)) from error
+        raise Stopped(_phrase(error)) from error
     finally:
         if os.getpid() != process:
             raised = sys.exc_info()[1]
@@ -78,11 +78,11 @@ async def in_thread(fn: Callable[..., T], *args: Any) -> T:
                 if os.getpid() != process:
                     end_child(sys.exc_info()[1])
         except (StopIteration, KeyboardInterrupt) as error:
-            settle(future.set_exception, Stopped(_told(error)), error)
+            settle(future.set_exception, Stopped(_phrase(error)), error)
         except Exception as error:  # noqa: BLE001
             settle(future.set_exception, error)
         except BaseException as error:  # noqa: BLE001
-            settle(future.set_exception, Stopped(_told(error)), error)
+            settle(future.set_exception, Stopped(_phrase(error)), error)
         else:
             settle(future.set_result, value)
 
@@ -132,7 +132,7 @@ def origin(error: BaseException) -> str:
     return f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
 
 
-def _told(error: BaseException) -> str:
+def _phrase(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"SystemExit: sys.exit({error.code!r}) was called"
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What to say of a records file that SQLite cannot read: which file, what of it can be read, and how to save that."""
+"""The error for a records file that SQLite cannot read: which file, what of it can be read, and how to save that."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CREATE TEMP VIEW episodes AS
 _OUT_OF_REACH = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PERM}
 
 
-def is_the_files(error: sqlite3.Error | UnicodeDecodeError) -> bool:
-    """Whether the file is the cause of an error, and not what was asked of it."""
+def is_file_error(error: sqlite3.Error | UnicodeDecodeError) -> bool:
+    """Whether the file is the cause of an error, and not the query."""
     return isinstance(error, UnicodeDecodeError) or _code(error) in _DAMAGED | _OUT_OF_REACH
 
 
-def is_a_values(error: sqlite3.Error | UnicodeDecodeError) -> bool:
-    """Whether some value that is no text or no JSON is the cause: that is its row's matter, not its file's."""
+def is_value_error(error: sqlite3.Error | UnicodeDecodeError) -> bool:
+    """Whether the cause is a value that is no text or no JSON: then a row is broken, not the file."""
     return "Could not decode to UTF-8" in str(error) or "malformed JSON" in str(error)
 
 
@@ -45,7 +45,7 @@ def _code(error: sqlite3.Error | UnicodeDecodeError) -> int:
 
 
 def unusable(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> RunError:
-    """The error for `path`, of which SQLite says `error`."""
+    """The error for `path`, for which SQLite raised `error`."""
     if not _is_damage(path, error):
         return RunError(f"The records file {path} cannot be used: {error}.", "Check the path, its rights and the disk.")
     recovered = path.with_name(f"recovered-{path.name}")

@@ -1,4 +1,4 @@
-"""Exclusive use of a file or folder by one process, given back by the system however the process ends."""
+"""Exclusive use of a file or folder by one process, released by the system however the process ends."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ class FileLock:
             self._fd = None
 
     def after_fork(self) -> None:
-        """A child does not hold its parent's lock, least of all when the parent is gone."""
+        """In a forked child: let go of the parent's lock."""
         self.release()

@@ -25,7 +25,7 @@ APPLICATION = 0x636F7475
 """`application_id` of a records file ("cotu")."""
 
 _LATEST = 9e9
-"""Seconds: two of these are still less than 64 bits of nanoseconds."""
+"""Upper bound of times, in seconds: the sum of two fits 64 bits of nanoseconds."""
 
 SCHEMA = f"""
 CREATE TABLE messages (id TEXT PRIMARY KEY, body TEXT NOT NULL);
@@ -71,7 +71,7 @@ WIDTHS = {"messages": 2, "segments": 3, "calls": 13, "episodes": 7, "rewards": 4
 """Columns of each table that records are written to."""
 
 
-class Sketch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+class StoredCandidate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A candidate without its arrays: `tokens` and `logprobs` are their lengths."""
 
     index: int
@@ -84,7 +84,7 @@ class Sketch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 _json = msgspec.json.Encoder(enc_hook=repr)
-_sketches = msgspec.json.Decoder(list[Sketch])
+_stored = msgspec.json.Decoder(list[StoredCandidate])
 _calls = msgspec.json.Decoder(Call)
 _episodes = msgspec.json.Decoder(Episode)
 
@@ -120,11 +120,11 @@ def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple
 
 
 def _call_row(call: Call) -> Row:
-    # Of bytearray, as sqlite3 looks for adapters of bytes, which costs more than the rest of binding.
-    sketches, token_ids, logprobs = [], bytearray(), bytearray()
+    # bytearray, as sqlite3 searches adapters for bytes, which costs more than the rest of binding.
+    stored, token_ids, logprobs = [], bytearray(), bytearray()
     for c in call.candidates:
         tokens, known = len(c.token_ids), len(c.logprobs)
-        sketches.append(Sketch(c.index, c.text, c.message, c.finish_reason, tokens, known, c.malformed))
+        stored.append(StoredCandidate(c.index, c.text, c.message, c.finish_reason, tokens, known, c.malformed))
         if tokens:
             token_ids += pack_ids(c.token_ids)
         if known:
@@ -141,7 +141,7 @@ def _call_row(call: Call) -> Row:
         call.prompt_tokens or call.usage.prompt_tokens,
         completion,
         _json.encode(replace(call, candidates=())).decode(),
-        _json.encode(sketches).decode(),
+        _json.encode(stored).decode(),
         token_ids,
         logprobs,
     )
@@ -163,17 +163,17 @@ def call_from(body: str, candidates: str, token_ids: bytes, logprobs: bytes) -> 
     ids = unpack_ids(token_ids)
     values = struct.unpack(f"<{len(logprobs) // 4}f", logprobs)
     found, at_id, at_value = [], 0, 0
-    for sketch in _sketches.decode(candidates):
+    for entry in _stored.decode(candidates):
         candidate = Candidate(
-            index=sketch.index,
-            text=sketch.text,
-            message=sketch.message,
-            token_ids=ids[at_id : at_id + sketch.tokens],
-            logprobs=values[at_value : at_value + sketch.logprobs],
-            finish_reason=sketch.finish_reason,
-            malformed=sketch.malformed,
+            index=entry.index,
+            text=entry.text,
+            message=entry.message,
+            token_ids=ids[at_id : at_id + entry.tokens],
+            logprobs=values[at_value : at_value + entry.logprobs],
+            finish_reason=entry.finish_reason,
+            malformed=entry.malformed,
         )
-        at_id, at_value = at_id + sketch.tokens, at_value + sketch.logprobs
+        at_id, at_value = at_id + entry.tokens, at_value + entry.logprobs
         found.append(candidate)
     if (at_id, at_value) != (len(ids), len(values)):
         raise ValueError("the arrays have other lengths than the candidates")
@@ -197,7 +197,7 @@ def episode_from(body: str, metrics: str) -> Episode:
 
 
 def _in_time(record: Timed) -> Timed:
-    """The record. Raises ValueError where its times are none that 64 bits of nanoseconds hold."""
+    """The record. Raises ValueError for times that are negative or above `_LATEST`."""
     if not (0 <= record.started < _LATEST and 0 <= record.latency < _LATEST):
         raise ValueError("a time that no clock shows")
     return record
@@ -217,7 +217,7 @@ def join_path(segment_id: str, rows: Iterable[tuple[str, str | None, bytes]]) ->
     if not path or at is not None:
         raise RecordError(
             f"The token path of segment {segment_id!r} is not complete in this store.",
-            "Leave out the calls that refer to it; the store's `lost` counter says how many records it misses.",
+            "Leave out the calls that refer to it; the store's `lost` counter is how many records it misses.",
         )
     try:
         return unpack_ids(b"".join(reversed(path)))

@@ -18,7 +18,7 @@ import msgspec
 from cotune.errors import RecordError, RunError
 from cotune.recording.records import Call, Episode, Record
 from cotune.runtime.forks import survives_fork
-from cotune.storage.damage import forgiving, is_a_values, is_the_files, unusable
+from cotune.storage.damage import forgiving, is_file_error, is_value_error, unusable
 from cotune.storage.file_lock import FileLock
 from cotune.storage.run_layout import RECORDS
 from cotune.storage.schema import APPLICATION, COLUMNS, SCHEMA, VERSION, Row, call_from, episode_from, join_path
@@ -155,7 +155,7 @@ class SqliteStore:
         return join_path(segment_id, self.rows(_PATH, (segment_id,)))
 
     def rewards(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, float]]:
-        """Target -> component name -> value, for every target asked (last write wins)."""
+        """Target -> component name -> value, for each of `targets` (last write wins)."""
         found: dict[str, dict[str, float]] = {target: {} for target in targets}
         for some in in_parts(found):
             sql = f"SELECT target, name, value FROM rewards WHERE target IN ({','.join('?' * len(some))})"
@@ -201,9 +201,9 @@ class SqliteStore:
             try:
                 return db.execute(sql, parameters).fetchall()
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-                if is_the_files(error):
+                if is_file_error(error):
                     raise unusable(self.path, error) from error
-                if not is_a_values(error):
+                if not is_value_error(error):
                     raise
         try:
             with contextlib.closing(forgiving(_connect_reader(self.path))) as db:

@@ -23,9 +23,9 @@ LINGER = 0.25
 """Seconds that a record waits for others to share its transaction."""
 QUEUE_BYTES = 14 << 20
 """Bound of the queue in memory."""
-PATIENCE = 5.0
-"""Seconds that `put` waits, once, for room in a full queue. It drops at once while the disk fails, and after a wait in
-vain until there is room again."""
+PUT_TIMEOUT = 5.0
+"""Seconds that `put` waits for room in a full queue. While the disk fails, or after one such time-out until there is
+room again, it drops the records at once."""
 RECENT_IDS = 16384
 """Content addresses known to be stored, in each of two generations."""
 BROKEN = (sqlite3.Error, ValueError, OverflowError)
@@ -118,7 +118,7 @@ class Writer:
         return self._counted["refused"]
 
     def put(self, records: Sequence[Record]) -> None:
-        """Encode and queue records; what cannot be taken is counted in `lost`."""
+        """Encode and queue records; what cannot be queued is counted in `lost`."""
         try:
             rows, size = encode(records, self._known)
         except (TypeError, ValueError, OverflowError, RecursionError, struct.error) as error:
@@ -197,7 +197,7 @@ class Writer:
     def _refusal(self, full: bool = True) -> str | None:
         """Why nothing can be queued, after one wait for room; None where it can. A ledger may overfill the queue."""
         if self._bytes > QUEUE_BYTES and not (self._failing or self._stalled):
-            eased = self._changed.wait_for(lambda: self._bytes <= QUEUE_BYTES or self._failing, PATIENCE)
+            eased = self._changed.wait_for(lambda: self._bytes <= QUEUE_BYTES or self._failing, PUT_TIMEOUT)
             self._stalled = not eased
         if self._closing:
             return "the store was opened by the parent process" if self._forked else "the store is closed"
@@ -269,7 +269,7 @@ class Writer:
         self._report(cause, error)
 
     def _report(self, cause: str, error: Exception | None = None) -> None:
-        """Log each cause once; the counters say how often it struck."""
+        """Log each cause once; the counters hold how often it occurred."""
         if cause not in self._reported:
             self._reported.add(cause)
             log.error("%s: %s%s", self._name, cause, f" ({error})" if error else "")

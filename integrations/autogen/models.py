@@ -14,9 +14,8 @@ from autogen_core.models import ChatCompletionClient
 
 from cotune.integrations.autogen.messages import answer_of_result, part_of, request_of, result_of
 from cotune.integrations.patching import each_subclass, replace_method
-from cotune.recording.answering import answer, reason_of
 from cotune.recording.answers import Answer
-from cotune.recording.model_calls import ask_async, end_call, observed, open_call, step_async
+from cotune.recording.model_calls import answer, ask_async, end_call, observed, open_call, reason_of, step_async
 from cotune.recording.recorder import LiveCall
 
 _PASSED = {"BaseOpenAIChatCompletionClient", "ChatCompletionCache"}

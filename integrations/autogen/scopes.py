@@ -110,9 +110,9 @@ def _report_parts(root: Any, names: Names) -> None:
         return
     for member in names.kept:
         if isinstance(member, _teams()):
-            episode.parts.say(_ends(getattr(member, "_termination_condition", None)))
+            episode.parts.add_words(_ends(getattr(member, "_termination_condition", None)))
         elif vars(member).get("_model_client") is not None:
-            episode.parts.tell([Part(names.of(member, member.name), "member", root.name, member.name)])
+            episode.parts.add([Part(names.of(member, member.name), "member", root.name, member.name)])
 
 
 def _ends(condition: Any) -> Iterator[str]:

@@ -13,7 +13,7 @@ def report_parts(parts: Parts, scope: CrewScope) -> None:
     if crew is not None:
         agents = [*crew.agents, *([crew.manager_agent] if crew.manager_agent is not None else ())]
         name = crew.name or "crew"
-        parts.tell(Part(role_of(agent), "agent", name, str(agent.role).strip()) for agent in agents)
+        parts.add(Part(role_of(agent), "agent", name, str(agent.role).strip()) for agent in agents)
     if scope.agent is None and scope.flow is not None:
         name = type(scope.flow).__name__
-        parts.tell(Part(str(method), "method", name, str(method)) for method in scope.flow._methods)
+        parts.add(Part(str(method), "method", name, str(method)) for method in scope.flow._methods)

@@ -9,8 +9,8 @@ from typing import Any
 from cotune.integrations.gateway.requests import inflate
 from cotune.integrations.openai.answers import finish, part_of
 from cotune.integrations.openai.forms import Form
-from cotune.recording.answering import reason_of
 from cotune.recording.answers import Answer
+from cotune.recording.model_calls import reason_of
 from cotune.recording.recorder import LiveCall
 from cotune.recording.records import CallStatus
 

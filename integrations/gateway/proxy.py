@@ -30,7 +30,7 @@ from cotune.integrations.http.requests import (
 )
 from cotune.integrations.openai.chat_request import check_sampling
 from cotune.integrations.openai.forms import TEXT_COMPLETION, TEXT_COMPLETIONS, Form
-from cotune.recording.answering import answer, failed
+from cotune.recording.model_calls import answer, failed
 
 KEYS = (b"authorization", b"x-api-key")
 """Headers that carry a client's API key."""

@@ -14,9 +14,8 @@ from langchain_core.language_models import BaseChatModel
 
 from cotune.integrations.langchain.messages import answer_of_result, chunk_of, request_of, result_of
 from cotune.integrations.patching import each_subclass, replace_method
-from cotune.recording.answering import reason_of
 from cotune.recording.answers import Answer
-from cotune.recording.model_calls import ask, ask_async, end_call, observed, open_call, step, step_async
+from cotune.recording.model_calls import ask, ask_async, end_call, observed, open_call, reason_of, step, step_async
 from cotune.recording.recorder import LiveCall
 
 

@@ -93,7 +93,7 @@ def _report_parts(parts: Parts, run: GraphRun, graph: Any) -> None:
     if run.kind == "node":
         parts.enter(role_of(run))
     if graph is not None:
-        parts.tell(Part(role, "node", graph.name, name) for role, name in nodes_of(graph, run))
+        parts.add(Part(role, "node", graph.name, name) for role, name in nodes_of(graph, run))
 
 
 def _tool_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

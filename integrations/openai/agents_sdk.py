@@ -110,7 +110,7 @@ def _report_parts(parts: Parts, agent: Any) -> None:
     name = _name(agent)
     parts.enter(name)
     others = [str(getattr(other, "agent_name", None) or _name(other)) for other in getattr(agent, "handoffs", ())]
-    parts.tell(Part(other, "agent", name, other) for other in others)
+    parts.add(Part(other, "agent", name, other) for other in others)
 
 
 def _invoked(original: Any) -> Any:

@@ -11,8 +11,8 @@ import msgspec
 
 from cotune.integrations.openai.forms import Form
 from cotune.integrations.openai.response_body import ProviderFailed
-from cotune.recording.answering import reason_of
 from cotune.recording.answers import Answer
+from cotune.recording.model_calls import reason_of
 from cotune.recording.recorder import LiveCall
 
 BROKEN = (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError, OverflowError)

@@ -21,9 +21,8 @@ from cotune.integrations.openai.forms import TEXT_COMPLETION, TEXT_COMPLETIONS, 
 from cotune.integrations.openai.tee import package_of, tee
 from cotune.integrations.patching import replace_method
 from cotune.integrations.versions import missing_hook
-from cotune.recording.answering import answer, answer_blocking, failed, reason_of
 from cotune.recording.answers import Answer
-from cotune.recording.model_calls import UNREADABLE, warn_unrecorded
+from cotune.recording.model_calls import UNREADABLE, answer, answer_blocking, failed, reason_of, warn_unrecorded
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.records import CallStatus
 

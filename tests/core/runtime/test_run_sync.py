@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from cotune.runtime.interrupts import asking
+from cotune.runtime.interrupts import stop_by
 from cotune.runtime.run_sync import run_sync
 
 _VALUE = contextvars.ContextVar("value", default=0)
@@ -49,7 +49,7 @@ def test_signals_are_handed_back_also_when_a_second_one_breaks_off_what_cleans_u
     """The work is cancelled after the second signal, and hands its own handling back only then."""
 
     async def stubborn() -> None:
-        with asking(lambda: None):
+        with stop_by(lambda: None):
             signal.raise_signal(signal.SIGINT)
             await asyncio.sleep(0)
             signal.raise_signal(signal.SIGINT)
@@ -62,7 +62,7 @@ def test_signals_are_handed_back_also_when_a_second_one_breaks_off_what_cleans_u
 
 def test_signals_are_handed_back_by_work_that_is_left_waiting() -> None:
     async def waits() -> None:
-        with asking(lambda: None):
+        with stop_by(lambda: None):
             asyncio.get_running_loop().call_soon(lambda: [signal.raise_signal(signal.SIGTERM) for _ in range(2)])
             await asyncio.sleep(60)
 

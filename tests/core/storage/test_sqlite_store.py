@@ -170,7 +170,7 @@ def test_a_full_disk_is_counted_said_once_and_recovered_from(tmp_path):
 
 def test_a_full_queue_drops_and_counts(store, monkeypatch, caplog):
     monkeypatch.setattr("cotune.storage.sqlite_writer.QUEUE_BYTES", 5000)
-    monkeypatch.setattr("cotune.storage.sqlite_writer.PATIENCE", 0.01)
+    monkeypatch.setattr("cotune.storage.sqlite_writer.PUT_TIMEOUT", 0.01)
     other = sqlite3.connect(store.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     for i in range(10):

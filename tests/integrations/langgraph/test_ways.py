@@ -24,7 +24,7 @@ from langgraph.pregel.main import Pregel
 from langgraph.types import Command, Send, interrupt
 
 from cotune.integrations.langgraph.graphs import starting
-from cotune.recording import answering
+from cotune.recording import model_calls
 from tests.integrations.graphs import HELLO, asays, chain, model, node_of, running, says, scripted
 from tests.integrations.recorded import Recorded, asks, tool_call
 
@@ -118,7 +118,7 @@ def test_a_stream_that_is_left_lets_later_calls_be_their_own(record: Recorded):
 @pytest.mark.parametrize("kind", ["sync nodes", "loops of their own", "chain"])
 def test_a_synchronous_run_inside_a_coroutine_is_no_deadlock(record: Recorded, monkeypatch, kind: str):
     """It waits on the episode's own loop for threads whose calls that loop would answer."""
-    monkeypatch.setattr(answering, "PATIENCE", 0.01)
+    monkeypatch.setattr(model_calls, "LOOP_CHECK", 0.01)
 
     def own_loop(state):
         return asyncio.run(asays(state))
@@ -142,7 +142,7 @@ def test_a_synchronous_run_inside_a_coroutine_is_no_deadlock(record: Recorded, m
 
 
 def test_a_loop_that_is_only_busy_answers_when_it_is_done(record: Recorded, monkeypatch):
-    monkeypatch.setattr(answering, "PATIENCE", 0.001)
+    monkeypatch.setattr(model_calls, "LOOP_CHECK", 0.001)
     loops = []
 
     async def run(task):
