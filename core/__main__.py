@@ -1,7 +1,5 @@
 """`python -m cotune`: the command line."""
 
-import sys
+from cotune.cli.main import run
 
-from cotune.cli.main import main
-
-sys.exit(main())
+run()
