@@ -46,7 +46,8 @@ test: lint
 test-fast: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not long and not slow"
 
-# What `make test` does in a small form, with 10,000 cases each: answers, requests, records, manifests, metrics.
+# What `make test` does in a small form, with 10,000 cases each: answers, requests, records, manifests, metrics, stress;
+# more random faults for the router, two examples that learn, and MLflow as a backend of the export.
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long
 

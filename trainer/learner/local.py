@@ -115,7 +115,9 @@ class LocalLearner:
             check_rows(rows)
             model = self._model(policy)
             rows = model.without_forced_tokens(rows)
-            epochs = [self._mini_batches(policy, rows) for _ in range(self._settings.epochs)]
+            epochs = [
+                mini_batches(rows, self._settings.mini_batch, self._order[policy]) for _ in range(self._settings.epochs)
+            ]
             old = self._logprobs_before(model, rows, epochs)
             counted = counted_tokens(rows, self._loss, old)
             found = {**masked_share(rows, counted), "rows": float(len(rows))}
@@ -145,7 +147,7 @@ class LocalLearner:
                 "skipped_steps": float(len(norms) - len(finite)),
                 "idle_steps": float(norms.count(0.0)) if self._settings.weight_decay == 0.0 else 0.0,
                 "weight_norm": _norm(model),
-                "lr": self._lr(model) * lr_scale,
+                "lr": _lr(model, self._settings) * lr_scale,
                 "seconds": time.perf_counter() - started,
             }
 
@@ -193,9 +195,6 @@ class LocalLearner:
                 self._gradient_checks[name].steps = files.read_progress(folder, policy, self._order[name])
                 if self._gradient_checks[name].steps and not self._optimizers[name].state:
                     raise RunError(f"{folder} holds no optimizer state of {name!r}.", "Use another checkpoint.")
-
-    def _mini_batches(self, policy: str, rows: Sequence[TrainRow]) -> list[list[int]]:
-        return mini_batches(rows, self._settings.mini_batch, self._order[policy])
 
     def _micro_batches(self, model: PolicyModel, rows: Sequence[TrainRow], batch: Sequence[int]) -> list[list[int]]:
         """This rank's passes over a batch: as many as every other rank makes, so the last ones may have no rows."""
@@ -276,7 +275,7 @@ class LocalLearner:
         norm = _clip([p for p in model.parameters().values() if p.grad is not None], self._settings.grad_clip)
         if np.isfinite(norm):
             for group in optimizer.param_groups:
-                group["lr"] = self._lr(model) * lr_scale
+                group["lr"] = _lr(model, self._settings) * lr_scale
             checks = self._gradient_checks[policy]
             checked = moves and lr_scale > 0 and bool(checks.pending)
             if checked:
@@ -288,9 +287,6 @@ class LocalLearner:
         optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def _lr(self, model: PolicyModel) -> float:
-        return _default_lr(model) if self._settings.lr is None else self._settings.lr
-
     def _model(self, policy: str) -> PolicyModel:
         if policy not in self._policies:
             raise ConfigError("policy", policy, f"a trained policy: {sorted(self._policies)}")
@@ -300,7 +296,7 @@ class LocalLearner:
 def _optimizer(model: PolicyModel, settings: LearnerSettings) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         list(model.parameters().values()),
-        lr=_default_lr(model) if settings.lr is None else settings.lr,
+        lr=_lr(model, settings),
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
@@ -308,8 +304,9 @@ def _optimizer(model: PolicyModel, settings: LearnerSettings) -> torch.optim.Ada
     )
 
 
-def _default_lr(model: PolicyModel) -> float:
-    return LORA_LR if model.spec.kind == "lora" else FULL_LR
+def _lr(model: PolicyModel, settings: LearnerSettings) -> float:
+    default = LORA_LR if model.spec.kind == "lora" else FULL_LR
+    return default if settings.lr is None else settings.lr
 
 
 def _clip(parameters: Sequence[Tensor], limit: float) -> float:
