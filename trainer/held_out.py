@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import msgspec
 
 from cotune.errors import ConfigError
 from cotune.recording.records import Task
+from cotune.recording.rollout import EpisodeBatch
 from cotune.tasks import load_tasks
 from cotune.trainer.config.train import EvaluationConfig
 from cotune.trainer.evaluation.run import summarise
 from cotune.trainer.evaluation.sink import EvaluationSink
 from cotune.trainer.metrics import Clock
-from cotune.trainer.rollout.current import run_episodes
+from cotune.trainer.rollout.episodes import run_episodes
 from cotune.trainer.run import Run
 
 
@@ -47,9 +47,9 @@ async def evaluate_held_out(run: Run, clock: Clock) -> dict[str, float]:
     if not run.held_out or (step % config.evaluation.every and step != config.steps):
         return {}
     seen = EvaluationSink(run.store)
-    how: dict[str, Any] = {"stream": "eval", "sink": seen, "phase": "eval", "training_step": run.step}
+    batch = EpisodeBatch(tasks=run.held_out, sink=seen, phase="eval", training_step=run.step)
     with clock("evaluate"):
-        if await run.interruptible(run_episodes(run, run.held_out, plan=None, **how)) is None:
+        if await run.interruptible(run_episodes(run, batch, plan=None, stream="eval")) is None:
             return {}
     found = summarise("held-out", seen, 0.0, {})
     figures = {"episodes": float(found.episodes), "failed": float(sum(found.failed.values()))}

@@ -13,15 +13,16 @@ from cotune.algorithms.prepare import prepare, train_rows
 from cotune.errors import LearnerLost, RunError
 from cotune.policies import unlisted_said
 from cotune.recording.records import Episode
+from cotune.recording.rollout import EpisodeBatch
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from cotune.trainer.empty_step import require_usable
 from cotune.trainer.held_out import evaluate_held_out
 from cotune.trainer.late_roles import take_in
 from cotune.trainer.metrics import Clock
 from cotune.trainer.progress import Progress
-from cotune.trainer.rollout.current import run_episodes
-from cotune.trainer.rollout.pipeline import Rollouts
-from cotune.trainer.rollout.reuse import reusable
+from cotune.trainer.rollout.episodes import run_episodes
+from cotune.trainer.rollout.finished import finished_episodes
+from cotune.trainer.rollout.pipeline import RolloutPipeline
 from cotune.trainer.run import Run, consume, restore
 from cotune.trainer.schedule import lr_scale
 from cotune.trainer.step_report import counted, lags, step_metrics
@@ -42,7 +43,7 @@ async def train_steps(run: Run, progress: Progress) -> None:
     """
     config = run.config
     await counted(run)
-    rollouts = Rollouts(lambda step: roll_out(run, step, progress), steps=config.steps, ahead=config.ahead)
+    rollouts = RolloutPipeline(lambda step: roll_out(run, step, progress), steps=config.steps, ahead=config.ahead)
     async with rollouts:
         while run.step < config.steps and not run.stopping:
             try:
@@ -53,7 +54,7 @@ async def train_steps(run: Run, progress: Progress) -> None:
         await commit(run, last=True)
 
 
-async def one_step(run: Run, rollouts: Rollouts, progress: Progress) -> None:
+async def one_step(run: Run, rollouts: RolloutPipeline, progress: Progress) -> None:
     """Save the steps before, get the episodes of the next one, train on them; nothing more when the run is stopped."""
     clock = Clock()
     with clock("checkpoint"):
@@ -62,7 +63,7 @@ async def one_step(run: Run, rollouts: Rollouts, progress: Progress) -> None:
         with clock("newcomers"):
             await take_in(run, progress)
     with clock("rollout"):
-        episodes = await run.interruptible(rollouts.of(run.step))
+        episodes = await run.interruptible(rollouts.episodes_of(run.step))
     if episodes is None:
         return
     await train_step(run, episodes, clock, progress)
@@ -143,14 +144,12 @@ async def roll_out(run: Run, step: int, progress: Progress) -> list[Episode]:
     """
     config = run.config
     tasks = run.schedule.of(step)
-    done, cut = reusable(run, step, {task.id for task in tasks})
+    done, cut = finished_episodes(run, step, {task.id for task in tasks})
     if cut:
         progress.say(f"{cut} episodes of step {step + 1} lack records that were lost: they are run again")
     progress.rollout(step, len(tasks) * run.plan.episodes_per_task)
-    episodes, errors, unlisted = await run_episodes(
-        run,
-        tasks,
-        plan=run.plan,
+    batch = EpisodeBatch(
+        tasks=tasks,
         sink=run.store,
         phase="train",
         training_step=step,
@@ -158,9 +157,10 @@ async def roll_out(run: Run, step: int, progress: Progress) -> list[Episode]:
         done=done,
         on_episode=progress.episode,
     )
+    episodes = await run_episodes(run, batch, plan=run.plan)
     run.store.flush()
-    progress.scorer_errors(errors)
-    for role in unlisted:
+    progress.scorer_errors(run.runner.scorer_errors)
+    for role in run.runner.unlisted:
         progress.say_once(unlisted_said(role, config.other_roles))
     if run.store.lost:
         raise RunError(

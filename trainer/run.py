@@ -26,14 +26,15 @@ from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.publish import Proof, prove_publish
 from cotune.trainer.resume import counts
+from cotune.trainer.rollout.local import LocalRunner
 from cotune.trainer.rollout.preflight import preflight
+from cotune.trainer.rollout.protocol import EpisodeRunner
 from cotune.trainer.run_folder import RunFolder
 from cotune.trainer.schedule import TaskSchedule
 from cotune.workflows import Workflow
 
 if TYPE_CHECKING:
     from cotune.trainer.cluster import Cluster
-    from cotune.trainer.rollout.workers import RolloutWorkers
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ class Run:
     tasks: Sequence[Task]
     store: Store
     sampler: Sampler
-    chat: ChatFormat
+    runner: EpisodeRunner
     learner: Learner
     plan: Plan
     recipe: Recipe
@@ -56,8 +57,6 @@ class Run:
     notes: list[str]
     schedule: TaskSchedule
     reopen: Callable[[Learner, Policies], Coroutine[Any, Any, Learner]]
-    workers: RolloutWorkers | None = None
-    """The processes that run the application; None runs it in this one."""
     held_out: Sequence[Task] = ()
     step: int = 0
     committed: int = -1
@@ -161,9 +160,9 @@ async def opened(
         trained = [name for name, spec in policies.specs.items() if spec.trained]
         say(f"loading the weights to train: {', '.join(trained)} ...")
         if cluster is not None:
-            workers, learner = await cluster.open_workers_and_learner(policies, loss, sampler)
+            runner, learner = await cluster.open_workers_and_learner(policies, loss, sampler)
         else:
-            workers, learner = None, _local_learner(config, policies, loss)
+            runner, learner = LocalRunner(workflow, sampler, chat), _local_learner(config, policies, loss)
 
         async def reopen(old: Learner, policies: Policies) -> Learner:
             if cluster is not None:
@@ -179,11 +178,10 @@ async def opened(
             tasks=tasks,
             store=store,
             sampler=sampler,
-            chat=chat,
+            runner=runner,
             learner=learner,
             schedule=TaskSchedule(tasks, config.seed, counts(config, folder.described.get("changes", ()))),
             reopen=reopen,
-            workers=workers,
             plan=plan,
             recipe=recipe,
             policies=policies,

@@ -112,7 +112,7 @@ def lags(rows: Mapping[str, Sequence[TrainRow]], versions: Mapping[str, int]) ->
 async def counted(run: Run) -> dict[str, int]:
     """What the sampler and the rollout workers have counted since the last step."""
     now = dict((await run.sampler.info()).counters)
-    now |= {f"workers.{name}": count for name, count in (run.workers.counters if run.workers else {}).items()}
+    now |= {f"workers.{name}": count for name, count in run.runner.counters.items()}
     now["late_rewards_refused"] = run.store.refused
     news = {name: count - run.counted.get(name, 0) for name, count in now.items()}
     run.counted = now

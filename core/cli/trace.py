@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cotune.errors import RunError, WorkflowError
 from cotune.recording.records import Episode
-from cotune.recording.rollout import rollout
+from cotune.recording.rollout import EpisodeBatch, rollout
 from cotune.runtime.run_sync import run_sync
 from cotune.storage.run_layout import RunLayout
 from cotune.storage.sqlite_store import SqliteStore
@@ -58,18 +58,15 @@ def trace(
     live = LiveExport(store, exporter, detail=Detail(content=otlp_content)) if exporter else None
     try:
         with episode_bar(console, len(listed)) as advance:
-            episodes = run_sync(
-                rollout(
-                    flow,
-                    listed,
-                    sink=live or store,
-                    responder=None,
-                    phase="trace",
-                    concurrency=concurrency,
-                    timeout=timeout,
-                    on_episode=advance,
-                )
+            batch = EpisodeBatch(
+                tasks=listed,
+                sink=live or store,
+                phase="trace",
+                concurrency=concurrency,
+                timeout=timeout,
+                on_episode=advance,
             )
+            episodes = run_sync(rollout(flow, batch))
         store.flush()
         lost = store.lost
     finally:

@@ -1,9 +1,11 @@
-"""Rollout: runs the workflow on the tasks of a step, many episodes at once, into the store."""
+"""Rollout: runs the workflow on the tasks of a step, many episodes at once, into a sink."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
 
 from cotune.recording.episodes import run_episode
 from cotune.recording.recorder import Responder, Sink
@@ -11,69 +13,65 @@ from cotune.recording.records import Episode, Task
 from cotune.workflows import Workflow
 
 
-async def rollout(
-    workflow: Workflow,
-    tasks: Sequence[Task],
-    *,
-    sink: Sink,
-    responder: Responder | None,
-    phase: str,
-    training_step: int | None = None,
-    rollouts: int = 1,
-    concurrency: int = 64,
-    timeout: float | None = None,
-    done: Sequence[Episode] = (),
-    on_episode: Callable[[Episode], None] | None = None,
-) -> list[Episode]:
-    """Run every task `rollouts` times, at most `concurrency` episodes at once; return `done` and the new episodes, by
-    rollout and task.
+class EpisodeBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Episodes to run: every task `rollouts` times, at most `concurrency` episodes at once."""
 
-    Episodes in `done` (finished before an interruption) are not run again.
+    tasks: Sequence[Task]
+    sink: Sink
+    """Gets what the episodes record."""
+    phase: str
+    training_step: int | None = None
+    rollouts: int = 1
+    concurrency: int = 64
+    timeout: float | None = None
+    """Seconds that one episode may take."""
+    done: Sequence[Episode] = ()
+    """Episodes of the batch that finished before an interruption; they are not run again."""
+    on_episode: Callable[[Episode], None] | None = None
+    """Called when an episode has ended."""
+
+
+async def rollout(workflow: Workflow, batch: EpisodeBatch, responder: Responder | None = None) -> list[Episode]:
+    """Run a batch in this process; `responder` answers the calls in place of the application's provider.
+
+    Returns the episodes, those in `batch.done` too, by rollout and task.
     """
 
-    async def one(task: Task, number: int) -> Episode:
+    async def run_one(task: Task, number: int) -> Episode:
         outcome = await run_episode(
             workflow,
             task,
-            sink=sink,
+            sink=batch.sink,
             responder=responder,
-            phase=phase,
-            training_step=training_step,
+            phase=batch.phase,
+            training_step=batch.training_step,
             rollout=number,
-            timeout=timeout,
+            timeout=batch.timeout,
         )
         return outcome.episode
 
-    return await run_all(one, tasks, rollouts, concurrency, done=done, on_episode=on_episode)
+    return await run_batch(run_one, batch)
 
 
-async def run_all(
-    one: Callable[[Task, int], Awaitable[Episode]],
-    tasks: Sequence[Task],
-    rollouts: int,
-    concurrency: int,
-    *,
-    done: Sequence[Episode] = (),
-    on_episode: Callable[[Episode], None] | None = None,
-) -> list[Episode]:
-    """`rollout`, where `one` runs an episode of a task under its number."""
-    finished = {(episode.task.id, episode.rollout) for episode in done}
-    gate = asyncio.Semaphore(concurrency)
+async def run_batch(run_one: Callable[[Task, int], Awaitable[Episode]], batch: EpisodeBatch) -> list[Episode]:
+    """`rollout`, where `run_one(task, rollout)` runs one episode."""
+    finished = {(episode.task.id, episode.rollout) for episode in batch.done}
+    gate = asyncio.Semaphore(batch.concurrency)
 
     async def gated(task: Task, number: int) -> Episode:
         async with gate:
-            episode = await one(task, number)
-        if on_episode:
-            on_episode(episode)
+            episode = await run_one(task, number)
+        if batch.on_episode:
+            batch.on_episode(episode)
         return episode
 
     async with asyncio.TaskGroup() as group:
         running = [
             group.create_task(gated(task, number))
-            for number in range(rollouts)
-            for task in tasks
+            for number in range(batch.rollouts)
+            for task in batch.tasks
             if (task.id, number) not in finished
         ]
-    place = {task.id: position for position, task in enumerate(tasks)}
-    episodes = [*done, *(task.result() for task in running)]
+    place = {task.id: position for position, task in enumerate(batch.tasks)}
+    episodes = [*batch.done, *(task.result() for task in running)]
     return sorted(episodes, key=lambda episode: (episode.rollout, place.get(episode.task.id, len(place))))

@@ -11,7 +11,7 @@ import msgspec
 
 from cotune.recording.recorder import Sink
 from cotune.recording.records import Episode, PolicyRef, Task
-from cotune.recording.rollout import rollout
+from cotune.recording.rollout import EpisodeBatch, rollout
 from cotune.sampling.protocol import UNSHAPED, ChatFormat, Sampler, SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.trainer.evaluation.cost import Prices, Use, total_use
@@ -103,16 +103,15 @@ async def evaluate_episodes(
     options = options or EvaluationOptions()
     sink = EvaluationSink(options.sink)
     started = time.perf_counter()
-    await rollout(
-        workflow,
-        tasks,
+    batch = EpisodeBatch(
+        tasks=tasks,
         sink=sink,
-        responder=responder,
         phase=phase,
         concurrency=options.concurrency,
         timeout=options.timeout,
         on_episode=options.on_episode,
     )
+    await rollout(workflow, batch, responder)
     found = summarise(label, sink, time.perf_counter() - started, options.prices)
     if responder is None:
         return found

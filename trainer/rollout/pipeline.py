@@ -9,7 +9,7 @@ from types import TracebackType
 from cotune.recording.records import Episode
 
 
-class Rollouts:
+class RolloutPipeline:
     """Rolls out one step after the other; the step in hand may be trained meanwhile.
 
     `roll_out` gives the episodes of a step. Step s + `ahead` starts when step s is asked for at the earliest, so its
@@ -22,7 +22,7 @@ class Rollouts:
         self._ahead = ahead
         self._tasks: dict[int, asyncio.Task[list[Episode]]] = {}
 
-    async def __aenter__(self) -> Rollouts:
+    async def __aenter__(self) -> RolloutPipeline:
         return self
 
     async def __aexit__(
@@ -30,7 +30,7 @@ class Rollouts:
     ) -> None:
         await self.cancel()
 
-    async def of(self, step: int) -> list[Episode]:
+    async def episodes_of(self, step: int) -> list[Episode]:
         """The episodes of `step`. Cancelling this cancels their rollout."""
         for coming in range(step, min(step + self._ahead + 1, self._steps)):
             if coming not in self._tasks:

@@ -7,44 +7,9 @@ from typing import Any
 
 import msgspec
 
-from cotune.algorithms.recipes import Attribution
-from cotune.recording.records import Call, Episode, Message, PolicyRef, Record, Task
-from cotune.sampling.plans import Plan
-from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
-from cotune.sampling.responder import PolicyResponder
+from cotune.recording.records import Call, Episode, Message, Record, Task
 from cotune.trainer.rollout.app_source import AppSource
-from cotune.workflows import Workflow
-
-
-class ResponderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the calls of a rollout are answered: what `PolicyResponder` is made of, as plain values."""
-
-    policies: dict[str, PolicyRef]
-    plan: Plan | None = None
-    attribution: Attribution = Attribution()
-    defaults: SamplingParams = SamplingParams()
-    override: dict[str, Any] | None = None
-    provider_roles: tuple[str, ...] = ()
-    others: PolicyRef | None = None
-    seed: int | None = None
-    stream: str = ""
-
-    def responder(self, sampler: Sampler, chat: ChatFormat, workflow: Workflow) -> PolicyResponder:
-        """The responder, with the scorers of `workflow`."""
-        return PolicyResponder(
-            sampler,
-            chat,
-            self.policies,
-            plan=self.plan,
-            scorers=workflow.scorers,
-            attribution=self.attribution,
-            defaults=self.defaults,
-            override=self.override,
-            provider_roles=self.provider_roles,
-            others=self.others,
-            seed=self.seed,
-            stream=self.stream,
-        )
+from cotune.trainer.rollout.protocol import ResponderConfig
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +44,7 @@ class EpisodeRequest(msgspec.Struct, frozen=True, kw_only=True):
     training_step: int | None
     rollout: int
     timeout: float | None
-    answering: ResponderConfig | None
+    responder: ResponderConfig | None
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -167,9 +167,9 @@ class RolloutWorker:
 
     def _responder(self, order: EpisodeRequest) -> PolicyResponder | None:
         """Each episode has its own: what it counts belongs to the episode."""
-        if order.answering is None:
+        if order.responder is None:
             return None
-        return order.answering.responder(self._setup.sampler, self._chat, self._workflow)
+        return order.responder.responder(self._setup.sampler, self._chat, self._workflow)
 
     def _holding_up(self) -> tuple[str | None, str]:
         """The order whose code the episodes' thread is in, and where that is."""

@@ -1,4 +1,4 @@
-"""Rollout workers: the workflow in several Ray processes, behind the same call as `cotune.recording.rollout`."""
+"""Rollout workers: the workflow in several Ray processes, as an `EpisodeRunner`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,18 @@ from cotune.errors import ConfigError, CotuneError
 from cotune.ids import new_id
 from cotune.recording.recorder import LiveEpisode, Sink
 from cotune.recording.records import Episode, Record, Task
-from cotune.recording.rollout import run_all
+from cotune.recording.rollout import EpisodeBatch, run_batch
 from cotune.sampling.blame import Blame
 from cotune.sampling.protocol import Sampler
 from cotune.trainer.rollout.app_source import app_source
 from cotune.trainer.rollout.pool import WorkerLimits, WorkerLost, WorkerPool
 from cotune.trainer.rollout.process_reaper import MARK
+from cotune.trainer.rollout.protocol import ResponderConfig
 from cotune.trainer.rollout.queue import EpisodeLost
 from cotune.trainer.rollout.wire import (
     EpisodeRequest,
     EpisodeResult,
     Heartbeat,
-    ResponderConfig,
     Setup,
     Started,
     unpack,
@@ -38,7 +38,7 @@ log = logging.getLogger("cotune")
 
 
 class RolloutWorkers:
-    """Processes that run episodes of one workflow; made by `open`, and used on the event loop that opened them.
+    """An `EpisodeRunner` in processes of the cluster; made by `open`, and used on the event loop that opened them.
 
     Each has its own copy of the application and its own recorder. What an episode recorded comes back when it has
     ended, and is stored here, once.
@@ -138,41 +138,27 @@ class RolloutWorkers:
         """How each worker was when it was last asked, by number."""
         return self._pool.pulses
 
-    async def rollout(
-        self,
-        tasks: Sequence[Task],
-        *,
-        sink: Sink,
-        answering: ResponderConfig | None,
-        phase: str,
-        training_step: int | None = None,
-        rollouts: int = 1,
-        concurrency: int = 64,
-        timeout: float | None = None,
-        done: Sequence[Episode] = (),
-        on_episode: Callable[[Episode], None] | None = None,
-    ) -> list[Episode]:
-        """As `cotune.recording.rollout.rollout`, with the same episodes for the same seed; several may run at once.
+    async def run(self, batch: EpisodeBatch, responder: ResponderConfig | None) -> list[Episode]:
+        """Run a batch: see `EpisodeRunner`; with the same episodes as in this process for the same seed.
 
-        An episode whose worker is lost is run again, at most `retries` times, and then recorded as failed. Cancelled,
-        this cancels the episodes in all workers; finished ones are stored. Raises WorkflowError when workers are lost
-        again and again without any episode finishing.
+        An episode whose worker is lost is run again, at most `retries` times, and then recorded as failed. Raises
+        WorkflowError when workers are lost again and again without any episode finishing.
         """
 
-        async def one(task: Task, number: int) -> Episode:
-            order = EpisodeRequest(
+        async def run_one(task: Task, number: int) -> Episode:
+            request = EpisodeRequest(
                 id=new_id(),
                 task=task,
-                phase=phase,
-                training_step=training_step,
+                phase=batch.phase,
+                training_step=batch.training_step,
                 rollout=number,
-                timeout=timeout,
-                answering=answering,
+                timeout=batch.timeout,
+                responder=responder,
             )
-            return await self._episode(order, sink)
+            return await self._episode(request, batch.sink)
 
         try:
-            return await run_all(one, tasks, rollouts, concurrency, done=done, on_episode=on_episode)
+            return await run_batch(run_one, batch)
         except BaseExceptionGroup as group:
             known, _ = group.split(CotuneError)
             raise (_first(known or group)) from group

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotune.trainer.rollout.pipeline import Rollouts
+from cotune.trainer.rollout.pipeline import RolloutPipeline
 
 
+@settings(deadline=None)
 @given(steps=st.integers(1, 6), ahead=st.integers(0, 3), delays=st.lists(st.integers(0, 3), min_size=12, max_size=12))
 def test_no_step_starts_more_than_ahead_of_the_one_that_trains(steps: int, ahead: int, delays: list[int]) -> None:
     started: list[int] = []
@@ -29,9 +30,9 @@ def test_no_step_starts_more_than_ahead_of_the_one_that_trains(steps: int, ahead
 
     async def train() -> None:
         nonlocal trained
-        async with Rollouts(roll_out, steps=steps, ahead=ahead) as rollouts:
+        async with RolloutPipeline(roll_out, steps=steps, ahead=ahead) as rollouts:
             for step in range(steps):
-                assert await rollouts.of(step) == [step]
+                assert await rollouts.episodes_of(step) == [step]
                 for _ in range(delays[-1 - step]):
                     await asyncio.sleep(0)
                 trained = step + 1
@@ -50,8 +51,8 @@ def test_the_next_step_rolls_out_while_this_one_trains() -> None:
 
     async def train(ahead: int) -> bool:
         begun.clear()
-        async with Rollouts(roll_out, steps=2, ahead=ahead) as rollouts:
-            await rollouts.of(0)
+        async with RolloutPipeline(roll_out, steps=2, ahead=ahead) as rollouts:
+            await rollouts.episodes_of(0)
             await asyncio.sleep(0.01)
             return begun.is_set()
 
@@ -71,8 +72,8 @@ def test_leaving_cancels_what_is_under_way() -> None:
         return []
 
     async def train() -> None:
-        async with Rollouts(roll_out, steps=5, ahead=2) as rollouts:
-            await rollouts.of(0)
+        async with RolloutPipeline(roll_out, steps=5, ahead=2) as rollouts:
+            await rollouts.episodes_of(0)
             await asyncio.sleep(0.01)
 
     asyncio.run(train())
@@ -84,8 +85,8 @@ def test_an_error_reaches_the_step_that_asks() -> None:
         raise ValueError(f"step {step}")
 
     async def train() -> None:
-        async with Rollouts(roll_out, steps=5, ahead=2) as rollouts:
-            await rollouts.of(0)
+        async with RolloutPipeline(roll_out, steps=5, ahead=2) as rollouts:
+            await rollouts.episodes_of(0)
 
     with pytest.raises(ValueError, match="step 0"):
         asyncio.run(train())

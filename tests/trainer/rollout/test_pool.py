@@ -32,7 +32,7 @@ def pool() -> WorkerPool:
 def order(name: str, timeout: float | None = None) -> EpisodeRequest:
     task = Task(id=name, input={"secret": "hidden"})
     return EpisodeRequest(
-        id=name, task=task, phase="train", training_step=2, rollout=1, timeout=timeout, answering=None
+        id=name, task=task, phase="train", training_step=2, rollout=1, timeout=timeout, responder=None
     )
 
 

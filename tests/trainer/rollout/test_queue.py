@@ -15,7 +15,7 @@ from cotune.trainer.rollout.wire import EpisodeRequest
 
 def job(name: str) -> Job:
     task = Task(id=name, input=None)
-    fields = {"phase": "train", "training_step": None, "rollout": 0, "timeout": None, "answering": None}
+    fields = {"phase": "train", "training_step": None, "rollout": 0, "timeout": None, "responder": None}
     return Job(EpisodeRequest(id=name, task=task, **fields))
 
 

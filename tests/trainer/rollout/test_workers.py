@@ -25,20 +25,21 @@ from cotune.integrations.ray.runtime import RayRuntime
 from cotune.integrations.ray.sampler import RaySampler, start_sampler
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.recording.records import Episode, PolicyRef, Record, Task
-from cotune.recording.rollout import rollout
+from cotune.recording.rollout import EpisodeBatch
 from cotune.sampling.plans import Plan
 from cotune.sampling.protocol import SamplingParams
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tasks import as_tasks
+from cotune.trainer.rollout.local import LocalRunner
 from cotune.trainer.rollout.pool import WorkerLimits, WorkerLost
 from cotune.trainer.rollout.process_reaper import is_alive
-from cotune.trainer.rollout.wire import ResponderConfig
+from cotune.trainer.rollout.protocol import ResponderConfig
 from cotune.trainer.rollout.workers import RolloutWorkers
 from cotune.workflows import Workflow, workflow_of
 from tests.trainer import trouble_app, worker_app
 from tests.trainer.tiny_app import TASKS, application, letters
 
-ANSWERING = ResponderConfig(
+RESPONDER = ResponderConfig(
     policies={"first": PolicyRef("first"), "second": PolicyRef("second")},
     plan=Plan(k=4),
     defaults=SamplingParams(max_tokens=4),
@@ -69,8 +70,8 @@ class Driver:
     def trouble(self, *deeds: dict[str, Any], **settings: Any) -> tuple[dict[str, Episode], list[Record]]:
         """Episodes by task, and the records."""
         sink = Sink()
-        settings = {"timeout": 30.0, **STEP, **settings}
-        episodes = self.run(self.workers.rollout(self.tasks(deeds), sink=sink, answering=None, **settings))
+        batch = EpisodeBatch(tasks=self.tasks(deeds), sink=sink, **{"timeout": 30.0, **STEP, **settings})
+        episodes = self.run(self.workers.run(batch, None))
         return {episode.task.id: episode for episode in episodes}, sink.records
 
     def tasks(self, deeds: Sequence[dict[str, Any]]) -> list[Task]:
@@ -177,14 +178,15 @@ def test_the_same_step_as_in_this_process(pair: tuple[Driver, RaySampler], tiny_
     async def here(store: SqliteStore) -> list[Episode]:
         sampler = await TransformersSampler.open(tiny_base, host="thread", device="cpu")
         try:
-            responder = ANSWERING.responder(sampler, ChatTemplate.load(tiny_base), flow)
-            return await rollout(flow, tasks, sink=store, responder=responder, rollouts=2, **STEP)
+            batch = EpisodeBatch(tasks=tasks, sink=store, rollouts=2, **STEP)
+            return await LocalRunner(flow, sampler, ChatTemplate.load(tiny_base)).run(batch, RESPONDER)
         finally:
             await sampler.aclose()
 
     local, remote = (SqliteStore.open(tmp_path / f"{name}.db") for name in ("local", "remote"))
     ours = made.run(here(local))
-    theirs = made.run(made.workers.rollout(tasks, sink=remote, answering=ANSWERING, rollouts=2, **STEP))
+    batch = EpisodeBatch(tasks=tasks, sink=remote, rollouts=2, **STEP)
+    theirs = made.run(made.workers.run(batch, RESPONDER))
     for store in (local, remote):
         store.flush()
     assert [(e.task.id, e.rollout) for e in theirs] == [(t["id"], i) for i in range(2) for t in TASKS]
@@ -202,9 +204,9 @@ def test_the_same_step_as_in_this_process(pair: tuple[Driver, RaySampler], tiny_
 def test_finished_episodes_are_not_run_again(pair: tuple[Driver, RaySampler]) -> None:
     made, _ = pair
     tasks, sink, seen = as_tasks(TASKS), Sink(), []
-    both = {"answering": ANSWERING, **STEP}
-    done = made.run(made.workers.rollout(tasks[1:2], sink=Sink(), **both))
-    episodes = made.run(made.workers.rollout(tasks, sink=sink, done=done, on_episode=seen.append, **both))
+    done = made.run(made.workers.run(EpisodeBatch(tasks=tasks[1:2], sink=Sink(), **STEP), RESPONDER))
+    batch = EpisodeBatch(tasks=tasks, sink=sink, done=done, on_episode=seen.append, **STEP)
+    episodes = made.run(made.workers.run(batch, RESPONDER))
     assert [episode.task.id for episode in episodes] == ["a", "b", "c"]
     assert episodes[1] is done[0]
     assert ended(sink.records) == {"a": 1, "c": 1}
@@ -217,7 +219,7 @@ def test_several_rollouts_at_once(pair: tuple[Driver, RaySampler]) -> None:
 
     async def steps() -> list[list[Episode]]:
         rolling = (
-            made.workers.rollout(tasks, sink=Sink(), answering=ANSWERING, phase="train", training_step=step)
+            made.workers.run(EpisodeBatch(tasks=tasks, sink=Sink(), phase="train", training_step=step), RESPONDER)
             for step in range(3)
         )
         return await asyncio.gather(*rolling)
@@ -228,8 +230,8 @@ def test_several_rollouts_at_once(pair: tuple[Driver, RaySampler]) -> None:
 
 def test_scorer_errors_come_back(pair: tuple[Driver, RaySampler]) -> None:
     made, _ = pair
-    both = {"answering": ANSWERING, **STEP}
-    (episode,) = made.run(made.workers.rollout(as_tasks([{"id": "q", "letter": "q"}]), sink=Sink(), **both))
+    batch = EpisodeBatch(tasks=as_tasks([{"id": "q", "letter": "q"}]), sink=Sink(), **STEP)
+    (episode,) = made.run(made.workers.run(batch, RESPONDER))
     assert episode.status == "ok"
     assert made.workers.scorer_errors == {
         "The scorer of role 'second' raised ValueError: no judgement on q. Fix the scorer.": 4
@@ -338,8 +340,8 @@ def test_cancelled_rollouts_keep_what_has_finished(troubled: Driver) -> None:
     sink, finished = Sink(), []
 
     async def interrupted() -> None:
-        both = {"sink": sink, "answering": None, "on_episode": finished.append, "concurrency": 8, **STEP}
-        rolling = asyncio.ensure_future(troubled.workers.rollout(tasks, **both))
+        batch = EpisodeBatch(tasks=tasks, sink=sink, on_episode=finished.append, concurrency=8, **STEP)
+        rolling = asyncio.ensure_future(troubled.workers.run(batch, None))
         while len(finished) < 4 or sum(len(troubled.ran(f"long{i}")) for i in range(6)) < 6:
             await asyncio.sleep(0.05)
         rolling.cancel()
@@ -380,7 +382,7 @@ def test_a_plain_function_that_no_timeout_stops(ray_runtime: RayRuntime, tiny_ba
     with driver(tmp_path) as made:
         made.open("tests.trainer.trouble_app:plain", None, tiny_base, workers=1)
         tasks = as_tasks([{"id": "long", "seconds": 600}, {"id": "short", "seconds": 0}])
-        rolling = made.workers.rollout(tasks, sink=Sink(), answering=None, timeout=2.0, **STEP)
+        rolling = made.workers.run(EpisodeBatch(tasks=tasks, sink=Sink(), timeout=2.0, **STEP), None)
         long, short = made.run(rolling)
         assert "did not finish within 2.0 seconds" in long.error
         assert short.status == "ok"

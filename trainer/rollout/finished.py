@@ -13,7 +13,7 @@ from cotune.storage.protocol import Store
 from cotune.trainer.run import Run
 
 
-def reusable(run: Run, step: int, tasks: Container[str]) -> tuple[list[Episode], int]:
+def finished_episodes(run: Run, step: int, tasks: Container[str]) -> tuple[list[Episode], int]:
     """Recorded episodes of `tasks` in a step that came to an outcome, one for each rollout, and how many lack records.
 
     Those that lack records are marked as cancelled, so that nothing takes them for whole.
@@ -23,7 +23,7 @@ def reusable(run: Run, step: int, tasks: Container[str]) -> tuple[list[Episode],
     for episode in run.store.episodes(phase="train", training_step=step):
         if not is_outcome(episode) or episode.task.id not in tasks:
             continue
-        if is_whole(run.store, episode):
+        if _is_complete(run.store, episode):
             done[episode.task.id, episode.rollout] = episode
         else:
             cut.append(episode)
@@ -31,7 +31,7 @@ def reusable(run: Run, step: int, tasks: Container[str]) -> tuple[list[Episode],
     return list(done.values()), len(cut)
 
 
-def is_whole(store: Store, episode: Episode) -> bool:
+def _is_complete(store: Store, episode: Episode) -> bool:
     """Whether all calls of an episode are on record, and the prompts of those that were answered."""
     calls = store.calls(episode.id)
     try:

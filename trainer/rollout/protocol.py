@@ -1,0 +1,70 @@
+"""What runs a run's episodes: this process, or processes on Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from cotune.algorithms.recipes import Attribution
+from cotune.recording.records import Episode, PolicyRef
+from cotune.recording.rollout import EpisodeBatch
+from cotune.sampling.plans import Plan
+from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
+from cotune.sampling.responder import PolicyResponder
+from cotune.workflows import Workflow
+
+
+class ResponderConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the calls of a rollout are answered: what `PolicyResponder` is made of, as plain values."""
+
+    policies: dict[str, PolicyRef]
+    plan: Plan | None = None
+    attribution: Attribution = Attribution()
+    defaults: SamplingParams = SamplingParams()
+    override: dict[str, Any] | None = None
+    provider_roles: tuple[str, ...] = ()
+    others: PolicyRef | None = None
+    seed: int | None = None
+    stream: str = ""
+
+    def responder(self, sampler: Sampler, chat: ChatFormat, workflow: Workflow) -> PolicyResponder:
+        """The responder, with the scorers of `workflow`."""
+        return PolicyResponder(
+            sampler,
+            chat,
+            self.policies,
+            plan=self.plan,
+            scorers=workflow.scorers,
+            attribution=self.attribution,
+            defaults=self.defaults,
+            override=self.override,
+            provider_roles=self.provider_roles,
+            others=self.others,
+            seed=self.seed,
+            stream=self.stream,
+        )
+
+
+class EpisodeRunner(Protocol):
+    """Runs episodes of one workflow; several batches may run at once. Counts are from the start of the run."""
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Faults of the processes that run the application, by name; empty where it runs in this one."""
+
+    @property
+    def scorer_errors(self) -> Mapping[str, int]:
+        """Candidates by the error that their scorer raised."""
+
+    @property
+    def unlisted(self) -> Mapping[str, int]:
+        """Calls by role that has no policy."""
+
+    async def run(self, batch: EpisodeBatch, responder: ResponderConfig | None) -> list[Episode]:
+        """Run a batch; without a responder the application's own provider answers its calls.
+
+        Returns the episodes, those in `batch.done` too, by rollout and task. Cancelling it cancels them; finished ones
+        are in the sink.
+        """
