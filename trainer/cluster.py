@@ -115,22 +115,8 @@ class Cluster:
         return await self._open_learner(policies, loss)
 
     async def _open_workers(self, sampler: Sampler) -> RolloutWorkers:
-        settings = self._settings
         workers = await RolloutWorkers.open(
-            self._workflow,
-            workers=settings.rollout_workers,
-            sampler=sampler,
-            model=self._config.model,
-            tool_format=self._config.tool_format,
-            path=self._path,
-            redact=self._config.redact,
-            keep_token_ids=self._config.keep_token_ids,
-            roles_by=self._config.roles_by,
-            cpus=settings.cpus_per_rollout_worker,
-            retries=settings.episode_retries,
-            env=settings.env,
-            runtime_env=settings.runtime_env,
-            on_loss=lambda loss: self._say(str(loss)),
+            self._workflow, self._path, self._config, sampler, on_loss=lambda loss: self._say(str(loss))
         )
         self._stack.push_async_callback(workers.aclose)
         return workers

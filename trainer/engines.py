@@ -96,9 +96,10 @@ def engine_arguments(config: TrainConfig, model: str, weights: Kind) -> dict[str
     if cluster.engine != "vllm":
         return {"model": model, **cluster.engine_args}
     parallel = {"tensor_parallel_size": cluster.gpus_per_engine} if cluster.gpus_per_engine > 1 else {}
-    arguments = {"model": model, "staleness": config.ahead, "engine_args": {**parallel, **cluster.engine_args}}
+    engine_args: dict[str, Any] = {**parallel, **cluster.engine_args}
+    arguments: dict[str, Any] = {"model": model, "staleness": config.ahead, "engine_args": engine_args}
     if cluster.colocate:
-        shared = {"gpu_memory_utilization": SHARED, **arguments["engine_args"]}
+        shared = {"gpu_memory_utilization": SHARED, **engine_args}
         arguments |= {"sleeps": True, "engine_args": shared if cluster.gpus_per_engine else cluster.engine_args}
     if weights == "full":
         if config.ahead:

@@ -126,7 +126,8 @@ class _Watch:
         while not over.wait(INTERVAL):
             blocked = self._overdue()
             frame = sys._current_frames().get(main)
-            culprit = _culprit(frame) if blocked else ""
+            context = running_context(frame) if blocked else None
+            culprit = context.get(user_code, "") if context else ""
             if not culprit:
                 interrupted_at = 0.0
             elif not interrupted_at:
@@ -146,12 +147,11 @@ class _Watch:
             raise Blocked(blocked, place(frame))
 
 
-def _culprit(frame: FrameType | None) -> str:
-    """A phrase for the application's code that a loop's thread is in; empty for cotune's own."""
+def running_context(frame: FrameType | None) -> contextvars.Context | None:
+    """The context of the task or callback that an event loop's thread is in, by the thread's innermost frame."""
     while frame is not None and frame.f_code is not asyncio.Handle._run.__code__:
         frame = frame.f_back
-    context = getattr(frame.f_locals.get("self"), "_context", None) if frame is not None else None
-    return "" if context is None else context.get(user_code, "")
+    return getattr(frame.f_locals.get("self"), "_context", None) if frame is not None else None
 
 
 _watches: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watch] = weakref.WeakKeyDictionary()

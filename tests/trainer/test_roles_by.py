@@ -21,6 +21,7 @@ from cotune.recording.role_functions import CallRequest
 from cotune.runtime.run_sync import run_sync
 from cotune.sampling.stub import StubResponder
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.rollout.app_source import app_source
 from cotune.trainer.rollout.wire import Setup
@@ -148,8 +149,8 @@ def test_a_rollout_worker_names_the_roles_as_the_driver_does(
     """What crosses is the setup: a worker loads the application from it."""
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    source = app_source(f"{ME}:{app}", env={}, runtime_env={}, roles_by=roles_by)
-    setup = msgspec.msgpack.decode(msgspec.msgpack.encode(Setup(app=source, mark="")), type=Setup)
+    source = app_source(f"{ME}:{app}", TrainConfig(model="base", roles_by=roles_by))
+    setup = msgspec.msgpack.decode(msgspec.msgpack.encode(Setup(app=source)), type=Setup)
     sink = Sink()
     run_sync(run_episode(setup.app.load(), Task(id="a", input=TASKS[0]), sink=sink, responder=StubResponder()))
     assert sorted(record.role for record in sink if isinstance(record, Call)) == roles

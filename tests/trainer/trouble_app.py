@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -64,11 +63,12 @@ class _Deeds:
 
     @staticmethod
     async def leak(task: dict[str, Any]) -> None:
-        """Processes that outlive the episode: a child, one in a session of its own, one without the environment."""
+        """Processes that outlive the episode: a child, one in a session of its own, one without the environment, and a
+        grandchild whose parent has ended."""
         for keywords in ({}, {"start_new_session": True}, {"env": {}}):
             child = subprocess.Popen(["/bin/sleep", "300"], **keywords)
             Path(task["folder"], f"child-{child.pid}").touch()
-        for _ in range(20):
-            threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
+        said = subprocess.run(["sh", "-c", "sleep 300 >/dev/null 2>&1 & echo $!"], stdout=subprocess.PIPE, text=True)
+        Path(task["folder"], f"child-{said.stdout.strip()}").touch()
         if task.get("then"):
             await getattr(_Deeds, task["then"])(task)

@@ -61,7 +61,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Processes that run the application; one that crashes costs its episodes only."""
     cpus_per_rollout_worker: float = 1.0
     episode_retries: int = 1
-    """How often an episode whose worker died is run again; then it counts as failed."""
+    """How often an episode whose worker died is run again; then it counts as failed, if it ran alone the last time."""
     colocate: bool = False
     """One engine and one learner share a GPU: vLLM sleeps while the learner updates, and is checked as it wakes. It
     takes engine_args.gpu_memory_utilization of the GPU (0.5 where that is not set), the learner keeps the rest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import resource
@@ -11,6 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -78,8 +80,7 @@ def look(runs: Path) -> Machine:
 def nodes_of(address: str) -> list[Node]:
     """The machines of the Ray cluster at `address`. Raises ConfigError when it cannot be joined."""
     with open_ray(address):
-        import ray
-
+        ray: Any = importlib.import_module("ray")
         free = ray._private.state.available_resources_per_node()
         return [
             Node(

@@ -6,13 +6,13 @@ import fnmatch
 import os
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from cotune.errors import ConfigError
+from cotune.trainer.config.train import TrainConfig
 from cotune.workflows import Workflow, load_workflow
 
 PASSED_ON = (
@@ -61,29 +61,20 @@ class AppSource(msgspec.Struct, frozen=True, kw_only=True):
         return found.named_by(self.roles_by)
 
 
-def app_source(
-    workflow: Workflow | str,
-    *,
-    env: Mapping[str, str],
-    runtime_env: Mapping[str, Any],
-    redact: str = "",
-    keep_token_ids: bool = False,
-    roles_by: str = "",
-) -> AppSource:
-    """How other processes find `workflow`, as this one stands. Raises ConfigError where it has no import path.
+def app_source(path: str, config: TrainConfig) -> AppSource:
+    """How other processes find the workflow at the import path `path`, as this process stands.
 
-    A `working_dir` in `runtime_env` replaces the folder of this process, and a relative path then starts there.
+    A `working_dir` in `cluster.runtime_env` replaces the folder of this process, and a relative path then starts there.
     """
-    path = workflow if isinstance(workflow, str) else import_path(workflow)
-    own_folder = "working_dir" in runtime_env
+    own_folder = "working_dir" in config.cluster.runtime_env
     return AppSource(
         path=path,
         folder=None if own_folder else str(Path.cwd()),
         sys_path=tuple(_entries(own_folder)),
-        env={**_passed_on(), **env},
-        redact=redact,
-        keep_token_ids=keep_token_ids,
-        roles_by=roles_by,
+        env={**_passed_on(), **config.cluster.env},
+        redact=config.redact,
+        keep_token_ids=config.keep_token_ids,
+        roles_by=config.roles_by,
     )
 
 

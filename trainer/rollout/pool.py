@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 
 from cotune.errors import ConfigError, CotuneError, WorkflowError
 from cotune.integrations.ray.process import ProcessGone, RayProcess
+from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.rollout.process_reaper import MARK
 from cotune.trainer.rollout.queue import EpisodeLost, Job, JobQueue, Loss
 from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult, Heartbeat, Setup, Started
 
+T = TypeVar("T")
+
 _WORKER = "cotune.trainer.rollout.worker:RolloutWorker"
-_PULSE_SECONDS = 5.0
+_HEARTBEAT_SECONDS = 5.0
 _LONGEST_PAUSE = 30.0
 """Between attempts to start a worker, in seconds."""
 _SLACK_SECONDS = 1.0
@@ -27,7 +29,7 @@ _SLACK_SECONDS = 1.0
 
 
 class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """When a worker is given up, and when it has gathered too much. Times in seconds."""
+    """When a worker is given up. Times in seconds."""
 
     heartbeat: float = 60.0
     """Without an answer for this long, a worker counts as hung."""
@@ -37,10 +39,6 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """To end an episode that was cancelled."""
     deaths: int = 20
     """Workers that may be lost one after another without any episode finishing; then the rollout stops."""
-    threads: int = 512
-    processes: int = 64
-    memory_mb: int = 0
-    """Above these a worker takes no further episode and is replaced when its last has ended; memory 0: no limit."""
 
 
 class WorkerLost(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,20 +62,28 @@ class _Worker:
         self.number = number
         self.process = process
         self.running: dict[str, Job] = {}
+        """By the id of the request."""
         self.exclusive = False
-        """Whether it runs a lot of suspects, and nothing else until they have ended."""
-        self.full = ""
-        """Why it takes no further episode."""
-        self.finished = 0
+        """Whether it runs one episode alone, and nothing else until that has ended."""
+        self.overdue = 0
+        """Episodes that have ended and whose code runs on; with any, the worker takes no further episode."""
         self.gone: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
+
+    @property
+    def free(self) -> bool:
+        return not (self.exclusive or self.overdue or self.gone.done())
 
     def lose(self, loss: Loss) -> None:
         if not self.gone.done():
             self.gone.set_result(loss)
 
+    def replace_if_idle(self) -> None:
+        if self.overdue and not self.running:
+            self.lose(Loss(f"code of {self.overdue} episodes that have ended still runs in it", fault=False))
+
 
 class WorkerPool:
-    """Keeps `workers` processes up. Everything here happens on the event loop that opened it.
+    """Keeps the configured number of processes up. Everything here happens on the event loop that opened it.
 
     Episodes go to the worker with the fewest.
     """
@@ -85,28 +91,21 @@ class WorkerPool:
     def __init__(
         self,
         setup: Setup,
+        config: ClusterConfig,
         *,
-        workers: int,
-        cpus: float,
-        runtime_env: Mapping[str, Any],
-        retries: int,
         limits: WorkerLimits,
         check: Callable[[Started], None],
-        on_loss: Callable[[WorkerLost], None] | None,
+        on_loss: Callable[[WorkerLost], None],
     ) -> None:
+        """`check` raises where a worker is not as it should be; `on_loss` is called for every worker that is lost."""
         self.counters: Counter[str] = Counter()
-        self.started: Started | None = None
-        self.pulses: dict[int, Heartbeat] = {}
-        """The latest of each worker, by number."""
         self._setup = setup
-        self._size = workers
-        self._cpus = cpus
-        self._runtime_env = dict(runtime_env)
+        self._config = config
         self._limits = limits
         self._check = check
-        self._on_loss = on_loss or (lambda lost: None)
+        self._on_loss = on_loss
         self._workers: list[_Worker] = []
-        self._queue = JobQueue(retries)
+        self._queue = JobQueue(config.episode_retries)
         self._deaths = 0
         self._failure: CotuneError | None = None
         self._open: set[Job] = set()
@@ -114,17 +113,18 @@ class WorkerPool:
 
     async def open(self) -> None:
         """Start all workers, and return when each of them is ready. Raises ConfigError, WorkflowError."""
-        first = await asyncio.gather(*(self._start() for _ in range(self._size)), return_exceptions=True)
+        starting = (self._start() for _ in range(self._config.rollout_workers))
+        first = await asyncio.gather(*starting, return_exceptions=True)
         up = [process for process in first if isinstance(process, RayProcess)]
-        if len(up) < self._size:
+        if errors := [error for error in first if isinstance(error, BaseException)]:
             await asyncio.gather(*(process.kill() for process in up))
-            raise self._not_started(next(error for error in first if isinstance(error, BaseException)))
+            raise self._not_started(errors[0])
         for number, process in enumerate(up):
             self._spawn(self._keep(number, process))
 
-    def submit(self, order: EpisodeRequest) -> Job:
-        """Run an order as soon as a worker is free."""
-        job = Job(order)
+    def submit(self, request: EpisodeRequest) -> Job:
+        """Run an episode as soon as a worker is free."""
+        job = Job(request)
         if self._failure is not None:
             job.ended.set_exception(self._failure)
             return job
@@ -137,13 +137,13 @@ class WorkerPool:
     async def cancel(self, job: Job) -> EpisodeResult | None:
         """Cancel a job; what it has recorded, if it had begun. A worker that does not stop it in time is replaced."""
         job.cancelled = True
-        worker = next((w for w in self._workers if job.order.id in w.running), None)
+        worker = next((w for w in self._workers if job.request.id in w.running), None)
         if worker is None:
             job.ended.cancel()
         else:
             try:
                 async with asyncio.timeout(self._limits.stop):
-                    await worker.process.call("cancel", job.order.id)
+                    await worker.process.call("cancel", job.request.id)
                     await asyncio.wait({job.ended})
             except TimeoutError:
                 worker.lose(Loss(f"{job.name} did not stop within {self._limits.stop:g} s of being cancelled"))
@@ -153,24 +153,24 @@ class WorkerPool:
         return None if job.ended.cancelled() or job.ended.exception() else job.ended.result()
 
     async def aclose(self) -> None:
-        """End all workers and what their episodes have left running; jobs still open are cancelled."""
+        """End all workers; jobs still open are cancelled."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(self._end(worker) for worker in self._workers))
+        await asyncio.gather(*(worker.process.kill() for worker in self._workers))
         self._workers.clear()
         for job in list(self._open):
             job.ended.cancel()
 
     async def _keep(self, number: int, process: RayProcess) -> None:
         try:
-            await self._kept(number, process)
+            await self._run_workers(number, process)
         except CotuneError as error:
             self._give_up(error)
         except Exception as error:  # noqa: BLE001
             self._give_up(WorkflowError(f"Rollout worker {number} cannot be kept up: {error!r}.", "Report this."))
 
-    async def _kept(self, number: int, process: RayProcess | None) -> None:
+    async def _run_workers(self, number: int, process: RayProcess | None) -> None:
         """One worker after another under this number, until the pool gives up."""
         failures = 0
         while self._failure is None:
@@ -188,15 +188,16 @@ class WorkerPool:
             self._workers.append(worker)
             self._dispatch()
             loss = await self._watch(worker)
-            await (worker.process.kill() if loss.fault else self._end(worker))
+            await worker.process.kill()
             self._workers.remove(worker)
             self._settle(worker, loss)
 
     async def _start(self) -> RayProcess:
         """A worker that is ready. Raises ProcessGone, TimeoutError, and what importing the application raises."""
         mark = uuid.uuid4().hex
-        variables = {**self._runtime_env.get("env_vars", {}), MARK: mark}
-        process = RayProcess(_WORKER, cpus=self._cpus, runtime_env={**self._runtime_env, "env_vars": variables})
+        environment = self._config.runtime_env
+        environment = {**environment, "env_vars": {**environment.get("env_vars", {}), MARK: mark}}
+        process = RayProcess(_WORKER, cpus=self._config.cpus_per_rollout_worker, runtime_env=environment)
         try:
             async with asyncio.timeout(self._limits.start):
                 await process.start()
@@ -211,16 +212,16 @@ class WorkerPool:
         except BaseException:
             await asyncio.shield(process.kill())
             raise
-        self.started = started
         return process
 
     def _not_started(self, error: BaseException) -> BaseException:
         if isinstance(error, TimeoutError):
             return ConfigError(
-                "rollout workers",
-                self._size,
+                "cluster.rollout_workers",
+                self._config.rollout_workers,
                 f"as many as the cluster has room for: not all were up within {self._limits.start:g} s",
-                f"Each takes {self._cpus:g} CPUs: ask for fewer workers or CPUs, or look at `ray status`.",
+                f"Each takes {self._config.cpus_per_rollout_worker:g} CPUs: ask for fewer workers or CPUs, or look at "
+                "`ray status`.",
             )
         if isinstance(error, ProcessGone):
             return WorkflowError(
@@ -230,99 +231,79 @@ class WorkerPool:
         return error
 
     async def _watch(self, worker: _Worker) -> Loss:
-        """Wait until the worker is gone, hung, held up past an episode's time-out, or full and idle."""
+        """Wait until the worker is gone, hung, held up past an episode's time-out, or to be replaced."""
         while True:
-            await asyncio.wait({worker.gone}, timeout=min(_PULSE_SECONDS, self._limits.heartbeat / 4))
+            await asyncio.wait({worker.gone}, timeout=min(_HEARTBEAT_SECONDS, self._limits.heartbeat / 4))
             if worker.gone.done():
                 return worker.gone.result()
-            beat = self._spawn(worker.process.call("pulse"))
-            beat.add_done_callback(lambda done: done.cancelled() or done.exception())
-            await asyncio.wait({beat, worker.gone}, timeout=self._limits.heartbeat, return_when="FIRST_COMPLETED")
+            asked = self._spawn(worker.process.call("heartbeat"))
+            asked.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await asyncio.wait({asked, worker.gone}, timeout=self._limits.heartbeat, return_when="FIRST_COMPLETED")
             if worker.gone.done():
                 return worker.gone.result()
-            if not beat.done():
+            if not asked.done():
                 return Loss(f"it did not answer for {self._limits.heartbeat:g} s")
-            if (error := beat.exception()) is not None:
+            if (error := asked.exception()) is not None:
                 return Loss(error.cause if isinstance(error, CotuneError) else str(error))
-            self.pulses[worker.number] = beat.result()
-            if (stuck := self._stuck(worker, beat.result())) is not None:
+            heartbeat: Heartbeat = asked.result()
+            if (stuck := self._stuck(worker, heartbeat)) is not None:
                 return stuck
-            self._weigh(worker, beat.result())
+            worker.overdue = max(worker.overdue, heartbeat.overdue)
+            worker.replace_if_idle()
 
-    def _stuck(self, worker: _Worker, pulse: Heartbeat) -> Loss | None:
+    def _stuck(self, worker: _Worker, heartbeat: Heartbeat) -> Loss | None:
         """A loss where one piece of code holds the worker up past the time-out of its episode."""
-        what = f"its event loop was blocked for {pulse.blocked:.0f} s at {pulse.where}"
-        culprit = worker.running.get(pulse.culprit or "")
-        if culprit is not None:
-            limit, past = culprit.order.timeout, time.monotonic() - culprit.started
-            late = limit is not None and past > limit + _SLACK_SECONDS
-            said = f"{what}, by the episode {culprit.name}, which has a time-out of {limit} s"
-            return Loss(said, culprit.order.id) if late else None
-        limits = [job.order.timeout for job in worker.running.values() if job.order.timeout is not None]
-        limit = min(limits) if limits else None if worker.running else self._limits.heartbeat
-        return Loss(what) if limit is not None and pulse.blocked > limit + _SLACK_SECONDS else None
-
-    def _weigh(self, worker: _Worker, pulse: Heartbeat) -> None:
-        limits = self._limits
-        if not worker.full and worker.finished:
-            if limits.memory_mb and pulse.resident_mb > limits.memory_mb:
-                worker.full = f"it has {pulse.resident_mb} MB of memory"
-            elif pulse.overdue:
-                worker.full = f"code of {pulse.overdue} episodes that have ended still runs in it"
-            elif pulse.threads > limits.threads:
-                worker.full = f"it has {pulse.threads} threads"
-            elif pulse.processes > limits.processes:
-                worker.full = f"it has {pulse.processes} child processes"
-        self._retire_if_full(worker)
-
-    def _retire_if_full(self, worker: _Worker) -> None:
-        if worker.full and not worker.running:
-            worker.lose(Loss(worker.full, fault=False))
+        if not heartbeat.blocked:
+            return None
+        text = f"its event loop was blocked for {heartbeat.blocked:.0f} s at {heartbeat.where}"
+        if culprit := worker.running.get(heartbeat.culprit or ""):
+            limit, seconds = culprit.request.timeout, time.monotonic() - culprit.started
+            text += f", by the episode {culprit.name}, which has a time-out of {limit} s"
+        else:
+            limits = [job.request.timeout for job in worker.running.values() if job.request.timeout is not None]
+            limit = min(limits, default=None if worker.running else self._limits.heartbeat)
+            seconds = heartbeat.blocked
+        late = limit is not None and seconds > limit + _SLACK_SECONDS
+        return Loss(text, culprit.request.id if culprit else None) if late else None
 
     def _dispatch(self) -> None:
         for worker in self._workers:
-            if self._is_free(worker) and not worker.running:
-                for job in self._queue.next_lot():
-                    worker.exclusive = True
-                    self._begin(worker, job)
-        while free := [worker for worker in self._workers if self._is_free(worker)]:
+            if worker.free and not worker.running and (job := self._queue.next_alone()):
+                worker.exclusive = True
+                self._begin(worker, job)
+        while free := [worker for worker in self._workers if worker.free]:
             if (job := self._queue.next()) is None:
                 return
             self._begin(min(free, key=lambda worker: len(worker.running)), job)
 
-    @staticmethod
-    def _is_free(worker: _Worker) -> bool:
-        return not (worker.exclusive or worker.full or worker.gone.done())
-
     def _begin(self, worker: _Worker, job: Job) -> None:
         job.started = time.monotonic()
-        worker.running[job.order.id] = job
+        worker.running[job.request.id] = job
         self._spawn(self._run(worker, job))
 
     async def _run(self, worker: _Worker, job: Job) -> None:
         try:
-            answer: EpisodeResult | EpisodeLost = await worker.process.call("run", job.order)
+            result: EpisodeResult | EpisodeLost = await worker.process.call("run", job.request)
         except ProcessGone as gone:
             return worker.lose(Loss(gone.cause))
         except CotuneError as error:
-            answer = EpisodeLost(error.cause, error.remedy)
+            result = EpisodeLost(error.cause, error.remedy)
         except Exception as error:  # noqa: BLE001
-            answer = EpisodeLost(f"Its worker could not run it: {error!r}.", "Report this.")
-        self.deliver(worker, job, answer)
+            result = EpisodeLost(f"Its worker could not run it: {error!r}.", "Report this.")
+        self.deliver(worker, job, result)
 
-    def deliver(self, worker: _Worker, job: Job, answer: EpisodeResult | EpisodeLost) -> None:
-        """Take the answer of a worker; one from a worker that was given up, or a second one, is dropped."""
-        if worker.gone.done() or worker.running.pop(job.order.id, None) is not job or job.ended.done():
+    def deliver(self, worker: _Worker, job: Job, result: EpisodeResult | EpisodeLost) -> None:
+        """Take the result of a worker; one from a worker that was given up, or a second one, is dropped."""
+        if worker.gone.done() or worker.running.pop(job.request.id, None) is not job or job.ended.done():
             self.counters["results_dropped"] += 1
             return
-        if isinstance(answer, EpisodeLost):
-            job.ended.set_exception(answer)
+        if isinstance(result, EpisodeLost):
+            job.ended.set_exception(result)
         else:
-            job.ended.set_result(answer)
+            job.ended.set_result(result)
             self._deaths = 0
-        worker.finished += 1
-        worker.exclusive = worker.exclusive and bool(worker.running)
-        self._retire_if_full(worker)
+        worker.exclusive = False
+        worker.replace_if_idle()
         self._dispatch()
 
     def _settle(self, worker: _Worker, loss: Loss) -> None:
@@ -364,13 +345,7 @@ class WorkerPool:
             job.ended.set_exception(error)
         self._queue.clear()
 
-    async def _end(self, worker: _Worker) -> None:
-        with contextlib.suppress(CotuneError, TimeoutError):
-            async with asyncio.timeout(self._limits.stop):
-                self.counters["processes_killed"] += await worker.process.call("close")
-        await worker.process.kill()
-
-    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -99,8 +99,17 @@ async def preflight(
             break
         of = usual if number < usual else f"at most {MOST_EPISODES}, as each has failed"
         say(f"looking at the application: episode {number + 1} of {of} ...")
-        options = {"phase": "check", "rollout": rollout, "timeout": config.episode_timeout}
-        outcomes.append(await run_episode(workflow, tasks[place], sink=store, responder=responder, **options))
+        outcomes.append(
+            await run_episode(
+                workflow,
+                tasks[place],
+                sink=store,
+                responder=responder,
+                phase="check",
+                rollout=rollout,
+                timeout=config.episode_timeout,
+            )
+        )
     store.flush()
     calls = [call for outcome in outcomes for call in store.calls(outcome.episode.id)]
     rewards = rewards_by_role(store, calls)

@@ -1,6 +1,8 @@
-"""What an application leaves running when its worker is gone: found by a mark in the environment, and killed.
+"""Ends the processes that an application has left when its rollout worker is gone.
 
-Also a program of its own, that outlives the worker to do so: nothing but the standard library, and no import of cotune.
+Ray ends the process group of a worker that dies. It does not reach processes with a session or group of their own, nor
+orphans when the driver, and so Ray, is killed. They are found by a variable in their environment. This file is also a
+program of its own, which outlives the worker: standard library only, no import of cotune.
 """
 
 from __future__ import annotations
@@ -16,90 +18,54 @@ from pathlib import Path
 MARK = "COTUNE_ROLLOUT_WORKER"
 """Environment variable that a worker and all that it starts have; its value is the worker's own."""
 
-_PROC = Path("/proc")
 _POLL_SECONDS = 0.3
 _ROUNDS = 20
 
 
-def start_guard(mark: str) -> int:
-    """Start a process that kills what this one leaves behind, however it ends; return its process id.
+def start_reaper(mark: str) -> None:
+    """Start a process that kills what has `mark` in its environment once this process is gone, however it ends.
 
-    It is no child of this process, so that nobody who ends this one and its children ends it too.
+    It is no child of this process: Ray kills those.
     """
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark]
-    said = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={}, check=True).stdout
-    return int(said)
-
-
-def leftovers(mark: str, group: int) -> list[int]:
-    """Ids of living processes that have the mark, or are in the process group; empty where there is no /proc."""
-    wanted = f"{MARK}={mark}".encode()
-    found = []
-    for entry in _PROC.glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            state, its_group = _stat(entry)
-            if state not in "ZX" and (its_group == group or wanted in (entry / "environ").read_bytes().split(b"\0")):
-                found.append(int(entry.name))
-    return found
-
-
-def kill_leftovers(mark: str, group: int, *spare: int) -> int:
-    """Kill all that `leftovers` finds but `spare`, until nothing is left; return how many that were."""
-    killed: set[int] = set()
-    for _ in range(_ROUNDS):
-        found = set(leftovers(mark, group)) - set(spare)
-        if not found:
-            break
-        for pid in found:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        killed |= found
-        time.sleep(0.01)
-    return len(killed)
-
-
-def resident_mb() -> int:
-    """Memory of this process that is in use, in MB; 0 where there is no /proc."""
-    with contextlib.suppress(OSError, ValueError):
-        return int((_PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
-    return 0
+    null = subprocess.DEVNULL
+    subprocess.run(command, stdin=null, stdout=null, stderr=null, env={}, check=True)
 
 
 def is_alive(pid: int) -> bool:
     """Whether a process of this machine runs; one that has ended and was not yet waited for does not."""
     try:
-        os.kill(pid, 0)
-        return _stat(_PROC / str(pid))[0] not in "ZX"
-    except PermissionError:
-        return True
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
+    return state not in "ZX"
 
 
-def _stat(entry: Path) -> tuple[str, int]:
-    """State and process group."""
-    fields = (entry / "stat").read_text().rpartition(")")[2].split()
-    return fields[0], int(fields[2])
-
-
-def _watch(worker: int, mark: str) -> None:
-    while is_alive(worker):
-        time.sleep(_POLL_SECONDS)
-    kill_leftovers(mark, worker, os.getpid())
+def _marked(mark: str) -> list[int]:
+    """Ids of the living processes that have the mark."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if wanted in (entry / "environ").read_bytes().split(b"\0") and is_alive(int(entry.name)):
+                found.append(int(entry.name))
+    return found
 
 
 def _main() -> None:
     worker, mark = int(sys.argv[1]), sys.argv[2]
     os.setsid()
-    if pid := os.fork():
-        sys.stdout.write(str(pid))
+    if os.fork():
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in range(3):
-        os.dup2(null, fd)
-    _watch(worker, mark)
+    while is_alive(worker):
+        time.sleep(_POLL_SECONDS)
+    for _ in range(_ROUNDS):  # what it kills may be starting others
+        for pid in _marked(mark):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

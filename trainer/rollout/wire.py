@@ -13,10 +13,11 @@ from cotune.trainer.rollout.protocol import ResponderConfig
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker starts with. `mark` is in the environment of all that it starts."""
+    """What a worker starts with."""
 
     app: AppSource
-    mark: str
+    mark: str = ""
+    """In the environment of the worker and of all that it starts; the worker's own."""
     sampler: Any = None
     """A Sampler that crosses processes, such as RaySampler; None leaves all calls to the application's provider."""
     model: str = ""
@@ -30,9 +31,6 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     workflow: str
     scorers: tuple[str, ...]
     redactors: int
-    resident_mb: int
-    torch: bool
-    """Whether torch is loaded; only an application that imports it makes it so."""
 
 
 class EpisodeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,22 +52,20 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
     lost: int
     """Records that could not be sent."""
     scorer_errors: dict[str, int]
-    passed_through: dict[str, int]
     unlisted: dict[str, int]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker is. `blocked` is for how many seconds its event loop has not come round, `culprit` the order whose
-    code holds it up (None where that cannot be told), `where` that code. `overdue` counts plain functions that run on
-    in a thread although their episodes have ended."""
+    """How a worker is."""
 
-    blocked: float
-    culprit: str | None
-    where: str
-    resident_mb: int
-    threads: int
-    processes: int
-    overdue: int
+    blocked: float = 0.0
+    """Seconds for which its event loop has not come round; 0 where that is normal."""
+    culprit: str | None = None
+    """Id of the request whose code blocks it, where that can be told."""
+    where: str = ""
+    """File, line and function of that code."""
+    overdue: int = 0
+    """Episodes that have ended while their plain function runs on in a thread."""
 
 
 def pack(records: Sequence[Record]) -> tuple[bytes, int]:

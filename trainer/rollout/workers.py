@@ -19,20 +19,14 @@ from cotune.recording.records import Episode, Record, Task
 from cotune.recording.rollout import EpisodeBatch, run_batch
 from cotune.sampling.blame import Blame
 from cotune.sampling.protocol import Sampler
+from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.app_source import app_source
 from cotune.trainer.rollout.pool import WorkerLimits, WorkerLost, WorkerPool
 from cotune.trainer.rollout.process_reaper import MARK
 from cotune.trainer.rollout.protocol import ResponderConfig
 from cotune.trainer.rollout.queue import EpisodeLost
-from cotune.trainer.rollout.wire import (
-    EpisodeRequest,
-    EpisodeResult,
-    Heartbeat,
-    Setup,
-    Started,
-    unpack,
-)
-from cotune.workflows import Workflow, load_workflow
+from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult, Setup, Started, unpack
+from cotune.workflows import Workflow
 
 log = logging.getLogger("cotune")
 
@@ -46,7 +40,6 @@ class RolloutWorkers:
 
     def __init__(self, workflow: Workflow, pool: WorkerPool) -> None:
         self.scorer_errors: Counter[str] = Counter()
-        self.passed_through: Counter[str] = Counter()
         self.unlisted: Counter[str] = Counter()
         self._workflow = workflow
         self._pool = pool
@@ -54,94 +47,53 @@ class RolloutWorkers:
     @classmethod
     async def open(
         cls,
-        workflow: str | Workflow,
-        *,
-        workers: int,
+        workflow: Workflow,
+        path: str,
+        config: TrainConfig,
         sampler: Sampler | None,
-        model: str,
-        tool_format: str = "auto",
-        path: str | None = None,
-        redact: str = "",
-        keep_token_ids: bool = False,
-        roles_by: str = "",
-        cpus: float = 1.0,
-        retries: int = 1,
-        env: Mapping[str, str] | None = None,
-        runtime_env: Mapping[str, Any] | None = None,
+        *,
         limits: WorkerLimits | None = None,
-        on_loss: Callable[[WorkerLost], None] | None = None,
+        on_loss: Callable[[WorkerLost], None] = lambda lost: None,
     ) -> RolloutWorkers:
-        """Start `workers` processes and import the workflow in each; Ray must be up (`open_ray`).
+        """Start `cluster.rollout_workers` processes and import the workflow in each; Ray must be up (`open_ray`).
 
-        `workflow` is an import path, or a Workflow that has one (`path` says it where that cannot be seen). `redact`
-        names a redactor that it has beside its own, `roles_by` what names its roles. `sampler` must cross processes, as
-        RaySampler does; `model` is the one whose chat template is used, `tool_format` how it writes tool calls. The
-        workers get this process's folder, import paths and the environment variables in `PASSED_ON`, and those of
-        `env`; `runtime_env` is Ray's. `retries` is how often an episode that took its worker with it is run again.
-        Raises ConfigError, WorkflowError.
+        `path` is where they find `workflow`. `sampler` must cross processes, as RaySampler does; None leaves all calls
+        to the application's provider. The workers get this process's folder, import paths and the environment variables
+        in `PASSED_ON`, and those of `cluster.env`. Raises ConfigError, WorkflowError.
         """
         if MARK in os.environ:
             raise ConfigError(
                 "workflow",
-                workflow if isinstance(workflow, str) else workflow.name,
+                workflow.name,
                 "a module that starts no training when it is imported",
                 'Put the call under `if __name__ == "__main__":`.',
             )
-        source = app_source(
-            path or workflow,
-            env=env or {},
-            runtime_env=runtime_env or {},
-            redact=redact,
-            keep_token_ids=keep_token_ids,
-            roles_by=roles_by,
+        model = config.model
+        setup = Setup(
+            app=app_source(path, config),
+            sampler=sampler,
+            model=str(Path(model).resolve()) if Path(model).exists() else model,
+            tool_format=config.tool_format,
         )
-        if isinstance(workflow, str):
-            workflow = load_workflow(workflow).redacted(redact, keep_token_ids=keep_token_ids).named_by(roles_by)
-        flow = workflow
         pool = WorkerPool(
-            Setup(
-                app=source,
-                mark="",
-                sampler=sampler,
-                model=str(Path(model).resolve()) if Path(model).exists() else model,
-                tool_format=tool_format,
-            ),
-            workers=workers,
-            cpus=cpus,
-            runtime_env=runtime_env or {},
-            retries=retries,
+            setup,
+            config.cluster,
             limits=limits or WorkerLimits(),
-            check=lambda started: _check_same(flow, source.path, started),
+            check=lambda started: _check_same(workflow, path, started),
             on_loss=on_loss,
         )
         await pool.open()
-        return cls(flow, pool)
-
-    async def __aenter__(self) -> RolloutWorkers:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
+        return cls(workflow, pool)
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Workers lost and replaced, episodes run again and lost, results dropped, records lost, processes killed."""
+        """Workers lost and replaced, episodes run again and lost, results dropped, records lost."""
         return self._pool.counters
-
-    @property
-    def started(self) -> Started:
-        """What the newest worker was when it was ready."""
-        return self._pool.started
-
-    @property
-    def pulses(self) -> Mapping[int, Heartbeat]:
-        """How each worker was when it was last asked, by number."""
-        return self._pool.pulses
 
     async def run(self, batch: EpisodeBatch, responder: ResponderConfig | None) -> list[Episode]:
         """Run a batch: see `EpisodeRunner`; with the same episodes as in this process for the same seed.
 
-        An episode whose worker is lost is run again, at most `retries` times, and then recorded as failed. Raises
+        An episode whose worker is lost is run again (see `JobQueue`), and in the end recorded as failed. Raises
         WorkflowError when workers are lost again and again without any episode finishing.
         """
 
@@ -167,27 +119,26 @@ class RolloutWorkers:
         """End the workers and everything that their episodes have left running. Safe to call twice."""
         await self._pool.aclose()
 
-    async def _episode(self, order: EpisodeRequest, sink: Sink) -> Episode:
-        job = self._pool.submit(order)
+    async def _episode(self, request: EpisodeRequest, sink: Sink) -> Episode:
+        job = self._pool.submit(request)
         try:
-            reply = await asyncio.shield(job.ended)
+            result = await asyncio.shield(job.ended)
         except EpisodeLost as lost:
-            return self._failed(order, sink, str(lost), lost.blame)
+            return self._failed(request, sink, str(lost), lost.blame)
         except asyncio.CancelledError:
-            if (reply := await self._pool.cancel(job)) is not None:
-                self._store(reply, sink)
+            if (recorded := await self._pool.cancel(job)) is not None:
+                self._store(recorded, sink)
             raise
-        episode = self._store(reply, sink)
-        return episode or self._failed(order, sink, "It came back from its worker without an end.", "infrastructure")
+        episode = self._store(result, sink)
+        return episode or self._failed(request, sink, "It came back from its worker without an end.", "infrastructure")
 
-    def _store(self, reply: EpisodeResult, sink: Sink) -> Episode | None:
+    def _store(self, result: EpisodeResult, sink: Sink) -> Episode | None:
         """Store what came back, and count what came with it."""
-        self._pool.counters["records_lost"] += reply.lost
-        self.scorer_errors.update(reply.scorer_errors)
-        self.passed_through.update(reply.passed_through)
-        self.unlisted.update(reply.unlisted)
+        self._pool.counters["records_lost"] += result.lost
+        self.scorer_errors.update(result.scorer_errors)
+        self.unlisted.update(result.unlisted)
         try:
-            records: list[Record] = unpack(reply.records)
+            records: list[Record] = unpack(result.records)
         except msgspec.DecodeError as error:
             log.warning("The records of an episode cannot be read (%s).", error)
             self._pool.counters["records_lost"] += 1
@@ -200,15 +151,15 @@ class RolloutWorkers:
         last = records[-1] if records else None
         return last if isinstance(last, Episode) else None
 
-    def _failed(self, order: EpisodeRequest, sink: Sink, cause: str, blame: Blame) -> Episode:
+    def _failed(self, request: EpisodeRequest, sink: Sink, cause: str, blame: Blame) -> Episode:
         """The record of an episode that no worker brought to its end."""
         live = LiveEpisode(
             sink,
-            order.task,
+            request.task,
             workflow=self._workflow.name,
-            phase=order.phase,
-            training_step=order.training_step,
-            rollout=order.rollout,
+            phase=request.phase,
+            training_step=request.training_step,
+            rollout=request.rollout,
             redactors=tuple(self._workflow.redactors),
             keep_token_ids=self._workflow.keep_token_ids,
         )

@@ -6,13 +6,29 @@ import os
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import cotune
+from cotune.errors import ConfigError
+from cotune.trainer.config.cluster import ClusterConfig
+from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.app_source import app_source, import_path
 from cotune.workflows import workflow_of
 from tests.trainer import worker_app
+from tests.trainer.tiny_app import application, letters
+
+
+def configured(**cluster: Any) -> TrainConfig:
+    return TrainConfig(model="base", cluster=ClusterConfig(**cluster))
+
+
+def test_a_workflow_without_an_import_path_is_refused() -> None:
+    with pytest.raises(ConfigError, match="import by module and name") as refused:
+        import_path(workflow_of(application(first=letters)))
+    assert "tiny_app.py:" in str(refused.value)
+    assert 'pass "module:name"' in refused.value.remedy
 
 
 def test_an_object_is_found_by_its_module() -> None:
@@ -41,7 +57,7 @@ def test_what_a_worker_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("LANGCHAIN_TRACING_V2", "false")
     monkeypatch.setenv("SECRET_OF_MINE", "no")
     monkeypatch.setattr(sys, "path", ["", "/usr/lib", *sys.path])
-    source = app_source("app.py:solve", env={"MINE": "1", "OPENAI_API_KEY": "other"}, runtime_env={})
+    source = app_source("app.py:solve", configured(env={"MINE": "1", "OPENAI_API_KEY": "other"}))
     assert source.path == "app.py:solve"
     assert source.folder == str(tmp_path)
     assert source.sys_path[:2] == (str(tmp_path), "/usr/lib")
@@ -55,7 +71,7 @@ def test_what_a_worker_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_a_working_dir_of_ray_replaces_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), "/usr/lib"])
-    source = app_source("app.py:solve", env={}, runtime_env={"working_dir": "."})
+    source = app_source("app.py:solve", configured(runtime_env={"working_dir": "."}))
     assert source.path == "app.py:solve"
     assert source.folder is None
     assert source.sys_path == ("/usr/lib",)
@@ -69,7 +85,7 @@ def test_loading_makes_the_process_like_the_driver(monkeypatch: pytest.MonkeyPat
     here = Path.cwd()
     with monkeypatch.context() as patch:
         patch.chdir(tmp_path)
-        source = app_source("app_of_folder:solve", env={"ITS_KEY": "k"}, runtime_env={})
+        source = app_source("app_of_folder:solve", configured(env={"ITS_KEY": "k"}))
         os.chdir(here)
         flow = source.load()
         assert Path.cwd() == tmp_path
