@@ -50,7 +50,6 @@ async def prove_publish(
     lora: LoraSpec | None = None,
     *,
     previous: Proof | None = None,
-    trained: bool = True,
     probe: Sequence[Sequence[int]] = (),
     trainer_logprobs: Callable[[Sequence[TrainRow]], Sequence[npt.NDArray[Any]]] | None = None,
     bound: float = 1e-2,
@@ -58,11 +57,11 @@ async def prove_publish(
 ) -> Proof:
     """Publish a version, prove that it is served, then retire older ones.
 
-    Checks, in order: the fingerprint of what arrived; that the weights are other than the `previous` proof's,
-    unless nothing was `trained`; and the mean probe gap against `bound`, on one sampled reply per `probe`
-    prompt (token ids). Raises SyncError with the figures.
+    Checks, in order: that the weights are other than those of the `previous` proof; the fingerprint of what arrived;
+    the mean probe gap against `bound` (nats), on one completion per `probe` prompt (token ids). Raises SyncError with
+    the figures.
     """
-    proof = _moved(policy, weights, previous, trained)
+    proof = _moved(policy, weights, previous)
     await publish_verified(sampler, policy, weights, lora, proof.fingerprint)
     if probe and trainer_logprobs is not None:
         proof = await _probe(sampler, proof, probe, trainer_logprobs, bound)
@@ -71,13 +70,13 @@ async def prove_publish(
     return proof
 
 
-def _moved(policy: PolicyRef, weights: Weights, previous: Proof | None, trained: bool) -> Proof:
+def _moved(policy: PolicyRef, weights: Weights, previous: Proof | None) -> Proof:
     proof = Proof(policy=policy, fingerprint=fingerprint(weights), norm=norm(weights))
     if not math.isfinite(proof.norm):
         raise SyncError(f"The weights of {policy} are not finite (norm {proof.norm}).", "Lower the learning rate.")
     if previous is None:
         return proof
-    if trained and proof.fingerprint == previous.fingerprint:
+    if proof.fingerprint == previous.fingerprint:
         raise SyncError(
             f"The weights of {policy} are those of {previous.policy} (fingerprint {proof.fingerprint}, norm "
             f"{proof.norm:.6g}): the update changed nothing.",
@@ -93,19 +92,19 @@ async def _probe(
     trainer_logprobs: Callable[[Sequence[TrainRow]], Sequence[npt.NDArray[Any]]],
     bound: float,
 ) -> Proof:
-    replies = await asyncio.gather(*(sampler.sample(ids, 1, PROBE, proof.policy) for ids in prompts))
+    completions = await asyncio.gather(*(sampler.sample(ids, 1, PROBE, proof.policy) for ids in prompts))
     rows = [
         TrainRow(
             id=f"probe.{i}",
             role="",
             prompt_ids=tuple(ids),
-            response_ids=reply.token_ids,
-            logprobs=reply.logprobs,
+            response_ids=completion.token_ids,
+            logprobs=completion.logprobs,
             advantage=0.0,
             version=proof.policy.version,
         )
-        for i, (ids, (reply,)) in enumerate(zip(prompts, replies, strict=True))
-        if reply.token_ids
+        for i, (ids, (completion,)) in enumerate(zip(prompts, completions, strict=True))
+        if completion.token_ids
     ]
     if not rows:
         raise SyncError(f"The probe of {proof.policy} came back empty.", "Probe with other prompts.")

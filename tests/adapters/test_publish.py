@@ -95,10 +95,6 @@ def test_an_update_that_changed_nothing() -> None:
     assert sampler.log == []
 
 
-def test_no_move_is_fine_when_nothing_was_trained() -> None:
-    assert prove(Scripted(), weights(1.0), previous=previous(1.0), trained=False).norm_moved == 0.0
-
-
 def test_a_sampler_that_samples_from_other_weights() -> None:
     sampler = Scripted()
     with pytest.raises(SyncError, match=r"differ by 0.2 nats a token \(at most 0.3\) over 2 tokens; the bound is 0.01"):

@@ -91,13 +91,13 @@ FAULTS = (
 
 
 def inject(
-    driver_pid: int, chance: random.Random, faults: Sequence[Fault] = FAULTS, patience: float = 30.0
+    driver_pid: int, chance: random.Random, faults: Sequence[Fault] = FAULTS, seconds: float = 30.0
 ) -> Injected | None:
     """Break a random victim of a random one of `faults`.
 
     None when the driver ends, or none of them finds a victim for so many seconds.
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and _alive(driver_pid):
         fault = chance.choice(faults)
         with contextlib.suppress(psutil.NoSuchProcess):

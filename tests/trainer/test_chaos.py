@@ -129,7 +129,7 @@ def test_a_victim_that_is_being_restarted_is_waited_for() -> None:
     try:
         injected = chaos.inject(parent.pid, random.Random(0), only("rollout worker killed"))
         assert injected.title == "ray::_Host"
-        assert chaos.inject(parent.pid, random.Random(0), only("learner rank killed"), patience=0.2) is None
+        assert chaos.inject(parent.pid, random.Random(0), only("learner rank killed"), seconds=0.2) is None
     finally:
         parent.kill()
         parent.communicate()

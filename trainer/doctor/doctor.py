@@ -26,8 +26,8 @@ _DISK_GB = 1.0
 _FILES = 4096
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at; `remedy` says what to do where it is not ok."""
+class Diagnosis(msgspec.Struct, frozen=True):
+    """What was found of one thing; `remedy` says what to do where it is not ok."""
 
     subject: str
     level: Level
@@ -40,7 +40,7 @@ class Report(msgspec.Struct, frozen=True):
 
     machine: Machine
     nodes: tuple[Node, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[Diagnosis, ...]
 
     @property
     def fits(self) -> bool:
@@ -64,7 +64,7 @@ def examine(config: TrainConfig | None = None, *, runs: str | Path = "runs") -> 
         try:
             nodes = nodes_of(cluster.address)
         except CotuneError as error:
-            findings.append(Finding("cluster", "blocks", error.cause, error.remedy))
+            findings.append(Diagnosis("cluster", "blocks", error.cause, error.remedy))
     elif cluster.address == "local":
         here = float(machine.cores)
         gpus = float(len(machine.gpus))
@@ -74,41 +74,41 @@ def examine(config: TrainConfig | None = None, *, runs: str | Path = "runs") -> 
     return Report(machine, tuple(nodes), tuple(findings))
 
 
-def judge_machine(machine: Machine, cluster: ClusterConfig) -> Iterator[Finding]:
+def judge_machine(machine: Machine, cluster: ClusterConfig) -> Iterator[Diagnosis]:
     """What the machine has, against what such a run needs of any machine."""
-    yield Finding("python", "ok", f"{machine.python} on {machine.system}")
-    yield Finding("processor", "ok", f"{machine.cores} cores, {machine.free_memory_gb:.1f} of "
+    yield Diagnosis("python", "ok", f"{machine.python} on {machine.system}")
+    yield Diagnosis("processor", "ok", f"{machine.cores} cores, {machine.free_memory_gb:.1f} of "
                   f"{machine.memory_gb:.1f} GB memory free")  # fmt: skip
     yield from _packages(machine, cluster)
     if machine.gpus:
         for index, gpu in enumerate(machine.gpus):
-            yield Finding(f"GPU {index}", "ok", f"{gpu.name}, {gpu.free_gb:.1f} of {gpu.memory_gb:.1f} GB free")
+            yield Diagnosis(f"GPU {index}", "ok", f"{gpu.name}, {gpu.free_gb:.1f} of {gpu.memory_gb:.1f} GB free")
     else:
-        yield Finding("GPU", "ok", "none that torch can use: everything runs on the CPU")
+        yield Diagnosis("GPU", "ok", "none that torch can use: everything runs on the CPU")
     yield _room("shared memory", machine.shared_gb, _SHARED_GB if cluster.address else 0.0,
                 "Ray keeps its objects there: docker run --shm-size=8g, or mount /dev/shm larger.")  # fmt: skip
     yield _room("disk for runs", machine.disk_gb, _DISK_GB, "Free some, or write runs elsewhere with --out.")
     yield _room("temporary files", machine.temporary_gb, _DISK_GB, "Free some, or set TMPDIR.")
     few = machine.open_files < _FILES
-    yield Finding("open files", "warns" if few else "ok", f"limit {machine.open_files}",
+    yield Diagnosis("open files", "warns" if few else "ok", f"limit {machine.open_files}",
                   f"Many episodes at once need more: ulimit -n {_FILES}." if few else "")  # fmt: skip
     if machine.loopback:
-        yield Finding("ports", "blocks", f"none can be opened on 127.0.0.1: {machine.loopback}", "Allow loopback.")
+        yield Diagnosis("ports", "blocks", f"none can be opened on 127.0.0.1: {machine.loopback}", "Allow loopback.")
     else:
-        yield Finding("ports", "ok", "can be opened on 127.0.0.1")
+        yield Diagnosis("ports", "ok", "can be opened on 127.0.0.1")
 
 
-def judge_model(config: TrainConfig) -> Iterator[Finding]:
+def judge_model(config: TrainConfig) -> Iterator[Diagnosis]:
     """Whether the model is there, or can be fetched."""
     try:
-        yield Finding("model", "ok", str(locate_model(config.model)))
+        yield Diagnosis("model", "ok", str(locate_model(config.model)))
     except CotuneError as error:
-        yield Finding("model", "blocks", error.cause, error.remedy)
+        yield Diagnosis("model", "blocks", error.cause, error.remedy)
 
 
 def judge_placement(
     nodes: Sequence[Node], cluster: ClusterConfig, *, policies: int = 1, samplers: int = 1
-) -> Iterator[Finding]:
+) -> Iterator[Diagnosis]:
     """Whether each process that the run starts finds a machine with what it takes; the largest are placed first."""
     demands = cluster.demands(policies, samplers)
     local = cluster.address == "local"
@@ -116,16 +116,16 @@ def judge_placement(
     have = sum(node.free_cpus for node in nodes)
     if local and wanted > have:
         text = f"{sum(d.count for d in demands)} processes ask for {wanted:g} cores and share {have:g}"
-        yield Finding("placement", "warns", text, "Slower, not wrong: ask for fewer processes where speed matters.")
+        yield Diagnosis("placement", "warns", text, "Slower, not wrong: ask for fewer processes where speed matters.")
     rooms = [[float("inf") if local else node.free_cpus, node.free_gpus] for node in nodes]
     for demand in sorted(demands, key=lambda d: (-d.gpus, -d.cpus)):
         placed = sum(_place(demand, rooms) for _ in range(demand.count))
         text = f"{demand.count} x {_each(demand)}"
         if placed == demand.count:
-            yield Finding(f"{demand.part}s", "ok", text)
+            yield Diagnosis(f"{demand.part}s", "ok", text)
         else:
             free = ", ".join(f"{n.address}: {n.free_cpus:g} cores, {n.free_gpus:g} GPUs" for n in nodes)
-            yield Finding(
+            yield Diagnosis(
                 f"{demand.part}s", "blocks", f"{text}: {placed} fit. Free: {free}",
                 "Ask for fewer or smaller ones under [cluster], or add machines.",
             )  # fmt: skip
@@ -160,25 +160,25 @@ def _samplers(config: TrainConfig) -> int:
     return kinds.count("full") + any(kind in ("lora", "frozen") for kind in kinds)
 
 
-def _packages(machine: Machine, cluster: ClusterConfig) -> Iterator[Finding]:
+def _packages(machine: Machine, cluster: ClusterConfig) -> Iterator[Diagnosis]:
     for name, found in machine.versions.items():
         try:
             if name in versions.SUPPORTED:
                 versions.require(name)
-            yield Finding(name, "ok", found)
+            yield Diagnosis(name, "ok", found)
         except CotuneError as error:
-            yield Finding(name, "blocks", f"{found}: {error.cause}", error.remedy)
+            yield Diagnosis(name, "blocks", f"{found}: {error.cause}", error.remedy)
     needed = {"torch": "train", **({"ray": "ray"} if cluster.address else {})}
     if cluster.address and cluster.engine == "vllm":
         needed["vllm"] = "vllm"
     for name, extra in needed.items():
         if name not in machine.versions:
-            yield Finding(name, "blocks", "not installed", f"pip install 'cotune[{extra}]'.")
+            yield Diagnosis(name, "blocks", "not installed", f"pip install 'cotune[{extra}]'.")
 
 
-def _room(subject: str, free: float, least: float, remedy: str) -> Finding:
+def _room(subject: str, free: float, least: float, remedy: str) -> Diagnosis:
     short = free < least
-    return Finding(subject, "warns" if short else "ok", f"{free:.1f} GB free", remedy if short else "")
+    return Diagnosis(subject, "warns" if short else "ok", f"{free:.1f} GB free", remedy if short else "")
 
 
 def _place(demand: Demand, rooms: list[list[float]]) -> bool:

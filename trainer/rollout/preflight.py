@@ -1,4 +1,4 @@
-"""Looking around: a few episodes with the untrained model find the roles and every mistake worth finding early."""
+"""Preflight: a few episodes with the untrained model find the roles and the mistakes that are worth finding early."""
 
 from __future__ import annotations
 
@@ -24,25 +24,27 @@ from cotune.workflows import Workflow
 
 EPISODES = 3
 MOST_EPISODES = 16
-"""Looked at while every one fails by what the untrained model says: on a hard task most do."""
+"""Run while every one fails by what the untrained model says: on a hard task most do."""
 MOST_SECONDS = 60.0
-"""From here on no episode is looked at beyond the first ones."""
+"""After this time no episode beyond the first `EPISODES` begins."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a look around found: `rewards` are the names of the components that the scorer of each role returned, with
-    an entry for every role; `outcome` those of the episodes; `notes` what the user should know."""
+class PreflightReport:
+    """What the episodes of the preflight show."""
 
     rewards: Mapping[str, Collection[str]]
+    """By role, every role that called: names of the reward components that its scorer returned."""
     outcome: Sequence[str]
+    """Names of the rewards that the episodes ended with."""
     notes: Sequence[str]
+    """What the user should know."""
 
     @property
     def roles(self) -> list[str]:
         return list(self.rewards)
 
-    def lessons(self, policies: Policies, recipe: Recipe) -> list[str]:
+    def learning_notes(self, policies: Policies, recipe: Recipe) -> list[str]:
         """What each trained role learns from, and what nobody does."""
         trained = {role: names for role, names in self.rewards.items() if policies.of(role).trained}
         said = [f"{role} {text}" for role, text in learns_from(trained, self.outcome, recipe).items()]
@@ -70,9 +72,8 @@ async def preflight(
     sampler: Sampler,
     chat: ChatFormat,
     say: Callable[[str], None],
-) -> Seen:
-    """Run the first tasks once, and further ones while each fails by the policy's doing; return what was seen. `say` is
-    told of each before it begins.
+) -> PreflightReport:
+    """Run the first tasks once, and further ones while each fails by the policy's doing. `say` is called before each.
 
     Raises WorkflowError for an application that makes no call, a workflow that fails on every task, a scorer that
     fails on every call; ConfigError for a scorer of a role that never calls.
@@ -115,7 +116,7 @@ async def preflight(
     rewards = rewards_by_role(store, calls)
     for fault in faults(workflow, outcomes, calls, rewards, config.roles):
         raise fault
-    return Seen(
+    return PreflightReport(
         rewards=rewards,
         outcome=sorted({name for outcome in outcomes for name in outcome.rewards}),
         notes=_notes(outcomes, calls),
@@ -146,8 +147,8 @@ def faults(
     rewards: Mapping[str, Collection[str]],
     rare: Sequence[str] = (),
 ) -> Iterator[CotuneError]:
-    """What would make training on these episodes pointless, worst first. `rewards` as in `Seen`; `rare` roles need not
-    have been seen."""
+    """What would make training on these episodes pointless, worst first. `rewards` is as in `PreflightReport`; `rare`
+    roles need not have called."""
     yield from _outcome_faults(workflow, outcomes, calls)
     for role in workflow.scorers:
         errors = [call.error for call in calls if call.role == role and call.status == "ok"]

@@ -7,7 +7,6 @@ import operator
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,19 +25,9 @@ from cotune.cli.main import main
 from cotune.trainer.check.dry_run import check
 from cotune.trainer.check.report import CheckReport
 from cotune.trainer.config.train import convert
-from tests.integrations.provider import Provider, serving
 
 TASKS = [{"id": "t", "question": "q"}]
-
-
-@pytest.fixture(autouse=True)
-def provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[Provider]:
-    """A provider that must not be contacted."""
-    with serving() as made:
-        monkeypatch.setenv("OPENAI_BASE_URL", made.url)
-        monkeypatch.setenv("OPENAI_API_KEY", "none")
-        yield made
-        assert made.requests == []
+pytestmark = pytest.mark.usefixtures("provider")
 
 
 def dry(app: Any, **options: Any) -> CheckReport:

@@ -9,7 +9,6 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from cotune.errors import ConfigError
 from cotune.trainer.check.dry_run import check
 from cotune.trainer.check.report import CheckReport, Finding, render
 from cotune.trainer.config.train import TrainConfig, convert
-from tests.integrations.provider import Provider, serving
+from tests.integrations.provider import Provider
 from tests.trainer.tiny_app import TASKS, application, ask, client, converse, letters
 
 GRAPH = """
@@ -61,16 +60,6 @@ async def solve(task):
 def short(candidate, call, task):
     return -len(candidate.text)
 """
-
-
-@pytest.fixture
-def provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[Provider]:
-    """A provider that must not be contacted."""
-    with serving() as made:
-        monkeypatch.setenv("OPENAI_BASE_URL", made.url)
-        monkeypatch.setenv("OPENAI_API_KEY", "none")
-        yield made
-        assert made.requests == []
 
 
 def dry(app: Any, tasks: Any = TASKS, *, config: dict[str, Any] | None = None, **options: Any) -> CheckReport:

@@ -18,7 +18,7 @@ from rich.console import Console
 from cotune.errors import ConfigError
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.train import TrainConfig, convert, load_config
-from cotune.trainer.doctor.doctor import Finding, _samplers, examine, judge_machine, judge_placement, render
+from cotune.trainer.doctor.doctor import Diagnosis, _samplers, examine, judge_machine, judge_placement, render
 from cotune.trainer.doctor.machine import Gpu, Machine, Node
 
 GPU = Gpu(name="H200", memory_gb=139.0, free_gb=138.0)
@@ -36,7 +36,7 @@ def levels(findings: Any) -> dict[str, str]:
     return {finding.subject: finding.level for finding in findings}
 
 
-def blocking(findings: Any) -> list[Finding]:
+def blocking(findings: Any) -> list[Diagnosis]:
     return [finding for finding in findings if finding.level == "blocks"]
 
 
@@ -139,7 +139,7 @@ def test_this_machine_can_run_a_local_cluster(tiny_base: Path) -> None:
     assert {"torch", "ray", "vllm", "engines", "learners", "rollout workers"} <= {f.subject for f in report.findings}
     assert render(report).row_count == len(report.findings)
     out = io.StringIO()
-    lost = Finding("ray", "blocks", "not installed", "pip install 'cotune[ray]'.")
+    lost = Diagnosis("ray", "blocks", "not installed", "pip install 'cotune[ray]'.")
     Console(file=out, width=200).print(render(msgspec.structs.replace(report, findings=(lost,))))
     assert "pip install 'cotune[ray]'." in out.getvalue()
 

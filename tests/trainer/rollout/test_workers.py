@@ -65,10 +65,10 @@ class Driver:
         self.seen: set[int] = set()
         self.workers: RolloutWorkers
 
-    def open(self, path: str, sampler: Any, base: Path, workers: int = 2) -> None:
+    def open(self, path: str, sampler: Any, base: Path, workers: int = 2, limits: WorkerLimits = QUICK) -> None:
         config = configured(base, rollout_workers=workers, cpus_per_rollout_worker=0.5)
-        found = {"limits": QUICK, "on_loss": self.lost.append}
-        self.workers = self.run(RolloutWorkers.open(load_workflow(path), path, config, sampler, **found))
+        how = {"limits": limits, "on_loss": self.lost.append}
+        self.workers = self.run(RolloutWorkers.open(load_workflow(path), path, config, sampler, **how))
 
     def trouble(self, *deeds: dict[str, Any], **settings: Any) -> tuple[dict[str, Episode], list[Record]]:
         """Episodes by task, and the records."""
@@ -295,7 +295,7 @@ def test_an_episode_that_loses_its_worker_once_is_run_again(troubled: Driver) ->
 def test_code_that_blocks_its_worker_is_a_timeout_of_its_episode(troubled: Driver) -> None:
     episodes, _ = troubled.trouble({"id": "hung", "do": "block"}, *nothings(3, 1.0), timeout=8.0)
     assert {task for task, episode in episodes.items() if episode.status != "ok"} == {"hung"}
-    assert "in block, by the episode hung/0, which has a time-out of 8.0 s" in episodes["hung"].error
+    assert "in block: time.sleep(60), by the episode hung/0, which has a time-out of 8.0 s" in episodes["hung"].error
     assert len(troubled.ran("hung")) == 1
     assert [loss.failed for loss in troubled.lost] == [("hung/0",)]
 
@@ -352,11 +352,13 @@ def test_cancelled_rollouts_keep_what_has_finished(troubled: Driver) -> None:
     assert {episode.status for episode in episodes.values()} == {"ok"}
 
 
-def test_workers_that_die_again_and_again_stop_the_rollout(troubled: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = troubled.workers._pool
-    monkeypatch.setattr(pool, "_limits", msgspec.structs.replace(QUICK, deaths=2))
-    with pytest.raises(WorkflowError, match="2 rollout workers were lost one after another, and no episode finished"):
-        troubled.trouble(*({"id": f"bad{i}", "do": "exit"} for i in range(4)))
+def test_workers_that_die_again_and_again_stop_the_rollout(
+    ray_runtime: RayRuntime, environment: None, tiny_base: Path, tmp_path: Path
+) -> None:
+    with driver(tmp_path) as made:
+        made.open("tests.trainer.trouble_app:trouble", None, tiny_base, 1, msgspec.structs.replace(QUICK, deaths=2))
+        with pytest.raises(WorkflowError, match="2 rollout workers were lost one after another, and no episode finish"):
+            made.trouble(*({"id": f"bad{i}", "do": "exit"} for i in range(4)))
 
 
 def test_nothing_is_left_of_closed_workers(troubled: Driver) -> None:
