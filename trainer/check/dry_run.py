@@ -106,7 +106,7 @@ def check(
             found += [*more, *refused]
             if not groups and not any(finding.level == "blocks" for finding in found):
                 text = "the plan would form no group: nothing would be trained."
-                found.append(Finding(level="blocks", about="groups", text=text, remedy="See what was left out."))
+                found.append(Finding("blocks", "groups", text, "See what was left out."))
             found += [*role_findings(roles, seen, plan), *idle_findings(runs.idle), *call_findings(seen, plan, config)]
             found += learning_findings(roles, {name: list(named) for name, named in local.items()}, team, recipe)
             found += [*episode_findings(outcomes, connections), *client_findings()]
@@ -297,7 +297,7 @@ def _forms(calls: Sequence[Call], store: Store) -> list[Finding]:
         cause = unenforceable(call.params, store.message(call.tools) if call.tools else None)
         if cause:
             remedy = "Change the schema or the tools, or give the role a policy of kind provider."
-            found[call.role, cause] = Finding(level="blocks", about=call.role, text=cause, remedy=remedy)
+            found[call.role, cause] = Finding("blocks", call.role, cause, remedy)
     return list(found.values())
 
 

@@ -36,14 +36,17 @@ _SEEN = {
     "that speak its protocol); any other through the model classes of LangChain, AutoGen and CrewAI only."
 }
 
-
 _RAISED = "The workflow"
 _MADE_UP = "A made-up answer may be the cause: give one that the application can read, with --answer TEXT."
+_NEVER_CALLED = (
+    "An answer or a task that leads there shows them (--answer, --limit); what calls on some tasks only can be listed "
+    "under `roles`."
+)
 
 
 def blocking(error: CotuneError, about: str = "") -> Finding:
     """A finding of an error that training would raise."""
-    return Finding(level="blocks", about=about, text=error.cause, remedy=error.remedy)
+    return Finding("blocks", about, error.cause, error.remedy)
 
 
 def made_up(finding: Finding, calls: Sequence[Call]) -> Finding:
@@ -57,21 +60,14 @@ def role_findings(roles: Sequence[RoleCheck], calls: Sequence[Call], plan: Plan)
     """Roles that are not trained, and calls that belong to none."""
     for role in roles:
         if not role.trained:
-            scorer = role.reason == "no scorer"
-            yield Finding(
-                level="warns" if scorer else "note",
-                about=role.role,
-                text=f"not trained: {role.reason}",
-                remedy=f'Add @workflow.scorer("{role.role}"), or use --plan independent.' if scorer else "",
-            )
+            text, remedy = f"not trained: {role.reason}", ""
+            if role.reason == "no scorer":
+                remedy = f'Add @workflow.scorer("{role.role}"), or use --plan independent.'
+            yield Finding("warns" if remedy else "note", role.role, text, remedy)
     outside = [call for call in calls if call.role == "app"]
     if outside:
-        yield Finding(
-            level="warns",
-            about="app",
-            text=f"Calls made outside any agent or node share the role `app`: {len(outside)}.",
-            remedy='Name them: with cotune.role("name"): ...',
-        )
+        text = f"Calls made outside any agent or node share the role `app`: {len(outside)}."
+        yield Finding("warns", "app", text, 'Name them: with cotune.role("name"): ...')
 
 
 def learning_findings(
@@ -80,10 +76,10 @@ def learning_findings(
     """What each trained role learns from, and a reward of the workflow's that trains nobody."""
     own = {role.role: local.get(role.role, ()) for role in roles if role.trained}
     for role, text in learns_from(own, outcome, recipe).items():
-        yield Finding(level="note", about="rewards", text=f"{role} {text}.")
+        yield Finding("note", "rewards", f"{role} {text}.")
     text, remedy = outcome_unused(own, outcome, recipe)
     if text:
-        yield Finding(level="warns", about="rewards", text=text, remedy=remedy)
+        yield Finding("warns", "rewards", text, remedy)
 
 
 def idle_findings(idle: Sequence[tuple[Part, bool]]) -> Iterator[Finding]:
@@ -93,16 +89,11 @@ def idle_findings(idle: Sequence[tuple[Part, bool]]) -> Iterator[Finding]:
         if not ran or part.kind in ("member", "agent"):
             missed.setdefault((part.kind, part.of), []).append(part.role)
     for (kind, of), roles in missed.items():
-        yield Finding(
-            level="warns",
-            about=", ".join(roles),
-            text=f"never called with these made-up answers ({plural(len(roles), kind)} of {of}).",
-            remedy="An answer or a task that leads there shows them (--answer, --limit); what calls on some tasks only "
-            "can be listed under `roles`.",
-        )
+        text = f"never called with these made-up answers ({plural(len(roles), kind)} of {of})."
+        yield Finding("warns", ", ".join(roles), text, _NEVER_CALLED)
     quiet = [part.role for part, ran in idle if ran and part.kind == "node"]
     if quiet:
-        yield Finding(level="note", about=", ".join(quiet), text="ran and called no model.")
+        yield Finding("note", ", ".join(quiet), "ran and called no model.")
 
 
 def call_findings(calls: Sequence[Call], plan: Plan, config: TrainConfig) -> Iterator[Finding]:
@@ -113,24 +104,24 @@ def call_findings(calls: Sequence[Call], plan: Plan, config: TrainConfig) -> Ite
         n = max(_asked_n(call) for call in own)
         if n > 1:
             kept = f"{max(n, plan.k)} are drawn and compared" if plan.kind == "tree" else "only the first is trained"
-            yield Finding(level="warns", about=role, text=f"asks for n = {n} choices; {kept}.")
+            yield Finding("warns", role, f"asks for n = {n} choices; {kept}.")
         asked = sorted({float(t) for call in own if (t := call.params.get("temperature")) is not None})
         if asked and asked != [config.sampling.temperature]:
             said = ", ".join(f"{t:g}" for t in asked)
             text = f"asks for temperature {said}; training samples at {config.sampling.temperature:g}."
-            yield Finding(level="note", about=role, text=text)
+            yield Finding("note", role, text)
         for name, plain in UNSHAPED.items():
             values = sorted({str(value) for call in own if (value := call.params.get(name)) not in (None, plain)})
             if values:
                 text = f"asks for {name} {', '.join(values)}; training samples without it."
-                yield Finding(level="warns", about=role, text=text)
+                yield Finding("warns", role, text)
         seeds = sorted({str(s) for call in own if (s := call.params.get("seed")) is not None})
         if seeds:
             text = f"asks for seed {', '.join(seeds)}; training and evaluation mix it into a seed of each call's own."
-            yield Finding(level="note", about=role, text=text)
+            yield Finding("note", role, text)
         if plan.kind == "tree" and any(call.streamed and len(call.candidates) > 1 for call in own):
             text = f"streams; with {plan.k} candidates per call the answer comes at once, when one is chosen."
-            yield Finding(level="note", about=role, text=text)
+            yield Finding("note", role, text)
 
 
 def episode_findings(outcomes: Sequence[Outcome], connections: Mapping[str, int]) -> Iterator[Finding]:
@@ -138,43 +129,39 @@ def episode_findings(outcomes: Sequence[Outcome], connections: Mapping[str, int]
     failed = [outcome.error for outcome in outcomes if outcome.error is not None]
     if failed and len(failed) < len(outcomes):
         text = f"{len(failed)} of {len(outcomes)} runs with made-up answers failed; the first: {failed[0].cause}"
-        yield Finding(level="warns", about="runs", text=text, remedy=_MADE_UP)
+        yield Finding("warns", "runs", text, _MADE_UP)
     for outcome in outcomes:
         if outcome.error is None and outcome.live.failures:
             count = sum(outcome.live.failures.values())
             text = f"{count} calls failed and the application went on as if nothing had happened."
             remedy = "Such an episode ends well and is trained on, without these calls. Let the error through."
-            yield Finding(level="warns", about=f"task {outcome.episode.task.id}", text=text, remedy=remedy)
+            yield Finding("warns", f"task {outcome.episode.task.id}", text, remedy)
     counts: Counter[str] = Counter()
     texts: dict[str, str] = {}
     for outcome in outcomes:
         counts.update(outcome.live.warnings)
         texts = {**outcome.live.explained, **texts}
     for kind, count in counts.items():
-        yield Finding(level="warns", about=f"{kind} ({count})", text=texts[kind])
+        yield Finding("warns", f"{kind} ({count})", texts[kind])
     for address, count in connections.items():
-        yield Finding(
-            level="warns",
-            about=address,
-            text=f"the application itself connected there {count} times: a tool, or a model that cotune does not see.",
-            remedy="Calls of such a model are neither recorded nor trained.",
-        )
+        text = f"the application itself connected there {count} times: a tool, or a model that cotune does not see."
+        yield Finding("warns", address, text, "Calls of such a model are neither recorded nor trained.")
 
 
 def client_findings() -> Iterator[Finding]:
     """Loaded client libraries whose direct use is not seen."""
     for module, name in _CLIENTS.items():
         if module in sys.modules:
-            yield Finding(level="note", about=name, text=f"{name} is loaded: {_SEEN.get(module, _SEEN_IN)}")
+            yield Finding("note", name, f"{name} is loaded: {_SEEN.get(module, _SEEN_IN)}")
 
 
 def _failures(role: str, calls: Sequence[Call]) -> Iterator[Finding]:
     reasons = Counter(f"{call.status}: {call.error}" for call in calls if call.status != "ok")
     for reason, count in reasons.items():
-        yield Finding(level="warns", about=role, text=f"{count} of {len(calls)} calls are not trained on ({reason}).")
+        yield Finding("warns", role, f"{count} of {len(calls)} calls are not trained on ({reason}).")
     errors = Counter(call.error for call in calls if call.status == "ok" and call.error)
     for error, count in errors.items():
-        yield Finding(level="warns", about=role, text=f"{count} of {len(calls)} calls got no reward. {error}")
+        yield Finding("warns", role, f"{count} of {len(calls)} calls got no reward. {error}")
 
 
 def _asked_n(call: Call) -> int:

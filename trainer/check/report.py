@@ -77,7 +77,7 @@ class GroupCheck(msgspec.Struct, frozen=True, kw_only=True):
     size: int
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class Finding(msgspec.Struct, frozen=True):
     """Something to know before training: `blocks` it, `warns` of what is lost, or is only a `note`."""
 
     level: Level

@@ -379,7 +379,7 @@ def test_the_report_fits_a_terminal(provider: Provider) -> None:
 def test_findings_are_plain_data() -> None:
     report = CheckReport(
         workflow="w", tasks=("t",), seconds=1.0, plan="", frameworks=(), roles=(), calls=(), groups=(), team={},
-        local={}, left_out={}, findings=(Finding(level="blocks", about="x", text="no"),),
+        local={}, left_out={}, findings=(Finding("blocks", "x", "no"),),
     )  # fmt: skip
     assert json.loads(report.to_json())["trainable"] is False
     assert isinstance(TrainConfig(model="m"), TrainConfig)
