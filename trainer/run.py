@@ -133,7 +133,7 @@ async def opened(
     tasks: Sequence[Task],
     say: Callable[[str], None],
 ) -> AsyncIterator[Run]:
-    """Open sampler, store and learner; run the preflight, or restore the newest checkpoint."""
+    """Open sampler, store and learner; look around with a few episodes, or restore the newest checkpoint."""
     plan, recipe, why = config.resolve_plan(list(workflow.scorers))
     saved = load_checkpoint(folder.checkpoints)
     async with contextlib.AsyncExitStack() as stack:
@@ -147,7 +147,7 @@ async def opened(
             policies = config.resolve_policies(
                 seen.roles, scored=list(workflow.scorers) if plan.kind == "tree" else None
             )
-            notes = [*seen.notes, *filter(None, seen.learning_notes(policies, recipe))]
+            notes = [*seen.notes, *filter(None, seen.lessons(policies, recipe))]
         else:
             scored = list(workflow.scorers) if plan.kind == "tree" else None
             policies = config.join(saved[0].policies, [*saved[0].newcomers, *config.roles], scored=scored)

@@ -44,7 +44,7 @@ class PreflightReport:
     def roles(self) -> list[str]:
         return list(self.rewards)
 
-    def learning_notes(self, policies: Policies, recipe: Recipe) -> list[str]:
+    def lessons(self, policies: Policies, recipe: Recipe) -> list[str]:
         """What each trained role learns from, and what nobody does."""
         trained = {role: names for role, names in self.rewards.items() if policies.of(role).trained}
         said = [f"{role} {text}" for role, text in learns_from(trained, self.outcome, recipe).items()]
