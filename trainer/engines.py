@@ -87,7 +87,8 @@ def engine_arguments(config: TrainConfig, model: str, weights: Kind) -> dict[str
     specs = [p.lora.spec() for p in config.policy if p.kind == "lora"] or [config.lora.spec()]
     rank = max(spec.rank for spec in specs)
     if cluster.engine == "vllm-url":
-        if "full" in ({p.kind for p in config.policy} or {config.policies}):
+        kinds = [p.kind for p in config.policy]
+        if "full" in (kinds or [config.policies]):
             raise ConfigError("policies", "full", "lora or shared, where a vLLM server samples: it takes adapters only")
         key = os.environ.get("VLLM_API_KEY")
         return {
