@@ -87,7 +87,7 @@ def engine_arguments(config: TrainConfig, model: str, weights: Kind) -> dict[str
     specs = [p.lora.spec() for p in config.policy if p.kind == "lora"] or [config.lora.spec()]
     rank = max(spec.rank for spec in specs)
     if cluster.engine == "vllm-url":
-        kinds = [p.kind for p in config.policy]
+        kinds: list[str] = [p.kind for p in config.policy]
         if "full" in (kinds or [config.policies]):
             raise ConfigError("policies", "full", "lora or shared, where a vLLM server samples: it takes adapters only")
         key = os.environ.get("VLLM_API_KEY")
