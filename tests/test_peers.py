@@ -104,7 +104,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def trainer(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     opened = functools.partial(TransformersSampler.open, host="thread", device="cpu")
-    monkeypatch.setattr("cotune.trainer.run.TransformersSampler.open", opened)
+    monkeypatch.setattr("cotune.integrations.samplers.transformers.sampler.TransformersSampler.open", opened)
     return Trainer(tmp_path, base)
 
 

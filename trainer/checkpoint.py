@@ -7,7 +7,6 @@ what a checkpoint holds counts as trained: a group of a later step is still to b
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,21 +19,24 @@ from cotune.errors import RunError
 from cotune.policies import Policies
 from cotune.storage.run_layout import POLICIES, SavedPolicy, checkpoint_name, latest_in, newest_checkpoint
 from cotune.trainer.learner.protocol import Learner
-from cotune.trainer.run_folder import sync_folder, write_atomically
+from cotune.trainer.run_folder import sync, write_atomically
 
 
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a run after `steps` steps. `ledger` maps the groups consumed since the last checkpoint to their step."""
+class Checkpoint(msgspec.Struct, kw_only=True):
+    """State of a run between steps: what a checkpoint holds beside the learner's weights and optimizers."""
 
-    steps: int
-    versions: dict[str, int]
+    steps: int = 0
+    """Steps done."""
+    versions: dict[str, int] = {}
+    """The served version of each policy that has been published."""
     policies: Policies
     ledger: dict[str, int] = {}
+    """Groups consumed since the checkpoint before, and the step that consumed each."""
     members: dict[str, tuple[str, ...]] = {}
-    """The candidates of its groups, where the id of a group is not that of their call."""
-    newcomers: tuple[str, ...] = ()
+    """The candidates of the ledger's groups, where the id of a group is not that of their call."""
+    new_roles: tuple[str, ...] = ()
     """Roles first seen in the last step: they get policies before the next one."""
-    state: AdvantageState = AdvantageState()
+    advantages: AdvantageState = msgspec.field(name="state", default=AdvantageState())
     metrics: dict[str, dict[str, float]] = {}
     """Latest figures of each role, for the export."""
 
@@ -55,10 +57,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, learner: Learner, *, k
     for file in partial.rglob("*"):
         if file.is_file():
             file.chmod(mode)  # safetensors makes files for their owner alone
-        _sync_file(file)
-    sync_folder(partial)
+        sync(file)
+    sync(partial)
     partial.rename(target)
-    sync_folder(folder)
+    sync(folder)
     write_atomically(latest_in(folder), target.name.encode())
     for old in sorted(path for path in folder.glob("step-*") if path.name <= target.name)[:-keep]:
         shutil.rmtree(old)
@@ -113,11 +115,3 @@ def _policies(checkpoint: Checkpoint) -> list[SavedPolicy]:
 
 def _metrics(metrics: Mapping[str, dict[str, float]], roles: list[str]) -> dict[str, dict[str, float]]:
     return {role: metrics[role] for role in roles if role in metrics}
-
-
-def _sync_file(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

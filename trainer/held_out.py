@@ -13,9 +13,9 @@ from cotune.tasks import load_tasks
 from cotune.trainer.config.train import EvaluationConfig
 from cotune.trainer.evaluation.run import summarise
 from cotune.trainer.evaluation.sink import EvaluationSink
-from cotune.trainer.metrics import Clock
 from cotune.trainer.rollout.episodes import run_episodes
 from cotune.trainer.run import Run
+from cotune.trainer.step_report import StepReport
 
 
 def held_out_tasks(config: EvaluationConfig) -> list[Task]:
@@ -36,19 +36,19 @@ def overlap(tasks: Sequence[Task], held_out: Sequence[Task]) -> Iterator[str]:
         yield f"{count} of {len(held_out)} held-out tasks are trained on too: success on them says little"
 
 
-async def evaluate_held_out(run: Run, clock: Clock) -> dict[str, float]:
+async def evaluate_held_out(run: Run, report: StepReport) -> dict[str, float]:
     """Run the held-out tasks once each after this step, where that is due: one sample per call, nothing is selected.
 
-    Returns `success` and `reward` with the ends of their 95% intervals, as far as they are told, `episodes` and
+    Returns `success` and `reward` with the ends of their 95% intervals, as far as they are known, `episodes` and
     `failed`; nothing where it is not due or the run is stopped. A failed episode is no success.
     """
     config = run.config
-    step = run.step + 1
+    step = run.state.steps + 1
     if not run.held_out or (step % config.evaluation.every and step != config.steps):
         return {}
     seen = EvaluationSink(run.store)
-    batch = EpisodeBatch(tasks=run.held_out, sink=seen, phase="eval", training_step=run.step)
-    with clock("evaluate"):
+    batch = EpisodeBatch(tasks=run.held_out, sink=seen, phase="eval", training_step=run.state.steps)
+    with report.phase("evaluate"):
         if await run.interruptible(run_episodes(run, batch, plan=None, stream="eval")) is None:
             return {}
     found = summarise("held-out", seen, 0.0, {})

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from cotune.algorithms.collect import Collected
 from cotune.algorithms.prepare import Prepared
-from cotune.algorithms.samples import TrainRow
+from cotune.algorithms.samples import Sample, TrainRow
+from cotune.policies import Policies
 from cotune.recording.records import Episode
 from cotune.sampling.plans import Plan
 
-OF_UPDATE = (
+UPDATE_FIGURES = (
     "clip_share",
     "tis_clipped_share",
     "masked_share",
@@ -31,19 +30,8 @@ OF_UPDATE = (
 """Figures of an update that are known of each role."""
 
 
-class Clock:
-    """Seconds by phase of one step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.perf_counter() - started
+Updates = Mapping[str, Mapping[str, float]]
+"""The learner's figures of each policy that it updated."""
 
 
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,8 +72,15 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def path_said(plan: Plan) -> str:
-    """What the outcome of a step's episodes is: that of a path chosen among candidates is no success rate of one."""
+def moved(updates: Updates) -> list[str]:
+    """The policies whose weights an update has changed: not those that had no gradient in any of its steps."""
+    return [
+        name for name, figures in updates.items() if figures["steps"] > figures["skipped_steps"] + figures["idle_steps"]
+    ]
+
+
+def outcome_path(plan: Plan) -> str:
+    """Whose outcome that of a step's episodes is: that of a path chosen among candidates is no success rate of one."""
     if plan.kind == "independent":
         return "single samples"
     how = {"argmax": "best of {} by scorer", "sample": "one of {} at random", "first": "first of {}"}
@@ -101,18 +96,18 @@ def outcome_means(
     of the others where that is below 0. Other metrics are of the episodes that ended well.
     """
     values: dict[str, list[float]] = defaultdict(list)
-    told: set[str] = set()
+    reward_names: set[str] = set()
     for episode in episodes:
         if episode.status == "ok":
             own = rewards.get(episode.id, {})
-            told.update(own)
+            reward_names.update(own)
             for name, value in {**own, **episode.metrics}.items():
                 values[name].append(value)
     count = sum(episode.status == "error" for episode in episodes)
     for name, found in values.items():
         if name == "success":
             found += [0.0] * count
-        elif name in told:
+        elif name in reward_names:
             found += [failed if isinstance(failed, float) else min(0.0, *found)] * count
     return {name: sum(found) / len(found) for name, found in sorted(values.items())}
 
@@ -124,11 +119,26 @@ def candidate_mean(prepared: Prepared) -> float | None:
     return sum(figures.reward * figures.samples for figures in known) / total if total else None
 
 
+def lags(rows: Mapping[str, Sequence[TrainRow]], versions: Mapping[str, int]) -> dict[str, int]:
+    """Rows by the number of versions that their sampler was behind the policy that trains on them."""
+    counts = Counter(versions.get(name, 0) - row.version for name, its_rows in rows.items() for row in its_rows)
+    return {str(lag): counts[lag] for lag in sorted(counts)}
+
+
+def stayed(
+    policies: Policies, updates: Updates, rows: Mapping[str, Sequence[TrainRow]], samples: Iterable[Sample]
+) -> dict[str, str]:
+    """Why each trained policy that has not moved has not."""
+    sampled, moves = {sample.policy.name for sample in samples}, moved(updates)
+    return {
+        name: "no gradient" if name in rows else "no signal" if name in sampled else "no sample"
+        for name, spec in policies.specs.items()
+        if spec.trained and name not in moves
+    }
+
+
 def role_metrics(
-    prepared: Prepared,
-    collected: Collected,
-    rows: Mapping[str, Sequence[TrainRow]],
-    updates: Mapping[str, Mapping[str, float]],
+    prepared: Prepared, collected: Collected, rows: Mapping[str, Sequence[TrainRow]], updates: Updates
 ) -> dict[str, dict[str, float]]:
     """Per role: reward, group spread, zero-variance share, `tokens_mean` (length of its candidates) and
     `prompt_tokens_mean`; where it was trained, also what its policy's update says of it (clip share, entropy, gap).
@@ -144,5 +154,5 @@ def role_metrics(
         trained = sorted({row.role for row in rows[policy]})
         for role in trained:
             prefix = "" if len(trained) == 1 else f"{role}/"
-            roles[role] |= {name: float(update[prefix + name]) for name in OF_UPDATE if prefix + name in update}
+            roles[role] |= {name: float(update[prefix + name]) for name in UPDATE_FIGURES if prefix + name in update}
     return {r: {k: v for k, v in figures.items() if math.isfinite(v)} for r, figures in roles.items()}

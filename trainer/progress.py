@@ -84,7 +84,8 @@ class Progress:
         self._started = time.perf_counter()
         self._done = 0
 
-    def rollout(self, step: int, episodes: int) -> None:
+    def rollout(self, episodes: int) -> None:
+        """A rollout of so many episodes begins."""
         self._bars.reset(self._episodes, total=episodes, description="episodes")
 
     def episode(self, episode: Episode) -> None:

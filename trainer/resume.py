@@ -66,8 +66,8 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + name, value
 
 
-def counts(config: TrainConfig, changes: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """How many tasks a step takes, by the first step for which that holds; `changes` as in run.json."""
+def tasks_per_step(config: TrainConfig, changes: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """How many tasks a step takes, as (first step that takes so many, count); `changes` as in run.json."""
     made = [(at["step"], at["changed"]["tasks_per_step"]) for at in changes if "tasks_per_step" in at["changed"]]
     first = made[0][1][0] if made else config.tasks_per_step
     return list({0: first, **{step: new for step, (_, new) in made}}.items())
@@ -75,8 +75,9 @@ def counts(config: TrainConfig, changes: Sequence[Mapping[str, Any]]) -> list[tu
 
 def tasks_digest(tasks: Sequence[Task]) -> str:
     """What tells two lists of tasks apart, in hex: ids and inputs, in order."""
-    told = [(task.id, task.input) for task in tasks]
-    content = msgspec.json.encode(told, enc_hook=lambda value: type(value).__name__)
+    content = msgspec.json.encode(
+        [(task.id, task.input) for task in tasks], enc_hook=lambda value: type(value).__name__
+    )
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

@@ -126,11 +126,11 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """Make renames inside a folder durable."""
+def sync(path: Path) -> None:
+    """Make a file's content, or the renames inside a folder, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,80 +1,126 @@
-"""What a step reports: figures of its rollout, its updates and its publications, for metrics.jsonl and the terminal."""
+"""What a run says of its steps: how long each phase took, and all that a step has done, in a file and on the screen."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 
-from cotune.algorithms.collect import Collected, failure_reward
-from cotune.algorithms.prepare import Prepared
-from cotune.algorithms.samples import Sample, TrainRow
-from cotune.recording.records import Episode
+import msgspec
+
+from cotune.algorithms.collect import failure_reward
 from cotune.sampling.request_params import replaced
-from cotune.trainer.metrics import Clock, StepMetrics, candidate_mean, outcome_means, path_said, role_metrics
+from cotune.trainer.batch import Batch
+from cotune.trainer.metrics import (
+    StepMetrics,
+    Updates,
+    candidate_mean,
+    lags,
+    moved,
+    outcome_means,
+    outcome_path,
+    role_metrics,
+    stayed,
+)
+from cotune.trainer.progress import Progress
 from cotune.trainer.run import Run
-from cotune.trainer.updates import Updates, moved
+from cotune.trainer.schedule import lr_scale
 
 
-def step_metrics(
-    run: Run,
-    episodes: Sequence[Episode],
-    collected: Collected,
-    prepared: Prepared,
-    rows: Mapping[str, Sequence[TrainRow]],
-    updates: Updates,
-    left_out: Mapping[str, int],
-    staleness: Mapping[str, int],
-    counters: Mapping[str, int],
-    scale: float,
-    clock: Clock,
-    held_out: Mapping[str, float],
-) -> StepMetrics:
-    """Everything a step reports, once its policies are published."""
-    tokens = sum(len(c.token_ids) for call in collected.calls.values() for c in call.candidates)
-    moves = moved(updates)
-    policies = {name: {k: float(v) for k, v in figures.items() if "/" not in k} for name, figures in updates.items()}
-    for name, proof in run.proofs.items():
-        if name in moves:
-            policies[name] |= {"version": run.versions[name], "norm": proof.norm, "norm_moved": proof.norm_moved}
-            policies[name] |= {"probe_gap_mean": proof.probe_gap_mean, "probe_gap_max": proof.probe_gap_max}
-    return StepMetrics(
-        step=run.step,
-        episodes=len(episodes),
-        failed=sum(episode.status != "ok" for episode in episodes),
-        calls=sum(episode.calls for episode in episodes),
-        candidates=sum(len(call.candidates) for call in collected.calls.values()),
-        groups=len(prepared.groups),
-        rows=sum(map(len, rows.values())),
-        path=path_said(run.plan),
-        outcome=outcome_means(
-            episodes,
-            run.store.rewards(episode.id for episode in episodes),
-            failed=failure_reward(run.config.on_failure),
-        ),
-        candidate_reward=candidate_mean(prepared),
-        held_out=dict(held_out),
-        roles=role_metrics(prepared, collected, rows, updates),
-        policies=policies,
-        left_out=dict(left_out),
-        staleness=dict(staleness),
-        counters=dict(counters),
-        lr_scale=scale,
-        seconds=dict(clock.seconds),
-        tokens_per_s=tokens / max(sum(clock.seconds.values()), 1e-9),
-        updated=bool(moves),
-        stayed={name: why for name, why in _stayed(run, collected.samples, rows).items() if name not in moves},
-        notes=(*prepared.warnings, *replaced(collected.calls.values()), *_rounded_away(updates)),
-    )
+class StepReport:
+    """Gathers the figures of one step after the other, for metrics.jsonl and for `progress`."""
 
+    def __init__(self, run: Run, progress: Progress) -> None:
+        self.progress = progress
+        self._run = run
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._counters: dict[str, int] = {}
+        """What sampler, rollout workers and store had counted when the last step ended."""
 
-def _stayed(run: Run, samples: Sequence[Sample], rows: Mapping[str, Sequence[TrainRow]]) -> dict[str, str]:
-    """Why each trained policy has not moved, if it has not."""
-    sampled = {sample.policy.name for sample in samples}
-    return {
-        name: "no gradient" if name in rows else "no signal" if name in sampled else "no sample"
-        for name, spec in run.policies.specs.items()
-        if spec.trained
-    }
+    async def begin(self) -> None:
+        """Leave out what was counted before the first step."""
+        await self._new_counts()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the seconds within as those of a phase of the step."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - started
+
+    def restart(self) -> None:
+        """Forget the seconds of a step that is done again."""
+        self._seconds.clear()
+
+    async def write(self, batch: Batch, updates: Updates, held_out: Mapping[str, float]) -> StepMetrics:
+        """Add the step's line to metrics.jsonl, once its policies are published, and show it."""
+        metrics = self._metrics(batch, updates, held_out, await self._new_counts())
+        self._seconds.clear()
+        self._run.folder.append_metrics(msgspec.to_builtins(metrics))
+        self.progress.step(metrics)
+        return metrics
+
+    def _metrics(
+        self, batch: Batch, updates: Updates, held_out: Mapping[str, float], counters: Mapping[str, int]
+    ) -> StepMetrics:
+        run, config, state = self._run, self._run.config, self._run.state
+        collected, prepared = batch.collected, batch.prepared
+        calls = collected.calls.values()
+        tokens = sum(len(candidate.token_ids) for call in calls for candidate in call.candidates)
+        return StepMetrics(
+            step=state.steps,
+            episodes=len(batch.episodes),
+            failed=sum(episode.status != "ok" for episode in batch.episodes),
+            calls=sum(episode.calls for episode in batch.episodes),
+            candidates=sum(len(call.candidates) for call in calls),
+            groups=len(prepared.groups),
+            rows=sum(map(len, batch.rows.values())),
+            path=outcome_path(run.plan),
+            outcome=outcome_means(
+                batch.episodes,
+                run.store.rewards(episode.id for episode in batch.episodes),
+                failed=failure_reward(config.on_failure),
+            ),
+            candidate_reward=candidate_mean(prepared),
+            held_out=dict(held_out),
+            roles=role_metrics(prepared, collected, batch.rows, updates),
+            policies={name: self._policy(name, updates) for name in updates},
+            left_out=dict(batch.left_out),
+            staleness=lags(batch.rows, batch.versions),
+            counters=dict(counters),
+            lr_scale=lr_scale(config.schedule, state.steps, config.steps),
+            seconds=dict(self._seconds),
+            tokens_per_s=tokens / max(sum(self._seconds.values()), 1e-9),
+            updated=bool(moved(updates)),
+            stayed=stayed(state.policies, updates, batch.rows, collected.samples),
+            notes=(*prepared.warnings, *replaced(calls), *_rounded_away(updates)),
+        )
+
+    def _policy(self, name: str, updates: Updates) -> dict[str, float]:
+        """Figures of a policy's update; where it has moved, also the proof of its publication."""
+        figures = {key: float(value) for key, value in updates[name].items() if "/" not in key}
+        if name not in moved(updates):
+            return figures
+        proof = self._run.published[name][-1]
+        return figures | {
+            "version": proof.policy.version,
+            "norm": proof.norm,
+            "norm_moved": proof.norm_moved,
+            "probe_gap_mean": proof.probe_gap_mean,
+            "probe_gap_max": proof.probe_gap_max,
+        }
+
+    async def _new_counts(self) -> dict[str, int]:
+        """What sampler, rollout workers and store have counted since this was asked last, as far as it is not 0."""
+        run, before = self._run, self._counters
+        now = dict((await run.sampler.info()).counters)
+        now |= {f"workers.{name}": count for name, count in run.runner.counters.items()}
+        now["late_rewards_refused"] = run.store.refused
+        self._counters = now
+        return {name: count - before.get(name, 0) for name, count in now.items() if count != before.get(name, 0)}
 
 
 def _rounded_away(updates: Updates) -> list[str]:
@@ -101,19 +147,3 @@ _UNSEEN = (
     "step, in halves of a unit in the last place: {some}). Weights are kept in float32, where steps add up until it "
     "does."
 )
-
-
-def lags(rows: Mapping[str, Sequence[TrainRow]], versions: Mapping[str, int]) -> dict[str, int]:
-    """Rows by the number of versions that their sampler was behind the policy that trains on them."""
-    counts = Counter(versions.get(name, 0) - row.version for name, its_rows in rows.items() for row in its_rows)
-    return {str(lag): counts[lag] for lag in sorted(counts)}
-
-
-async def counted(run: Run) -> dict[str, int]:
-    """What the sampler and the rollout workers have counted since the last step."""
-    now = dict((await run.sampler.info()).counters)
-    now |= {f"workers.{name}": count for name, count in run.runner.counters.items()}
-    now["late_rewards_refused"] = run.store.refused
-    news = {name: count - run.counted.get(name, 0) for name, count in now.items()}
-    run.counted = now
-    return {name: count for name, count in news.items() if count}

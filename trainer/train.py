@@ -25,9 +25,10 @@ from cotune.trainer.checkpoint import load_checkpoint
 from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.held_out import held_out_tasks, overlap
 from cotune.trainer.loop import train_steps
+from cotune.trainer.open_run import open_run
 from cotune.trainer.progress import Progress
 from cotune.trainer.resume import base_of, changed, check_tasks, found_again, hold_base, tasks_digest
-from cotune.trainer.run import Run, opened
+from cotune.trainer.run import Run
 from cotune.trainer.run_folder import RunFolder
 from cotune.workflows import Workflow, WorkflowSource, load_workflow, workflow_of
 
@@ -178,7 +179,8 @@ async def _train(
     said: Iterable[str] = (),
 ) -> RunSummary:
     started = time.perf_counter()
-    go_on.set(f"Go on with: cotune train --resume {folder.path}")
+    go_on_with = f"Go on with: cotune train --resume {folder.path}"
+    go_on.set(go_on_with)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(folder.close)
         progress = Progress(config.steps, console)
@@ -187,25 +189,24 @@ async def _train(
         held_out = held_out_tasks(config.evaluation)
         base = asyncio.create_task(asyncio.to_thread(base_of, config.model))
         try:
-            run = await stack.enter_async_context(opened(folder, config, flow, tasks, progress.say))
+            run = await stack.enter_async_context(open_run(folder, config, flow, tasks, held_out, progress.say))
         except BaseException:
             await asyncio.gather(base, return_exceptions=True)
             raise
         if not base.done():
             progress.say("hashing the base model's files ...")
         hold_base(folder, await base)
-        run.held_out = held_out
         with stop_by(run.stop), progress:
-            progress.begin(run.step)
+            progress.begin(run.state.steps)
             for note in (*run.notes, *overlap(tasks, held_out)):
                 progress.say(note)
             try:
                 await train_steps(run, progress)
             except CotuneError:
-                progress.say(f"failed in step {run.step + 1}. Go on with: cotune train --resume {folder.path}")
+                progress.say(f"failed in step {run.state.steps + 1}. {go_on_with}")
                 raise
             if run.stopping:
-                progress.say(f"stopped after step {run.step}; saved. Go on with: cotune train --resume {folder.path}")
+                progress.say(f"stopped after step {run.state.steps}; saved. {go_on_with}")
         run.store.flush()
         if run.store.lost:
             progress.say(f"{run.store.lost} records could not be stored and are lost")
@@ -220,9 +221,9 @@ def _summary(run: Run, seconds: float) -> RunSummary:
             left_out[reason] = left_out.get(reason, 0) + count
     return RunSummary(
         path=str(run.folder.path),
-        steps=run.step,
-        finished=run.step >= run.config.steps,
-        versions=dict(run.versions),
+        steps=run.state.steps,
+        finished=run.state.steps >= run.config.steps,
+        versions=dict(run.state.versions),
         first=lines[0]["outcome"] if lines else {},
         last=lines[-1]["outcome"] if lines else {},
         calls=sum(line["calls"] for line in lines),

@@ -58,7 +58,7 @@ def trained(base: Path) -> Iterator[tuple[RunSummary, SqliteStore]]:
     learner = {"lr": 3e-3, "threads": 1, "device": "cpu"}
     with pytest.MonkeyPatch.context() as patch:
         opened = functools.partial(TransformersSampler.open, host="thread", device="cpu")
-        patch.setattr("cotune.trainer.run.TransformersSampler.open", opened)
+        patch.setattr("cotune.integrations.samplers.transformers.sampler.TransformersSampler.open", opened)
         summary = train(
             load_workflow("examples.tool_agent.train:solve"),
             list(shop.make_tasks(24, 0)),

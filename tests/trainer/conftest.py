@@ -64,7 +64,7 @@ def _in_thread() -> Iterator[None]:
     """The sampler in a thread: the same engine without the start of a second interpreter."""
     with pytest.MonkeyPatch.context() as patch:
         opened = functools.partial(TransformersSampler.open, host="thread", device="cpu")
-        patch.setattr("cotune.trainer.run.TransformersSampler.open", opened)
+        patch.setattr("cotune.integrations.samplers.transformers.sampler.TransformersSampler.open", opened)
         patch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
         yield
 

@@ -18,7 +18,7 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.cli.trace import trace
 from cotune.errors import RunError
 from cotune.policies import policies_for
-from cotune.trainer.checkpoint import _sync_file
+from cotune.trainer.run_folder import sync
 from cotune.trainer.learner.files import write_progress
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.conftest import Trainer
@@ -35,9 +35,9 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(
     def full(path: Path) -> None:
         if "step-000002" in str(path):
             raise OSError(errno.ENOSPC, "No space left on device")
-        _sync_file(path)
+        sync(path)
 
-    monkeypatch.setattr("cotune.trainer.checkpoint._sync_file", full)
+    monkeypatch.setattr("cotune.trainer.checkpoint.sync", full)
     app = application(**BOTH)
     with pytest.raises(RunError, match=r"after 2 steps cannot be written.*No space left.*--resume"):
         trainer(app, steps=4, policies="full")

@@ -23,11 +23,7 @@ from cotune.trainer.config.learner import LearnerSettings, check_anchor
 Layout = Literal["shared", "lora", "full"]
 
 
-class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class LoraConfig(_Table):
+class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[lora] Shape of the adapters that the layouts `shared` and `lora` train."""
 
     rank: int = 16
@@ -40,7 +36,7 @@ class LoraConfig(_Table):
         return LoraSpec(rank=self.rank, alpha=self.alpha, targets=self.targets)
 
 
-class PolicyConfig(_Table):
+class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[[policy]] One policy and the roles it plays; replaces the layout in `policies`."""
 
     name: str
@@ -50,7 +46,7 @@ class PolicyConfig(_Table):
     lora: LoraConfig = LoraConfig()
 
 
-class PlanConfig(_Table):
+class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[plan] How candidates come about."""
 
     kind: PlanKind | None = None
@@ -61,7 +57,7 @@ class PlanConfig(_Table):
     """Which candidate the application goes on with: argmax | sample | first."""
 
 
-class SamplingConfig(_Table):
+class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[sampling] How the policies are sampled in training; overrides what the application asks for."""
 
     temperature: float = 1.0
@@ -74,7 +70,7 @@ class SamplingConfig(_Table):
     """CPU threads of the sampler."""
 
 
-class ScheduleConfig(_Table):
+class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[schedule] Learning rate over the run, as a factor on `learner.lr`."""
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
@@ -83,7 +79,7 @@ class ScheduleConfig(_Table):
     """Steps of linear warm-up."""
 
 
-class EvaluationConfig(_Table):
+class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[evaluation] Held-out tasks within the run: single samples, nothing is selected."""
 
     tasks: str = ""
@@ -94,7 +90,7 @@ class EvaluationConfig(_Table):
     """Take only the first so many tasks."""
 
 
-class TrainConfig(_Table):
+class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A training run. Every field has a default but `model`."""
 
     model: str

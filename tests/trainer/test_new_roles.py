@@ -56,7 +56,7 @@ def test_a_run_resumed_where_a_role_was_first_seen_goes_on_with_its_policy(train
     whole = trainer(application(run), LATE, steps=3, to="whole", **settings)
     trainer(application(run), LATE, steps=1, **settings)
     saved = load_checkpoint(trainer.folder / "run" / "checkpoints")[0]
-    assert (list(saved.policies.roles), saved.newcomers) == (["first"], ("critic",))
+    assert (list(saved.policies.roles), saved.new_roles) == (["first"], ("critic",))
     resumed = trainer.resume(application(run), LATE, steps=3)
     assert "role 'critic' gets the policy critic\n" in trainer.said
     assert resumed.versions == whole.versions and set(whole.versions) == {"first", "critic"}

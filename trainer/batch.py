@@ -1,0 +1,98 @@
+"""What a step trains on: the samples of its episodes, grouped and weighed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from cotune.algorithms.collect import Collected, collect, failure_reward
+from cotune.algorithms.prepare import Prepared, prepare, train_rows
+from cotune.algorithms.samples import TrainRow
+from cotune.errors import GroupError
+from cotune.recording.records import Episode
+from cotune.trainer.run import Run
+
+UNEVENTFUL = (
+    "no_signal", "zero_variance", "zero_advantage", "mean_out_of_range", "group_of_one", "truncated", "consumed",
+)  # fmt: skip
+"""Reasons to leave out sound candidates: a step that has some goes on without an update."""
+FAULTLESS = ("untrained_role", "not_chosen")
+"""Reasons that say nothing of a step: one in which nothing else went wrong had no call of its trained roles."""
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """The episodes of a step and what is trained on of them."""
+
+    episodes: Sequence[Episode]
+    collected: Collected
+    prepared: Prepared
+    rows: Mapping[str, Sequence[TrainRow]]
+    """By policy: those of all the roles that it plays; policies without rows are not in it."""
+    versions: Mapping[str, int]
+    """The version of each policy that trains on them."""
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """Candidates that are not trained on, by reason."""
+        return Counter(self.collected.left_out) + Counter(self.prepared.left_out)
+
+
+def collect_samples(run: Run, episodes: Sequence[Episode]) -> Collected:
+    """The candidates of a step's episodes that can be trained on."""
+    return collect(
+        run.store,
+        episodes,
+        plan=run.plan.kind,
+        roles=run.trained_roles,
+        versions=run.state.versions,
+        max_lag=run.config.ahead,
+        on_failure=failure_reward(run.config.on_failure),
+    )
+
+
+def group_and_weigh(run: Run, episodes: Sequence[Episode], collected: Collected) -> Batch:
+    """Samples in groups, with advantages, as rows by policy. Raises GroupError where faults have left nothing."""
+    decays = run.config.learner.weight_decay > 0
+    state = run.state
+    prepared = prepare(collected.samples, run.recipe, state.advantages, consumed=run.consumed, decays=decays)
+    rows: dict[str, list[TrainRow]] = {}
+    for role, its_rows in train_rows(prepared, collected, run.store).items():
+        rows.setdefault(state.policies.of(role).name, []).extend(its_rows)
+    batch = Batch(
+        episodes=episodes, collected=collected, prepared=prepared, rows=rows, versions=dict(run.state.versions)
+    )
+    if not rows:
+        _require_soundness(run, batch)
+    return batch
+
+
+def _require_soundness(run: Run, batch: Batch) -> None:
+    """Raise GroupError with the commonest causes where a step has no row because of faults; a step in which trained
+    roles had no call, or nothing to compare, is sound."""
+    episodes, left_out = batch.episodes, batch.left_out
+    faults = left_out.keys() - set(FAULTLESS)
+    broken = [episode for episode in episodes if episode.status != "ok"]
+    if left_out.keys() & set(UNEVENTFUL) or not (faults or len(broken) == len(episodes)):
+        return
+    counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(left_out.items()))
+    call_errors = (call.error for episode in episodes for call in run.store.calls(episode.id))
+    causes = [
+        *_commonest(f"of {len(episodes)} episodes failed", (episode.error for episode in broken)),
+        *_commonest("calls failed or were not scored", call_errors),
+    ]
+    raise GroupError(
+        " ".join([f"Step {run.state.steps + 1} has no usable sample ({counts or 'no calls at all'}).", *causes]),
+        f"Put that right, then go on with --resume; see the episodes with: cotune show {run.folder.path}.",
+    )
+
+
+def _commonest(what: str, errors: Iterable[str | None]) -> list[str]:
+    """How many errors there are, and the text of the commonest; nothing where there is none."""
+    found = Counter(error for error in errors if error)
+    if not found:
+        return []
+    (text, count), total = found.most_common(1)[0], found.total()
+    often = "" if len(found) == 1 else f", {count} of them"
+    return [f"{total} {what}{often} with: {text}"]

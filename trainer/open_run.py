@@ -1,0 +1,157 @@
+"""Opening a run from its folder: sampler, runner of episodes and learner, on this machine or on Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cotune.algorithms.recipes import LossSpec
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.policies import Policies
+from cotune.recording.records import Task
+from cotune.sampling.protocol import ChatFormat, Sampler
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
+from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.learner.protocol import Learner
+from cotune.trainer.restore import restore
+from cotune.trainer.resume import tasks_per_step
+from cotune.trainer.rollout.local import LocalRunner
+from cotune.trainer.rollout.preflight import preflight
+from cotune.trainer.rollout.protocol import EpisodeRunner
+from cotune.trainer.run import Run
+from cotune.trainer.run_folder import RunFolder
+from cotune.trainer.schedule import TaskSchedule
+from cotune.workflows import Workflow
+
+if TYPE_CHECKING:
+    from cotune.trainer.cluster import Cluster
+
+
+@contextlib.asynccontextmanager
+async def open_run(
+    folder: RunFolder,
+    config: TrainConfig,
+    workflow: Workflow,
+    tasks: Sequence[Task],
+    held_out: Sequence[Task],
+    say: Callable[[str], None],
+) -> AsyncIterator[Run]:
+    """Open all parts, and restore the newest checkpoint. A run that has none looks at the application with a few
+    episodes first, to find its roles."""
+    plan, recipe, why = config.resolve_plan(list(workflow.scorers))
+    scored = list(workflow.scorers) if plan.kind == "tree" else None
+    saved = load_checkpoint(folder.checkpoints)
+    async with contextlib.AsyncExitStack() as stack:
+        store = SqliteStore.open(folder.records)
+        stack.callback(store.close)
+        cluster = _cluster(config, folder, workflow, stack, say) if config.cluster.address else None
+        sampler, chat = await _open_model(config, stack, cluster, say)
+        if saved is None:
+            seen = await preflight(config, workflow, tasks, plan, recipe, store, sampler, chat, say)
+            policies = config.resolve_policies(seen.roles, scored=scored)
+            notes = [*seen.notes, *filter(None, seen.lessons(policies, recipe))]
+        else:
+            before = saved[0].policies
+            policies = config.join(before, [*saved[0].new_roles, *config.roles], scored=scored)
+            new = sorted(policies.roles.keys() - before.roles.keys())
+            notes = [f"role {role!r} gets the policy {policies.roles[role]}" for role in new]
+        limit = recipe.loss.constant_length or config.sampling.max_tokens
+        loss = msgspec.structs.replace(recipe.loss, constant_length=limit)
+        trained = [name for name, spec in policies.specs.items() if spec.trained]
+        runner: EpisodeRunner
+        learner: Learner
+        if cluster is None:
+            say(f"loading the weights to train: {', '.join(trained)} ...")
+            runner, learner = LocalRunner(workflow, sampler, chat), _local_learner(config, policies, loss)
+        else:
+            sampler = await cluster.complete(policies, sampler)
+            say(f"loading the weights to train: {', '.join(trained)} ...")
+            runner, learner = await cluster.open_workers_and_learner(policies, loss, sampler)
+
+        async def open_learner(policies: Policies) -> Learner:
+            if cluster is not None:
+                return await cluster.reopen_learner(policies, loss)
+            return await asyncio.to_thread(_local_learner, config, policies, loss)
+
+        run = Run(
+            folder=folder,
+            config=config,
+            workflow=workflow,
+            store=store,
+            sampler=sampler,
+            runner=runner,
+            learner=learner,
+            open_learner=open_learner,
+            plan=plan,
+            recipe=recipe,
+            schedule=TaskSchedule(tasks, config.seed, tasks_per_step(config, folder.described.get("changes", ()))),
+            held_out=held_out,
+            notes=[why, *notes, *_untrained(policies)],
+            state=Checkpoint(policies=policies),
+        )
+        if saved is not None:
+            say(f"loading the checkpoint after {saved[0].steps} steps ...")
+            await restore(run, *saved)
+        yield run
+
+
+def _cluster(
+    config: TrainConfig,
+    folder: RunFolder,
+    workflow: Workflow,
+    stack: contextlib.AsyncExitStack,
+    say: Callable[[str], None],
+) -> Cluster:
+    from cotune.integrations.ray.crash_notice import crash_notice
+    from cotune.trainer.cluster import Cluster
+
+    killed = "The run was ended from outside: killed, out of memory, or Ray has lost a node that it cannot do without."
+    stack.enter_context(crash_notice(f"{killed} Go on with: cotune train --resume {folder.path}"))
+    return Cluster(config, workflow, folder.workflow, stack, say)
+
+
+def _local_learner(config: TrainConfig, policies: Policies, loss: LossSpec) -> Learner:
+    from cotune.trainer.learner.local import LocalLearner
+
+    return LocalLearner.open(config.model, policies, config.learner, loss)
+
+
+async def _open_model(
+    config: TrainConfig, stack: contextlib.AsyncExitStack, cluster: Cluster | None, say: Callable[[str], None]
+) -> tuple[Sampler, ChatFormat]:
+    """The sampler and the chat format: the sampler's process, or Ray, starts while this one imports torch."""
+    say(f"loading the model {config.model} ..." if cluster is None else f"starting Ray ({config.cluster.address}) ...")
+    loading = asyncio.get_running_loop().run_in_executor(None, _load_chat, config.model, config.tool_format)
+    if cluster is not None:
+        try:
+            cluster.open_ray()
+        finally:
+            chat = await loading
+        return await cluster.open_sampler(), chat
+    try:
+        sampler = await TransformersSampler.open(config.model, threads=config.sampling.threads)
+        stack.push_async_callback(sampler.aclose)
+    finally:
+        chat = await loading
+    return sampler, chat
+
+
+def _load_chat(model: str, tool_format: str) -> ChatFormat:
+    """The chat format of `model`; what the learner imports is loaded along with it."""
+    from cotune.integrations.chat.template import ChatTemplate
+    from cotune.trainer.learner import local as local_learner  # noqa: F401
+
+    return ChatTemplate.load(model, tool_format)
+
+
+def _untrained(policies: Policies) -> list[str]:
+    kinds: dict[str, list[str]] = {}
+    for role, name in policies.roles.items():
+        kinds.setdefault(policies.specs[name].kind, []).append(role)
+    players = {"frozen": "played by the untrained model", "provider": "left to the application's provider"}
+    return [f"not trained: {', '.join(kinds[kind])} ({text})" for kind, text in players.items() if kind in kinds]
