@@ -46,6 +46,7 @@ class Cluster:
         self._say = say
         self._settings: ClusterConfig = config.cluster
         self._learner: FsdpLearner | None = None
+        self._open_policies: set[str] = set()
 
     def open_ray(self) -> None:
         """Start or join Ray; blocks. Raises ConfigError."""
@@ -99,11 +100,12 @@ class Cluster:
         return workers, learner
 
     async def reopen_learner(self, policies: Policies, loss: LossSpec) -> FsdpLearner:
-        """Learners for these policies in place of the present ones. Raises RunError where the engines have no room for
-        them."""
+        """Learners for these policies in place of the present or lost ones. Raises RunError where some policies are new
+        and the engines have no room for them."""
         full, _ = owners(self._config, policies)
         trained = sum(spec.trained for spec in policies.specs.values())
-        if full or (self._settings.engine == "vllm" and trained > policy_count(self._config)):
+        crowded = full or (self._settings.engine == "vllm" and trained > policy_count(self._config))
+        if crowded and policies.specs.keys() - self._open_policies:
             raise RunError(
                 f"The vLLM engines of this run have no room for the policies of roles that were first seen now; all "
                 f"roles are {', '.join(policies.roles)}.",
@@ -137,5 +139,5 @@ class Cluster:
             timeout=settings.learner_timeout,
         )
         self._stack.push_async_callback(learner.aclose)
-        self._learner = learner
+        self._learner, self._open_policies = learner, set(policies.specs)
         return learner
