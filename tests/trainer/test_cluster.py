@@ -83,7 +83,7 @@ def test_a_lost_learner_goes_on_from_the_last_checkpoint_and_one_lost_too_often_
     run, original, asked = trainer.folder / "run", FsdpLearner.weights, itertools.count()
 
     def kill(rank: int) -> None:
-        os.kill(learners[0]._pools[0].workers.processes[rank], signal.SIGKILL)
+        os.kill(learners[-1]._pools[0].workers.processes[rank], signal.SIGKILL)
 
     def weights(learner: FsdpLearner, policy: str) -> Any:
         if next(asked) == 5:  # the second policy of the third step, whose first one is published
