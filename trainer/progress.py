@@ -18,15 +18,23 @@ from cotune.tables import grid
 from cotune.terminal import terminal
 from cotune.trainer.metrics import StepMetrics
 
-_COLUMNS = ("reward", "group_spread", "zero_variance", "clip_share", "entropy", "sampler_gap_mean", "tokens_mean")
-_TITLES = ("reward", "spread", "zero var.", "clipped", "entropy", "gap", "tokens")
-_SOMETIMES = {"masked_share": "masked", "truncated": "cut off"}
-"""Columns that are shown where a role has something to show."""
+_COLUMNS = {
+    "reward": "reward",
+    "group_spread": "spread",
+    "zero_variance": "zero var.",
+    "clip_share": "clipped",
+    "entropy": "entropy",
+    "sampler_gap_mean": "gap",
+    "tokens_mean": "tokens",
+}
+"""Figures of a role in its table, and their titles."""
+_OPTIONAL_COLUMNS = {"masked_share": "masked", "truncated": "cut off"}
+"""Columns that are shown where a role's figure is not 0."""
 
 CAUSES = 5
-"""Different causes of failed episodes that are said in a run."""
+"""How many different causes of failed episodes are shown in a run."""
 
-MENDED = (
+FAULT_COUNTERS = (
     "died",
     "errors",
     "faulty",
@@ -38,7 +46,7 @@ MENDED = (
     "timeouts",
     "unhealthy",
 )
-"""Counters of the sampler that a person wants to see beside a step."""
+"""Counters that a step shows: faults of engines, workers and stores that were put right."""
 
 
 class Progress:
@@ -53,7 +61,7 @@ class Progress:
         self._steps = self._bars.add_task("steps", total=steps)
         self._episodes = self._bars.add_task("episodes", total=None)
         self._live = Live(self._bars, console=self.console, refresh_per_second=4) if self.console.is_terminal else None
-        self._said: set[str] = set()
+        self._shown: set[str] = set()
         self._causes: set[str] = set()
         self._total = steps
         self._started = time.perf_counter()
@@ -69,17 +77,17 @@ class Progress:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=not self.console.is_terminal)
 
     def say_once(self, text: str) -> None:
-        """A line that stays, unless it was said before."""
-        if text not in self._said:
-            self._said.add(text)
+        """Print a line, unless it was printed before."""
+        if text not in self._shown:
+            self._shown.add(text)
             self.say(text)
 
     def begin(self, step: int) -> None:
-        """The step that a run begins with, or goes on with."""
+        """Start the clock at the step that a run begins or goes on with."""
         self._bars.update(self._steps, completed=step)
         self._started = time.perf_counter()
         self._done = 0
@@ -89,7 +97,7 @@ class Progress:
         self._bars.reset(self._episodes, total=episodes, description="episodes")
 
     def episode(self, episode: Episode) -> None:
-        """One more has ended; why one failed is said, as long as causes are few."""
+        """Count an episode that has ended, and show why it failed, up to `CAUSES` different causes."""
         self._bars.advance(self._episodes)
         if episode.status != "error":
             return
@@ -101,13 +109,14 @@ class Progress:
             self._causes.add(cause)
 
     def scorer_errors(self, errors: Mapping[str, int]) -> None:
-        """Each distinct error of a scorer is said once."""
+        """Show each distinct error of a scorer once, with the number of candidates."""
         for text, count in errors.items():
-            if text not in self._said:
-                self._said.add(text)
+            if text not in self._shown:
+                self._shown.add(text)
                 self.say(f"scorer failed on {count} candidates, which are not trained on: {text}")
 
     def step(self, metrics: StepMetrics) -> None:
+        """Show a step that is done."""
         self._bars.update(self._steps, completed=metrics.step + 1)
         self._done += 1
         for note in metrics.notes:
@@ -129,10 +138,11 @@ def episode_bar(console: Console, total: int) -> Iterator[Callable[[Episode], No
 
 def role_table(metrics: StepMetrics) -> Table:
     """Figures of the step by role."""
-    more = {name: title for name, title in _SOMETIMES.items() if any(f.get(name) for f in metrics.roles.values())}
-    table = grid("role", *(f"{title}>" for title in (*_TITLES, *more.values())))
+    more = {n: title for n, title in _OPTIONAL_COLUMNS.items() if any(f.get(n) for f in metrics.roles.values())}
+    columns = _COLUMNS | more
+    table = grid("role", *(f"{title}>" for title in columns.values()))
     for role, figures in metrics.roles.items():
-        table.add_row(role, *(_figure(figures.get(name)) for name in (*_COLUMNS, *more)))
+        table.add_row(role, *(_figure(figures.get(name)) for name in columns))
     return table
 
 
@@ -140,14 +150,14 @@ def summary(metrics: StepMetrics) -> str:
     """The step in one line."""
     seconds = ", ".join(f"{phase} {spent:.1f}s" for phase, spent in metrics.seconds.items() if spent >= 0.05)
     left_out = ", ".join(f"{reason} {count}" for reason, count in metrics.left_out.items())
-    parts = [*rewards_said(metrics), f"groups {metrics.groups}", f"rows {metrics.rows}", seconds]
+    parts = [*reward_parts(metrics), f"groups {metrics.groups}", f"rows {metrics.rows}", seconds]
     if metrics.failed:
         parts.append(f"failed episodes {metrics.failed} of {metrics.episodes}")
     if metrics.staleness.keys() - {"0"}:
         lags = ", ".join(f"{lag}: {count}" for lag, count in metrics.staleness.items())
         parts.append(f"rows by staleness {lags}")
-    if mended := {name: count for name, count in metrics.counters.items() if name in MENDED}:
-        parts.append(", ".join(f"{name} {count}" for name, count in mended.items()))
+    if faults := {name: count for name, count in metrics.counters.items() if name in FAULT_COUNTERS}:
+        parts.append(", ".join(f"{name} {count}" for name, count in faults.items()))
     if left_out:
         parts.append(f"left out: {left_out}")
     stayed = ", ".join(f"{policy} ({why})" for policy, why in metrics.stayed.items())
@@ -158,22 +168,22 @@ def summary(metrics: StepMetrics) -> str:
     return "  |  ".join(part for part in parts if part)
 
 
-def rewards_said(metrics: StepMetrics) -> list[str]:
-    """Three figures that are easily taken for one another, by their names."""
+def reward_parts(metrics: StepMetrics) -> list[str]:
+    """The step's rewards: of the chosen path, of all candidates, and of single samples on held-out tasks."""
     outcome = "  ".join(f"{name} {value:.3f}" for name, value in metrics.outcome.items())
-    said = [f"{metrics.path}: {outcome}"] if outcome else []
+    parts = [f"{metrics.path}: {outcome}"] if outcome else []
     if metrics.candidate_reward is not None:
-        said.append(f"all candidates: reward {metrics.candidate_reward:.3f}")
+        parts.append(f"all candidates: reward {metrics.candidate_reward:.3f}")
     held_out = "  ".join(
         f"{name} {metrics.held_out[name]:.3f}{_ends(metrics.held_out, name)}"
         for name in ("success", "reward")
         if name in metrics.held_out
     )
     if not held_out:
-        return said
+        return parts
     failed, count = metrics.held_out.get("failed", 0.0), metrics.held_out.get("episodes", 0.0)
     beside = f" ({failed:.0f} of {count:.0f} failed)" if failed else ""
-    return [*said, f"held-out, single samples: {held_out}{beside}"]
+    return [*parts, f"held-out, single samples: {held_out}{beside}"]
 
 
 def _ends(figures: Mapping[str, float], name: str) -> str:

@@ -29,15 +29,15 @@ Changes = Mapping[str, tuple[Any, Any]]
 """Old and new value of each field that was changed, by its dotted name."""
 
 
-def changed(config: TrainConfig, typed: Mapping[str, Any], *, done: int) -> tuple[TrainConfig, Changes]:
-    """`config` with the settings that were `typed` (dotted names or nested tables), and what is new of them.
+def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int) -> tuple[TrainConfig, Changes]:
+    """`config` with `changes` (dotted names or nested tables), and those of them that change a value.
 
     `done` is how many steps the run has made. Raises ConfigError, with the old and the new value, for what would make
     it another run.
     """
     before = msgspec.to_builtins(config)
     table = msgspec.to_builtins(config)
-    for name, value in leaves(typed):
+    for name, value in leaves(changes):
         assign(table, name, value)
     new = convert(table)
     old, now = dict(leaves(before)), dict(leaves(msgspec.to_builtins(new)))
@@ -91,14 +91,14 @@ def check_tasks(described: Mapping[str, Any], tasks: Sequence[Task]) -> None:
         )
 
 
-def base_of(model: str) -> dict[str, str]:
+def base_digests(model: str) -> dict[str, str]:
     """Digests of the base model; reads all its weights."""
     found: dict[str, str] = msgspec.to_builtins(base_fingerprint(locate_model(model)))
     return found
 
 
-def hold_base(folder: RunFolder, base: Mapping[str, str]) -> None:
-    """Note the base model's digests in run.json. Raises RunError where it has those of another one."""
+def check_base(folder: RunFolder, base: Mapping[str, str]) -> None:
+    """Write the base model's digests to run.json. Raises RunError where it holds those of another model."""
     described = folder.described
     held = described.get("held") or {}
     if "base" not in held:
@@ -112,12 +112,12 @@ def hold_base(folder: RunFolder, base: Mapping[str, str]) -> None:
         )
 
 
-def found_again(path: str, described: Mapping[str, Any], run: Path) -> str:
-    """`path` of run.json where it is; else where it would be if it had moved together with the run."""
+def relocated(path: str, described: Mapping[str, Any], run: Path) -> str:
+    """`path` of run.json if it exists; else its place beside the run, if the whole project has moved."""
     if Path(path).exists() or not Path(path).is_absolute():
         return path
-    then = described.get("run")
-    for moved in (run / os.path.relpath(path, then) if then else None, run.parent / Path(path).name):
+    old_run = described.get("run")
+    for moved in (run / os.path.relpath(path, old_run) if old_run else None, run.parent / Path(path).name):
         if moved is not None and moved.exists():
             return str(moved.resolve())
     return path

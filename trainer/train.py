@@ -27,7 +27,7 @@ from cotune.trainer.held_out import held_out_tasks, overlap
 from cotune.trainer.loop import train_steps
 from cotune.trainer.open_run import open_run
 from cotune.trainer.progress import Progress
-from cotune.trainer.resume import base_of, changed, check_tasks, found_again, hold_base, tasks_digest
+from cotune.trainer.resume import apply_changes, base_digests, check_base, check_tasks, relocated, tasks_digest
 from cotune.trainer.run import Run
 from cotune.trainer.run_folder import RunFolder
 from cotune.workflows import Workflow, WorkflowSource, load_workflow, workflow_of
@@ -111,17 +111,17 @@ def resume(
         check_tasks(described, listed)
         saved = load_checkpoint(folder.checkpoints)
         done = saved[0].steps if saved else 0
-        base = found_again(described["config"]["model"], described, folder.path)
+        base = relocated(described["config"]["model"], described, folder.path)
         was = convert({**described["config"], "model": base})
-        config, found = changed(was, changes or {}, done=done)
+        config, found = apply_changes(was, changes or {}, done=done)
         if found:
             past = [*described.get("changes", ()), {"step": done, "changed": found}]
             now = {"model": config.model, "config": msgspec.to_builtins(config), "changes": past}
             folder.describe_as({**described, **now})
         flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids).named_by(config.roles_by)
         stack.pop_all()
-    said = [f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in found.items()]
-    return run_sync(_train(folder, config, flow, listed, console, said))
+    notes = [f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in found.items()]
+    return run_sync(_train(folder, config, flow, listed, console, notes))
 
 
 def _resumed_app(
@@ -137,10 +137,10 @@ def _resumed_app(
         raise ConfigError("workflow", workflow, f"{known!r}, with which the run was started", "Start a new run for it.")
     if workflow is None and known is not None:
         source, _, name = known.rpartition(":")
-        workflow = f"{found_again(source, described, folder.path)}:{name}"
+        workflow = f"{relocated(source, described, folder.path)}:{name}"
         sys.path[:0] = [path for path in (described.get("folder"), str(Path.cwd())) if path and path not in sys.path]
     if tasks is None and described["tasks"] is not None:
-        tasks = found_again(described["tasks"], described, folder.path)
+        tasks = relocated(described["tasks"], described, folder.path)
     if workflow is None or tasks is None:
         name = "workflow" if workflow is None else "tasks"
         raise ConfigError(name, None, "given: the run was started from Python and did not record where it is")
@@ -176,7 +176,7 @@ async def _train(
     flow: Workflow,
     tasks: list[Task],
     console: Console | None,
-    said: Iterable[str] = (),
+    notes: Iterable[str] = (),
 ) -> RunSummary:
     started = time.perf_counter()
     go_on_with = f"Go on with: cotune train --resume {folder.path}"
@@ -184,10 +184,10 @@ async def _train(
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(folder.close)
         progress = Progress(config.steps, console)
-        for text in said:
-            progress.say(text)
+        for note in notes:
+            progress.say(note)
         held_out = held_out_tasks(config.evaluation)
-        base = asyncio.create_task(asyncio.to_thread(base_of, config.model))
+        base = asyncio.create_task(asyncio.to_thread(base_digests, config.model))
         try:
             run = await stack.enter_async_context(open_run(folder, config, flow, tasks, held_out, progress.say))
         except BaseException:
@@ -195,7 +195,7 @@ async def _train(
             raise
         if not base.done():
             progress.say("hashing the base model's files ...")
-        hold_base(folder, await base)
+        check_base(folder, await base)
         with stop_by(run.stop), progress:
             progress.begin(run.state.steps)
             for note in (*run.notes, *overlap(tasks, held_out)):

@@ -103,7 +103,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Roles that the application has but shows only on some tasks."""
     other_roles: OtherRoles = "frozen"
     """What plays a role that has no policy, in training, evaluation and the export alike: frozen (the untrained model)
-    | provider (what the application uses today). It is said, and counted."""
+    | provider (what the application uses today). Such calls are counted and shown."""
     roles_by: str = ""
     """module:function or file.py:function that names the role of each call from its messages, model, tools and caller |
     caller: the name of the application's function that makes it | model: the name of the model that it asks; see
