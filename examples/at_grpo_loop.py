@@ -5,16 +5,14 @@ An unmodified LangGraph application, the navigator and the driver of plan_path/,
 every call of the application draws K candidates from one prompt, a scorer of its role rewards each, and the application
 goes on with the best. Candidates of one call are compared with each other; each role's policy trains on its own.
 
-    python examples/at_grpo_loop.py                      # warms up a base model first, for about a minute
-    python examples/at_grpo_loop.py --model runs/at_grpo_loop/base --steps 30
+    python -m examples.at_grpo_loop                      # warms up a base model first, for about a minute
+    python -m examples.at_grpo_loop --model runs/at_grpo_loop/base --steps 30
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -35,12 +33,14 @@ from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.protocol import Store
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.tasks import load_tasks
+from cotune.tasks import as_tasks
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
-from cotune.workflows import load_workflow
+from cotune.workflows import workflow_of
+from examples.plan_path.base import build
+from examples.plan_path.grid import make_tasks
+from examples.plan_path.train import solve
 
-APP = Path(__file__).parent / "plan_path"
 ROLES = ("navigator", "driver")
 LORA = LoraSpec(rank=16, alpha=32.0)
 METHOD = recipe("at_grpo", clip_high=0.28, entropy=0.03)
@@ -71,9 +71,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 async def train(options: Options) -> list[StepResult]:
     """Run the loop; one result per step."""
     options.out.mkdir(parents=True, exist_ok=True)
-    workflow = load_workflow(f"{APP / 'train.py'}:solve")
-    tasks = make_tasks(options.out / "tasks.jsonl", options.steps * options.tasks_per_step, seed=0)
-    held_out = make_tasks(options.out / "held_out.jsonl", options.held_out, seed=1)
+    workflow = workflow_of(solve)
+    tasks = as_tasks(make_tasks(options.steps * options.tasks_per_step, seed=0))
+    held_out = as_tasks(make_tasks(options.held_out, seed=1))
     store = SqliteStore.open(options.out / "records.db")
     chat = ChatTemplate.load(options.model)
     sampler = await TransformersSampler.open(options.model)
@@ -158,13 +158,6 @@ def train_row(sample: Sample, advantage: float, collected: Collected, store: Sto
     )
 
 
-def make_tasks(path: Path, count: int, seed: int) -> list[Task]:
-    """Tasks of the game, the same for the same seed."""
-    command = [sys.executable, str(APP / "grid.py"), "--tasks", str(count), "--seed", str(seed)]
-    path.write_text(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return load_tasks(path)
-
-
 def main() -> None:
     """Train, with a base model of its own unless one is named."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -174,7 +167,8 @@ def main() -> None:
     options = parser.parse_args()
     model = options.model or str(options.out / "base")
     if options.model is None:
-        subprocess.run([sys.executable, str(APP / "base.py"), "--out", model], check=True)
+        print("warming up a base model ...", flush=True)
+        build(Path(model))
     asyncio.run(train(Options(model=model, out=options.out, steps=options.steps)))
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,23 +17,11 @@ from cotune.algorithms.samples import TrainRow
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.learner.local import LocalLearner
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-@pytest.fixture(scope="module")
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("at_grpo_loop", EXAMPLES / "at_grpo_loop.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+from examples import at_grpo_loop as example
+from examples.plan_path.base import build
 
 
-def test_two_steps_train_both_policies(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sys.path.insert(0, str(EXAMPLES / "plan_path"))
-    from base import build
-
+def test_two_steps_train_both_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build(tmp_path / "base", steps=30, count=2000)
     opened = functools.partial(TransformersSampler.open, host="thread", device="cpu")
     monkeypatch.setattr(example.TransformersSampler, "open", opened)
