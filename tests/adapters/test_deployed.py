@@ -26,6 +26,8 @@ from cotune.errors import AdapterError, CotuneError
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 
 class Fixed:
     """A sampler and chat format that always say the same; keeps what was asked."""

@@ -20,6 +20,8 @@ from cotune.errors import EngineLost, RequestRefused, SamplerError
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 POLICY = PolicyRef("p", 1)
 
 

@@ -31,6 +31,8 @@ from tests.integrations.http_fuzz import (
     survive,
 )
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 8192
 CHAT = {"model": "writer", "messages": MESSAGES}
 WRONG_HERE: dict[str, list[Any]] = {

@@ -19,6 +19,8 @@ from cotune.adapters.serving import Endpoint, serving
 from cotune.adapters.trained import TrainedPolicy
 from cotune.sampling.protocol import fingerprint
 
+pytestmark = pytest.mark.slow
+
 ASKED = [{"role": "user", "content": "hello"}]
 
 

@@ -15,6 +15,8 @@ import pytest
 import cotune
 from cotune.adapters.serving import Endpoint, serving
 
+pytestmark = pytest.mark.slow
+
 USER = [{"role": "user", "content": "hello"}]
 SCHEMA = {
     "type": "object",

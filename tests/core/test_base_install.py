@@ -10,6 +10,8 @@ import pytest
 
 from tests.core.installed import ROOT, install
 
+pytestmark = pytest.mark.slow
+
 WORKFLOW = "import cotune\n\n@cotune.workflow\ndef solve(task):\n    return 1.0\n"
 RUN = ("app:solve", "--tasks", "tasks.jsonl")
 MY_APP = """

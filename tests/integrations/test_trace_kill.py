@@ -13,6 +13,8 @@ import pytest
 
 from cotune.storage.sqlite_store import SqliteStore
 
+pytestmark = pytest.mark.slow
+
 APP = """
 import json, sys, time
 import httpx, openai

@@ -23,6 +23,8 @@ from cotune.integrations.ray.worker_group import Worker
 from tests.trainer import chaos
 from tests.trainer.test_metrics_file import LINE
 
+pytestmark = pytest.mark.slow
+
 # Titles as Ray's workers and vLLM's processes have them; `cat` waits for ever on a pipe where nothing comes.
 TREE = """
 actor() { (exec -a "$1" cat) <&0 & sleep 0.03; }

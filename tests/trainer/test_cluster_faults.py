@@ -23,6 +23,8 @@ import pytest
 from tests.trainer import chaos
 from tests.trainer.tiny_run import ENVIRONMENT, GONE, audit, hears, launch, log_of, new_run, on_cluster
 
+pytestmark = pytest.mark.slow
+
 PARTS = {"engine": "transformers", "learners": 2, "rollout_workers": 2}
 
 

@@ -25,6 +25,8 @@ from tests.trainer.conftest import Trainer
 from tests.trainer.learner.learner_rows import FAST, SMALL, make_rows
 from tests.trainer.tiny_app import TASKS, application, letters
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 BOTH = {"first": letters, "second": letters}
 

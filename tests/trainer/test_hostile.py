@@ -20,6 +20,8 @@ import pytest
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider, serving
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 LIMIT = 200.0
 """Seconds in which a command ends that would hang for ever otherwise: the application sleeps for ten minutes."""

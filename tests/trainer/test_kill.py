@@ -24,6 +24,8 @@ from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
 from tests.trainer.tiny_app import TASKS
 
+pytestmark = pytest.mark.slow
+
 K = 4
 APP = """
 import functools

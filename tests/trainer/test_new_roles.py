@@ -15,6 +15,8 @@ from tests.trainer import worker_app
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS, application, ask, letters
 
+pytestmark = pytest.mark.slow
+
 LATE = [*({"id": f"{i}", "letter": "a"} for i in range(3)), {"id": "late", "letter": "b"}]
 
 

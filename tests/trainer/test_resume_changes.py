@@ -20,6 +20,8 @@ from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS, application, ask, converse, letters
 from tests.trainer.tiny_run import ENVIRONMENT
 
+pytestmark = pytest.mark.slow
+
 BOTH = {"first": letters, "second": letters}
 
 

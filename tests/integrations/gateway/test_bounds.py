@@ -219,7 +219,7 @@ def test_an_open_episode_keeps_so_many_bytes_of_responses(
 ) -> None:
     """It kept each whole conversation, without an end. What goes on from a forgotten one is recorded and counted."""
     monkeypatch.setattr(openai_responses, "BYTES", 8 << 20, raising=False)
-    monkeypatch.setattr(recorder, "_said", set())
+    monkeypatch.setattr(recorder, "_logged", set())
     with contextlib.ExitStack() as stack:
         if way == "gateway":
             gate = stack.enter_context(bench(tmp_path))

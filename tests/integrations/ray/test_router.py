@@ -12,6 +12,8 @@ from cotune.integrations.ray.router.router import RoutedSampler
 from tests.integrations.ray.fake_engines import BASE_MARK, GARBAGE, FakeEngine, Site, jump, weights_of
 from tests.integrations.ray.routed import PROMPT, ROLE, fault, mark, marks, routed
 
+pytestmark = pytest.mark.slow
+
 
 def test_requests_spread_and_a_conversation_stays() -> None:
     site = Site(3)

@@ -24,6 +24,8 @@ from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, Sampler, SamplingParams
 from tests.integrations.samplers.test_contract import LORA, Reference, reference  # noqa: F401
 
+pytestmark = pytest.mark.slow
+
 PLANNER, CODER, BASE = PolicyRef("planner", 1), PolicyRef("coder", 1), PolicyRef("anyone")
 ADAPTER = {PLANNER: "planner", CODER: "coder", BASE: None}
 PROMPTS = [[1, *range(20 + i, 60 + i)] for i in range(16)]

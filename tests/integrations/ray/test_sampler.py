@@ -20,6 +20,8 @@ from cotune.integrations.ray.sampler import RaySampler, resolve, start_sampler
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 HOW = SamplingParams(max_tokens=4)
 REF = PolicyRef("any")
 

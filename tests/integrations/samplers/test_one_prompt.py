@@ -24,6 +24,8 @@ from cotune.trainer.evaluation.run import Players, evaluate_policies
 from cotune.workflows import workflow_of
 from tests.integrations import talker
 
+pytestmark = pytest.mark.slow
+
 EPISODES = 50
 Prompts = list[tuple[int, ...]]
 

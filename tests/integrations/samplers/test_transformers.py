@@ -28,6 +28,8 @@ from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, SamplingParams
 from tests.integrations import tiny_models
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 PROMPTS = [list(range(20, 20 + length)) for length in (3, 40, 11)]
 BASE_POLICY = PolicyRef("any")

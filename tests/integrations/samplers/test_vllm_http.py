@@ -18,6 +18,8 @@ from cotune.integrations.versions import UnsupportedVersion
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 TOKEN = {"index": 0, "finish_reason": "stop", "token_ids": [2], "logprobs": {"token_logprobs": [0.0]}}
 
 

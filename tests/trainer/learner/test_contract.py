@@ -19,6 +19,8 @@ from cotune.trainer.learner.local import LocalLearner
 from tests.integrations import tiny_models
 from tests.trainer.learner.learner_rows import FAST, SMALL, VOCABULARY, change, make_rows, on_policy, same, snapshot
 
+pytestmark = pytest.mark.slow
+
 
 class Opener:
     """Opens learners of one kind."""

@@ -25,6 +25,8 @@ from tests.integrations.ray.group_worker import alive
 from tests.trainer.learner.fsdp_ranks import RANK, TIMEOUT
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, on_policy, same, snapshot
 
+pytestmark = pytest.mark.slow
+
 BOTH = Policies(
     {"lora": PolicySpec(name="lora", lora=SMALL), "full": PolicySpec(name="full", kind="full")},
     {"a": "lora", "b": "full"},
