@@ -28,7 +28,8 @@ with cotune.trace(sys.argv[1]):
 @pytest.mark.parametrize(("environment", "at_import"), [({}, "1 True"), (NO_ACTIVATION, "0 False")])
 def test_the_environment_decides_what_an_import_installs_and_a_trace_always_does(environment, at_import, tmp_path):
     command = [sys.executable, "-c", LOOK, str(tmp_path / "traced")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    bare = {name: value for name, value in os.environ.items() if name not in NO_ACTIVATION}
+    done = subprocess.run(command, capture_output=True, text=True, env={**bare, **environment})
     assert done.stdout.splitlines() == [at_import, "1 True"], done.stderr
 
 

@@ -37,7 +37,7 @@ from tests.integrations.samplers.test_contract import (
     run,
 )
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ENGINES = ["vllm_by_url", "vllm_in_ray"]
 
 

@@ -51,7 +51,7 @@ RESPONDER = ResponderConfig(
 )
 APP = "tests.trainer.worker_app:solve"
 STEP = {"phase": "train", "training_step": 3}
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 QUICK = WorkerLimits(heartbeat=6.0, start=200.0)
 
 
