@@ -464,7 +464,7 @@ def test_pieces_of_every_kind_of_field_add_up():
 # What upstream must keep
 
 
-def test_an_sdk_without_the_waist_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+def test_an_sdk_without_the_hooked_methods_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(_base_client.AsyncAPIClient, "_send_request")
     with pytest.raises(UnsupportedVersion, match=r"has no AsyncAPIClient\._send_request"):
         openai_sdk.install()

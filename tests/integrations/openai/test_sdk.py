@@ -1,4 +1,4 @@
-"""The OpenAI SDK's waist: recorded in passing, answered by a responder, and untouched outside an episode."""
+"""Requests of the OpenAI SDK: recorded in passing, answered by a responder, and untouched outside an episode."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def swallowing(error, **options):
     return run
 
 
-# What upstream must keep for the waist to work
+# What upstream must keep for the hook to work
 
 
-def test_the_sdk_still_has_the_waist():
+def test_the_sdk_still_has_the_hooked_methods():
     activate()
     remedy = "openai changed its private client: adapt cotune/integrations/openai/sdk.py"
     for client, waits in ((_base_client.SyncAPIClient, False), (_base_client.AsyncAPIClient, True)):
