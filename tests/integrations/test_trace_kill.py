@@ -37,7 +37,7 @@ with cotune.trace(sys.argv[1]), cotune.role("writer"):
 """
 LOST = 0.3
 """Seconds before a kill of which calls may be missing: a transaction gathers for a quarter of a second."""
-STALL = 1.5
+STALL = 5.0
 """Seconds by which a machine with other work may be late."""
 
 
