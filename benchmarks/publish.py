@@ -116,7 +116,7 @@ def change(model: Any) -> Weights:
 
 
 async def measure(model: Any, folder: Path, rounds: int, requests: int) -> dict[str, Any]:
-    engine = await start_sampler("publish:open_engine", {"model": str(folder)})
+    engine = await start_sampler("benchmarks.publish:open_engine", {"model": str(folder)})
     timed, seconds, proof = Timed(engine), [], None
     load = [asyncio.create_task(sample_on(engine)) for _ in range(requests)]
     for version in range(1, rounds + 1):

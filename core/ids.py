@@ -24,6 +24,11 @@ def new_id() -> str:
     new = time.time_ns() // 1_000_000 << 80 | int.from_bytes(os.urandom(10))
     with _lock:
         _last = value = new if new >> 80 > _last >> 80 else _last + 1
+    return ulid(value)
+
+
+def ulid(value: int) -> str:
+    """128 bits as the 26 characters of a ULID."""
     return "".join([_PAIRS[value >> shift & 1023] for shift in range(120, -1, -10)])
 
 

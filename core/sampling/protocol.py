@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from cotune.errors import SampleTimeout
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 
@@ -83,6 +86,19 @@ class SamplerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Fingerprint of what is served, by `str(PolicyRef)`."""
     counters: Mapping[str, int] = {}
     """What the sampler has counted since it was opened, by reason; empty where it counts nothing."""
+
+
+@asynccontextmanager
+async def in_time(policy: PolicyRef, params: SamplingParams) -> AsyncIterator[None]:
+    """The time that a request may take. Raises SampleTimeout when what is inside takes longer."""
+    try:
+        async with asyncio.timeout(params.timeout):
+            yield
+    except TimeoutError:
+        raise SampleTimeout(
+            f"{policy} did not answer within {params.timeout} s.",
+            "Raise the time-out, lower max_tokens, or run fewer requests at once.",
+        ) from None
 
 
 class Sampler(Protocol):

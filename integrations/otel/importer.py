@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.ids import message_id
+from cotune.ids import message_id, ulid
 from cotune.integrations.otel import names as names
 from cotune.integrations.otel import otlp_json as otlp_json
 from cotune.integrations.otel.conventions import (
@@ -43,7 +43,6 @@ from cotune.recording.records import (
     candidate_id,
 )
 
-_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _STATUSES = ("ok", "error", "timeout", "cancelled", "malformed")
 _REASONS = {"tool_call": "tool_calls", "max_tokens": "length", "end_turn": "stop"}
 
@@ -281,5 +280,4 @@ def _answer_key(message: Mapping[str, Any]) -> Hashable:
 def _ulid(span: Span) -> str:
     """An id that sorts by the span's start and is the same each time."""
     digest = hashlib.blake2b(f"{span.trace} {span.id}".encode(), digest_size=10).digest()
-    value = (span.start // 1_000_000 & (1 << 48) - 1) << 80 | int.from_bytes(digest, "big")
-    return "".join(_ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))
+    return ulid((span.start // 1_000_000 & (1 << 48) - 1) << 80 | int.from_bytes(digest, "big"))

@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
-from cotune.errors import ConfigError, CotuneError, SamplerError, SampleTimeout
+from cotune.errors import ConfigError, CotuneError, SamplerError
 from cotune.integrations.activation import NO_ACTIVATION
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import Completion, Sampler, SamplerInfo, SamplingParams, Weights
+from cotune.sampling.protocol import Completion, Sampler, SamplerInfo, SamplingParams, Weights, in_time
 
 DRAIN_SECONDS = 5.0
 """How long a closed sampler's actor waits for the failures of its pending requests to be sent."""
@@ -69,14 +69,8 @@ class RaySampler:
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
     ) -> list[Completion]:
         """Draw `n` candidates from one prefill. Raises RequestRefused, SampleTimeout, SamplerError."""
-        try:
-            async with asyncio.timeout(params.timeout):
-                return await self._call("sample", tuple(prompt_token_ids), n, params, policy)
-        except TimeoutError:
-            raise SampleTimeout(
-                f"{policy} did not answer within {params.timeout} s.",
-                "Raise the time-out, lower max_tokens, or run fewer requests at once.",
-            ) from None
+        async with in_time(policy, params):
+            return await self._call("sample", tuple(prompt_token_ids), n, params, policy)
 
     async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
         """Serve `policy` with these weights; return the fingerprint of what arrived."""
@@ -144,7 +138,6 @@ async def start_sampler(
     num_gpus: float = 0,
     name: str | None = None,
     env: Mapping[str, str] | None = None,
-    runtime_env: Mapping[str, Any] | None = None,
     max_concurrency: int = 10_000,
 ) -> RaySampler:
     """Start an actor that hosts the sampler which `factory` makes, and wait until it serves.
@@ -156,15 +149,13 @@ async def start_sampler(
     """
     import ray
 
-    environment = dict(runtime_env or {})
-    environment["env_vars"] = {**NO_ACTIVATION, **environment.get("env_vars", {}), **(env or {})}
     actor: Any = (
         ray.remote(SamplerActor)
         .options(
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             name=name,
-            runtime_env=environment,
+            runtime_env={"env_vars": {**NO_ACTIVATION, **(env or {})}},
             max_concurrency=max_concurrency,
         )
         .remote()

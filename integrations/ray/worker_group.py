@@ -107,7 +107,6 @@ class WorkerGroup:
         cpus: float,
         gpus: float,
         placement: str,
-        runtime_env: Mapping[str, Any] | None,
         timeout: float,
         waits_in: str = "",
         peer_errors: Collection[str] = (),
@@ -131,7 +130,6 @@ class WorkerGroup:
                 num_cpus=cpus,
                 num_gpus=gpus,
                 max_restarts=0,
-                runtime_env=dict(runtime_env or {}),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
             ).remote(factory, rank, size, waits_in)
             for rank in range(size)

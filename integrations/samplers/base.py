@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cotune.errors import RequestRefused, SamplerError, SampleTimeout
+from cotune.errors import RequestRefused, SamplerError
 from cotune.integrations.models.meta_model import ModelSkeleton
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint, in_time
 
 T = TypeVar("T")
 
@@ -70,14 +70,8 @@ class LoopSampler(ABC):
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
     ) -> list[Completion]:
         """Draw `n` candidates from one prefill. Raises RequestRefused, SampleTimeout, SamplerError."""
-        try:
-            async with asyncio.timeout(params.timeout):
-                return await self._run(self._sample(prompt_token_ids, n, params, policy))
-        except TimeoutError:
-            raise SampleTimeout(
-                f"{policy} did not answer within {params.timeout} s.",
-                "Raise the time-out, lower max_tokens, or run fewer requests at once.",
-            ) from None
+        async with in_time(policy, params):
+            return await self._run(self._sample(prompt_token_ids, n, params, policy))
 
     async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
         """Serve `policy` with these weights; return the fingerprint of what arrived."""

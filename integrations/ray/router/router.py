@@ -20,7 +20,7 @@ from cotune.integrations.ray.router.validate import validate_completions
 from cotune.integrations.ray.router.versions import Published, Version, keep
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint, in_time
 
 log = logging.getLogger(__name__)
 
@@ -105,14 +105,11 @@ class RoutedSampler:
         request = Request(tuple(prompt_token_ids), n, params, policy)
         try:
             with self._published.used(policy):
-                async with asyncio.timeout(params.timeout):
+                async with in_time(policy, params):
                     answer = await self._answer(request)
-        except TimeoutError:
+        except SampleTimeout:
             self.counters["late"] += 1
-            raise SampleTimeout(
-                f"{policy} did not answer within {params.timeout} s.",
-                "Raise the time-out, lower max_tokens, or run fewer requests at once.",
-            ) from None
+            raise
         except RequestRefused:
             self.counters["refused"] += 1
             raise

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
-from cotune.errors import ConfigError, RequestRefused, SamplerError, SampleTimeout
+from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.samplers.transformers.host import ProcessHost, ThreadHost
 from cotune.integrations.samplers.transformers.wire import (
     Answer,
@@ -25,7 +25,7 @@ from cotune.integrations.samplers.transformers.wire import (
 )
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, in_time
 
 
 class TransformersSampler:
@@ -92,14 +92,8 @@ class TransformersSampler:
     ) -> list[Completion]:
         """Draw `n` candidates from one prefill. Raises RequestRefused, SampleTimeout, SamplerError."""
         command = SampleRequest(next(self._ids), tuple(prompt_token_ids), n, params, policy)
-        try:
-            async with asyncio.timeout(params.timeout):
-                return await self._ask(command)
-        except TimeoutError:
-            raise SampleTimeout(
-                f"{policy} did not answer within {params.timeout} s.",
-                "Raise the time-out, lower max_tokens, or run fewer requests at once.",
-            ) from None
+        async with in_time(policy, params):
+            return await self._ask(command)
 
     async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
         """Serve `policy` with these weights; return the fingerprint of what arrived."""

@@ -26,7 +26,6 @@ def start(size=2, factory=RANK):
         cpus=1,
         gpus=0,
         placement="PACK",
-        runtime_env=None,
         timeout=TIMEOUT,
         peer_errors=("connection",),
     )

@@ -58,7 +58,6 @@ class OpenRanks:
             cpus=1,
             gpus=0,
             placement="PACK",
-            runtime_env=None,
             timeout=TIMEOUT,
             waits_in=WAITS_IN,
             peer_errors=PEER_ERRORS,

@@ -140,7 +140,6 @@ class FsdpLearner:
                 cpus=cpus_per_worker,
                 gpus=gpus_per_worker,
                 placement=placement,
-                runtime_env=None,
                 timeout=timeout,
                 waits_in=WAITS_IN,
                 peer_errors=PEER_ERRORS,
