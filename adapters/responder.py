@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from cotune.adapters.conversations import Conversations
+from cotune.adapters.conversations import Conversations, Place
 from cotune.adapters.open_policies import LocalPolicies
 from cotune.recording.answers import Answer
 from cotune.recording.recorder import LiveCall
@@ -38,18 +38,24 @@ class LocalResponder(PolicyResponder):
         )
         self.conversations = Conversations()
         self._long = ThreadPoolExecutor(1, "cotune-long-prompts")
-
-    def earlier(self, call: LiveCall) -> Sequence[Sequence[int]]:
-        return self.conversations.find(call.role, call.messages).paths
+        self._places: dict[str, Place] = {}
+        """By call that is being answered."""
 
     async def respond(self, call: LiveCall) -> Answer | None:
-        answer = await super().respond(call)
-        if answer is not None:
-            reply = answer.candidates[answer.chosen]
-            place = self.conversations.find(call.role, call.messages)
-            self.conversations.keep(place, answer.prompt_ids, reply.message, reply.token_ids)
-        return answer
+        try:
+            answer = await super().respond(call)
+            if answer is not None:
+                reply = answer.candidates[answer.chosen]
+                self.conversations.keep(self._places[call.id], answer.prompt_ids, reply.message, reply.token_ids)
+            return answer
+        finally:
+            self._places.pop(call.id, None)
 
     async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
         pool = self._long if bytes_of(call.messages) > LONG else None
-        return await asyncio.get_running_loop().run_in_executor(pool, self.request, call)
+        self._places[call.id], prepared = await asyncio.get_running_loop().run_in_executor(pool, self._prepare, call)
+        return prepared
+
+    def _prepare(self, call: LiveCall) -> tuple[Place, tuple[list[int], SamplingParams]]:
+        place = self.conversations.find(call.role, call.messages)
+        return place, self.request(call, place.paths)

@@ -97,13 +97,9 @@ class PolicyResponder:
             error=error,
         )
 
-    def earlier(self, call: LiveCall) -> Sequence[Sequence[int]]:
-        """Token paths that the prompt of a call may go on from: of its role's earlier calls in the episode."""
-        return call.earlier()
-
     async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
         """The prompt, and how its reply is sampled; raises as `request` does."""
-        return self.request(call)
+        return self.request(call, call.earlier())
 
     def _policy(self, role: str) -> PolicyRef | None:
         policy = self.policies.get(role)
@@ -121,8 +117,11 @@ class PolicyResponder:
             call.episode.warn("unanswerable", str(error))
             raise error
 
-    def request(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
-        """The prompt, and how its reply is sampled. Raises RequestRefused for what cannot be honoured, counted."""
+    def request(self, call: LiveCall, earlier: Sequence[Sequence[int]]) -> tuple[list[int], SamplingParams]:
+        """The prompt, and how its reply is sampled. `earlier` are token paths that the prompt may go on from.
+
+        Raises RequestRefused for what cannot be honoured, counted.
+        """
         asked, tools = call.params, tools_shown(call.params, call.tools)
         try:
             params = self._params(call)
@@ -133,7 +132,7 @@ class PolicyResponder:
             more: dict[str, Any] = {"options": options} if options else {}
             if self.max_model_len is not None:
                 more["most"] = self.max_model_len - 1
-            prompt = self.chat.render(call.messages, tools, earlier=self.earlier(call), **more)
+            prompt = self.chat.render(call.messages, tools, earlier=earlier, **more)
             params = self._fitted(params, len(prompt))
             if fixes_form(asked, call.tools):
                 params = msgspec.structs.replace(params, grammar=self.chat.grammar(asked, call.tools, prompt))
