@@ -9,7 +9,7 @@ from cotune.recording.records import Candidate, Task
 from cotune.recording.redaction import Redactor
 from cotune.recording.role_functions import CallRequest, RolesFunction
 from cotune.recording.tracing import Trace, TracedCall
-from cotune.sampling.scoring import Call, Reward, Scorer
+from cotune.sampling.scoring import Call, GroupScorer, Reward, Scorer
 from cotune.workflows import Workflow, WorkflowFunction, WorkflowSource
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ __all__ = [
     "Deployment",
     "EvaluationReport",
     "Gate",
+    "GroupScorer",
     "Redactor",
     "Reward",
     "RolesFunction",

@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
 from cotune.recording.redaction import Redactor, check_redactor, load_redactor
 from cotune.recording.role_functions import CALLER, MODEL, RolesFunction, roles_function
-from cotune.sampling.scoring import Reward, Scorer
+from cotune.sampling.scoring import AnyScorer, GroupScorer, OfGroup, Reward, Scorer
 from cotune.user_objects import load_object
 
 Outcome = Reward | Awaitable[Reward]
@@ -20,6 +20,7 @@ P = ParamSpec("P")
 R = TypeVar("R", bound=Outcome)
 R_co = TypeVar("R_co", bound=Outcome, covariant=True)
 ScorerT = TypeVar("ScorerT", bound=Scorer)
+GroupScorerT = TypeVar("GroupScorerT", bound=GroupScorer)
 RedactorT = TypeVar("RedactorT", bound=Redactor)
 GraphRunner = Callable[[Any], Awaitable[Any]]
 
@@ -37,7 +38,7 @@ class Workflow:
 
     name: str
     fn: Callable[[Any], Any]
-    scorers: dict[str, Scorer] = field(default_factory=dict)
+    scorers: dict[str, AnyScorer] = field(default_factory=dict)
     redactors: list[Redactor] = field(default_factory=list)
     keep_token_ids: bool = False
     """Whether token ids of redacted messages are stored."""
@@ -65,18 +66,27 @@ class Workflow:
         """
         return replace(self, roles=load_roles(roles)) if roles else self
 
-    def scorer(self, role: str) -> Callable[[ScorerT], ScorerT]:
+    @overload
+    def scorer(self, role: str) -> Callable[[ScorerT], ScorerT]: ...
+    @overload
+    def scorer(self, role: str, *, group: Literal[True]) -> Callable[[GroupScorerT], GroupScorerT]: ...
+    def scorer(self, role: str, *, group: bool = False) -> Callable[[Any], Any]:
         """Decorate the scorer of `role`: `(candidate, call, task)` -> a number (the component `local`) or a dict of
-        named numbers; sync or async. Raises WorkflowError for a second scorer of a role or another signature."""
+        named numbers; sync or async. With `group` it is called once for all candidates of a call,
+        `(candidates, call, task)` -> a list with the same for each of them, or None where one gets no reward.
 
-        def add(fn: ScorerT) -> ScorerT:
+        Raises WorkflowError for a second scorer of a role or another signature.
+        """
+        first = "candidates" if group else "candidate"
+
+        def add(fn: Any) -> Any:
             if role in self.scorers:
                 raise WorkflowError(f"Role {role!r} of workflow {self.name!r} has two scorers.", "Remove one of them.")
             if not _takes(fn, 3):
                 name = getattr(fn, "__name__", repr(fn))
-                remedy = f"Define it as: def {name}(candidate, call, task) -> float."
+                remedy = f"Define it as: def {name}({first}, call, task) -> {'list[float]' if group else 'float'}."
                 raise WorkflowError(f"The scorer {name} of role {role!r} does not take three arguments.", remedy)
-            self.scorers[role] = fn
+            self.scorers[role] = OfGroup(fn) if group else fn
             return fn
 
         return add
@@ -89,7 +99,10 @@ class WorkflowFunction(Protocol[P, R_co]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
+    @overload
     def scorer(self, role: str) -> Callable[[ScorerT], ScorerT]: ...
+    @overload
+    def scorer(self, role: str, *, group: Literal[True]) -> Callable[[GroupScorerT], GroupScorerT]: ...
 
     def redactor(self, fn: RedactorT) -> RedactorT: ...
 

@@ -17,7 +17,7 @@ from cotune.recording.records import Candidate, PolicyRef, Usage
 from cotune.sampling.plans import Plan, choose, seed_of
 from cotune.sampling.protocol import UNSHAPED, ChatFormat, Completion, Sampler, SamplingParams
 from cotune.sampling.request_params import fixes_form, request_params, template_options, tools_shown
-from cotune.sampling.scoring import Scorer, score
+from cotune.sampling.scoring import AnyScorer, score
 
 
 class PolicyResponder:
@@ -40,7 +40,7 @@ class PolicyResponder:
         policies: Mapping[str, PolicyRef],
         *,
         plan: Plan | None = None,
-        scorers: Mapping[str, Scorer] | None = None,
+        scorers: Mapping[str, AnyScorer] | None = None,
         attribution: Attribution | None = None,
         defaults: SamplingParams | None = None,
         override: Mapping[str, Any] | None = None,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cotune.context import current_episode
@@ -66,6 +67,20 @@ class Call(Protocol):
 
 Scorer = Callable[[Candidate, Call, Any], Reward | Awaitable[Reward]]
 """`(candidate, call, task)` -> reward, sync or async; `task` is the workflow's input, as `call.task.input`."""
+GroupScorer = Callable[[Sequence[Candidate], Call, Any], Sequence[Reward | None] | Awaitable[Sequence[Reward | None]]]
+"""`(candidates, call, task)` -> a reward for each candidate, in their order, or None for one that gets none."""
+
+
+@dataclass(frozen=True)
+class OfGroup:
+    """A scorer that sees the candidates of a call together."""
+
+    scorer: GroupScorer
+
+
+AnyScorer = Scorer | OfGroup
+_NONE = object()
+"""Of a candidate that gets no reward."""
 MOST_NAMES = 256
 """Reward components that a scorer or workflow may return: each is stored per candidate, and shown."""
 
@@ -99,22 +114,55 @@ def components(value: Any, source: str, name: str = "local") -> dict[str, float]
 
 
 async def score(
-    scorer: Scorer, candidates: Sequence[Candidate], call: LiveCall, role: str
+    scorer: AnyScorer, candidates: Sequence[Candidate], call: LiveCall, role: str
 ) -> tuple[dict[str, float] | WorkflowError, ...]:
-    """Components of every candidate, or why the scorer could not say: it raised, or returned no reward.
+    """Components of every candidate, or why the scorer could not say: it raised, or returned no reward. They are empty
+    for a candidate that a group's scorer gave None.
 
     A sync scorer runs in a thread so that it never blocks the loop. The scorer's own LLM calls are not part of the
     episode.
     """
     source = f"The scorer of role {role!r}"
     call.stage = "its scorer was running"
+    values: Sequence[Any]
     with _outside(f"{source} on task {call.task.id!r}"):
-        if inspect.iscoroutinefunction(scorer):
+        if isinstance(scorer, OfGroup):
+            values = await _together(scorer.scorer, candidates, call, source)
+        elif inspect.iscoroutinefunction(scorer):
             work = [asyncio.create_task(interruptible(scorer(c, call, call.task.input))) for c in candidates]
-            values: list[Any] = await asyncio.gather(*work, return_exceptions=True)
+            values = await asyncio.gather(*work, return_exceptions=True)
         else:
             values = [await _tried(in_thread(scorer, c, call, call.task.input)) for c in candidates]
     return tuple(_components(value, source) for value in values)
+
+
+async def _together(scorer: GroupScorer, candidates: Sequence[Candidate], call: LiveCall, source: str) -> Sequence[Any]:
+    """What a group's scorer returned for each candidate; for every one of them what it raised, or what is wrong."""
+    found = await _tried(called(scorer, tuple(candidates), call, call.task.input))
+    if isinstance(found, Exception):
+        return [found] * len(candidates)
+    return one_each(found, len(candidates), source, "candidates")
+
+
+async def called(fn: Callable[..., Any], *args: Any) -> Any:
+    """What the application's function returns, sync (in a thread) or async."""
+    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
+        return await interruptible(fn(*args))
+    value = await in_thread(fn, *args)
+    return await interruptible(value) if inspect.isawaitable(value) else value
+
+
+def one_each(found: Any, count: int, source: str, what: str) -> Sequence[Any]:
+    """The `count` rewards that were returned; for each of them the error where that is something else. None is empty
+    components."""
+    wrong = None
+    if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
+        wrong = f"{source} returned {type(found).__name__}, not one reward for each of {count} {what}."
+    elif len(values := list(found)) != count:
+        wrong = f"{source} returned {len(values)} rewards for {count} {what}."
+    if wrong is not None:
+        return [WorkflowError(wrong, "Return a list with one reward for each, in their order.")] * count
+    return [_NONE if value is None else value for value in values]
 
 
 async def _tried(work: Awaitable[Any]) -> Any:
@@ -129,6 +177,8 @@ def _components(value: Any, source: str) -> dict[str, float] | WorkflowError:
     """Components of what a scorer returned, or what is wrong with what it returned or raised."""
     if isinstance(value, WorkflowError):
         return value
+    if value is _NONE:
+        return {}
     if isinstance(value, Stopped) and isinstance(value.__cause__, Blocked):
         return _caused(WorkflowError(f"{source} {value.__cause__}.", REMEDY), value)
     if isinstance(value, Stopped):

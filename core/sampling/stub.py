@@ -19,7 +19,7 @@ from cotune.sampling.plans import Plan
 from cotune.sampling.protocol import Completion, Sampler, SamplingParams
 from cotune.sampling.request_params import function_of
 from cotune.sampling.responder import PolicyResponder
-from cotune.sampling.scoring import Scorer
+from cotune.sampling.scoring import AnyScorer
 from cotune.sampling.stub_words import asked_json, choices_of, names_in
 
 _STOPPED_AFTER = 4
@@ -41,7 +41,7 @@ class StubResponder:
         self,
         *,
         plan: Plan | None = None,
-        scorers: Mapping[str, Scorer] | None = None,
+        scorers: Mapping[str, AnyScorer] | None = None,
         attribution: Attribution | None = None,
         provider_roles: Collection[str] = (),
         answers: Sequence[str] = (),

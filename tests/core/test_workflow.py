@@ -16,6 +16,7 @@ from cotune.context import current_episode
 from cotune.errors import ConfigError, WorkflowError
 from cotune.recording.episodes import outcome_of, run_episode
 from cotune.recording.records import Episode, Reward, Task
+from cotune.sampling.scoring import OfGroup
 from cotune.workflows import load_workflow, workflow_of
 
 
@@ -69,6 +70,23 @@ def test_scorers_are_kept_by_role():
 
     assert solve.cotune.scorers == {"a": local, "b/c": named}
     assert local(None, None, None) == 1.0
+
+
+def test_a_scorer_of_the_group_is_kept_as_one():
+    @cotune.workflow
+    async def solve(task):
+        return 1.0
+
+    @solve.scorer("a", group=True)
+    def compare(candidates, call, task):
+        return [1.0] * len(candidates)
+
+    assert solve.cotune.scorers == {"a": OfGroup(compare)}
+    with pytest.raises(WorkflowError, match="two scorers"):
+        solve.scorer("a")(compare)
+    with pytest.raises(WorkflowError, match="does not take three") as caught:
+        solve.scorer("b", group=True)(lambda candidates: [])
+    assert caught.value.remedy == "Define it as: def <lambda>(candidates, call, task) -> list[float]."
 
 
 def test_wrong_scorers():

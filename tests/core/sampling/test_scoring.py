@@ -12,7 +12,7 @@ import pytest
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
 from cotune.recording.records import Candidate, Task
-from cotune.sampling.scoring import components, score
+from cotune.sampling.scoring import OfGroup, components, score
 
 CANDIDATES = [Candidate(index=i, text=text, message={}) for i, text in enumerate(("a", "bb"))]
 CALL = SimpleNamespace(task=Task(id="t", input={"goal": 2}))
@@ -127,3 +127,54 @@ def test_a_candidate_that_breaks_the_scorer_costs_itself(is_async):
 def test_a_scorer_that_forgets_to_return():
     for error in scored(lambda candidate, call, task: None):
         assert error.cause == "The scorer of role 'writer' returned local = None, which is not a number."
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_scorer_of_the_group_sees_all_candidates_in_one_call(is_async):
+    seen = []
+
+    def sync(candidates, call, task):
+        seen.append(([c.text for c in candidates], call is CALL, task, current_episode.get()))
+        longest = max(len(c.text) for c in candidates)
+        return [len(candidates[0].text) / longest, {"best": True, "style": -0.5}]
+
+    async def asynchronous(candidates, call, task):
+        return sync(candidates, call, task)
+
+    assert scored(OfGroup(asynchronous if is_async else sync)) == ({"local": 0.5}, {"best": 1.0, "style": -0.5})
+    assert seen == [(["a", "bb"], True, {"goal": 2}, None)]
+
+
+def test_an_object_that_is_called_asynchronously_scores_a_group():
+    class Panel:
+        async def __call__(self, candidates, call, task):
+            return np.arange(len(candidates), dtype=np.float32)
+
+    assert scored(OfGroup(Panel())) == ({"local": 0.0}, {"local": 1.0})
+
+
+def test_a_candidate_that_the_group_gives_no_reward_has_none():
+    assert scored(OfGroup(lambda candidates, call, task: (None, 0.25))) == ({}, {"local": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("value", "causes"),
+    [
+        ([1.0], ["returned 1 rewards for 2 candidates."] * 2),
+        (0.5, ["returned float, not one reward for each of 2 candidates."] * 2),
+        ({"local": 1.0}, ["returned dict, not one reward for each of 2 candidates."] * 2),
+        ("ab", ["returned str, not one reward for each of 2 candidates."] * 2),
+        ([1.0, "good"], [None, "returned local = 'good', which is not a number."]),
+    ],
+)
+def test_what_is_no_reward_of_a_group(value, causes):
+    found = scored(OfGroup(lambda candidates, call, task: value))
+    prefix = "The scorer of role 'writer' "
+    assert [f.cause.removeprefix(prefix) if isinstance(f, WorkflowError) else None for f in found] == causes
+
+
+def test_a_scorer_of_the_group_that_raises_costs_all_its_candidates():
+    def scorer(candidates, call, task):
+        raise KeyError("answer")
+
+    assert [f.cause for f in scored(OfGroup(scorer))] == ["The scorer of role 'writer' raised KeyError: 'answer'."] * 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, assert_type
 
 import cotune
@@ -13,6 +13,7 @@ from cotune.types import (
     Deployment,
     EvaluationReport,
     Gate,
+    GroupScorer,
     Redactor,
     Reward,
     RolesFunction,
@@ -55,6 +56,14 @@ def short(candidate: Candidate, call: Call, task: Question) -> float:
 @solve.scorer("tester")
 async def named(candidate: Candidate, call: Call, task: Question) -> dict[str, float]:
     return {"calls": len(candidate.tool_calls), "same": call.task.input == task, "state": call.state is None}
+
+
+@solve.scorer("judged", group=True)
+def compared(candidates: Sequence[Candidate], call: Call, task: Question) -> list[Reward | None]:
+    return [None if not c.text else {"place": c.index, "length": len(c.text)} for c in candidates]
+
+
+panel: GroupScorer = compared
 
 
 @solve.redactor
