@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -87,6 +87,13 @@ _json = msgspec.json.Encoder(enc_hook=repr)
 _stored = msgspec.json.Decoder(list[StoredCandidate])
 _calls = msgspec.json.Decoder(Call)
 _episodes = msgspec.json.Decoder(Episode)
+
+CONFLICTS = {
+    **dict.fromkeys(("messages", "segments", "calls"), "ON CONFLICT (id) DO NOTHING"),
+    "episodes": "ON CONFLICT (id) DO UPDATE SET status = excluded.status, body = excluded.body "
+    "WHERE excluded.status = 'cancelled'",
+    "rewards": "ON CONFLICT (target, name) DO UPDATE SET value = excluded.value, at = excluded.at",
+}
 
 
 def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple[str, Row]], int]:
@@ -224,3 +231,16 @@ def join_path(segment_id: str, rows: Iterable[tuple[str, str | None, bytes]]) ->
     except (TypeError, struct.error):
         cause = f"The token path of segment {segment_id!r} is broken in this store."
         raise RecordError(cause, "Leave out the calls that refer to it.") from None
+
+
+@functools.cache
+def insertion(table: str, rows: int) -> str:
+    """The statement that inserts so many rows."""
+    marks = f"({','.join('?' * WIDTHS[table])})"
+    return f"INSERT INTO {table} VALUES {','.join([marks] * rows)} {CONFLICTS[table]}"
+
+
+def in_parts(names: Iterable[str], size: int = 500) -> Iterator[list[str]]:
+    """Cut names into lists short enough for one IN clause."""
+    items = list(names)
+    return (items[i : i + size] for i in range(0, len(items), size))

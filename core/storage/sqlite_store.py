@@ -21,8 +21,18 @@ from cotune.runtime.forks import survives_fork
 from cotune.storage.damage import forgiving, is_file_error, is_value_error, unusable
 from cotune.storage.file_lock import FileLock
 from cotune.storage.run_layout import RECORDS
-from cotune.storage.schema import APPLICATION, COLUMNS, SCHEMA, VERSION, Row, call_from, episode_from, join_path
-from cotune.storage.sqlite_writer import Writer, in_parts
+from cotune.storage.schema import (
+    APPLICATION,
+    COLUMNS,
+    SCHEMA,
+    VERSION,
+    Row,
+    call_from,
+    episode_from,
+    in_parts,
+    join_path,
+)
+from cotune.storage.sqlite_writer import Writer
 
 log = logging.getLogger("cotune.store")
 Made = TypeVar("Made")

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import logging
+import math
 import os
 import sqlite3
 import struct
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cotune.recording.records import Record
-from cotune.storage.schema import WIDTHS, encode
+from cotune.storage.schema import WIDTHS, encode, in_parts, insertion
 
 log = logging.getLogger("cotune.store")
 
 BATCH_RECORDS = 4000
 """Records that are committed at once without waiting for more; the next ones begin another transaction."""
-LINGER = 0.25
+LINGER = 0.2
 """Seconds that a record waits for others to share its transaction."""
+LATE, YIELD = 0.23, 0.002
+"""Age in seconds at which a record that is not committed makes `put` pause, and the seconds of one pause. A thread
+that gives up the interpreter lock for microseconds only, as a busy application does, can starve the writer's."""
 QUEUE_BYTES = 14 << 20
 """Bound of the queue in memory."""
 PUT_TIMEOUT = 5.0
@@ -33,12 +37,6 @@ BROKEN = (sqlite3.Error, ValueError, OverflowError)
 RETRY = (0.05, 2.0)
 """First and longest pause in seconds before a failed transaction is tried again."""
 
-CONFLICTS = {
-    **dict.fromkeys(("messages", "segments", "calls"), "ON CONFLICT (id) DO NOTHING"),
-    "episodes": "ON CONFLICT (id) DO UPDATE SET status = excluded.status, body = excluded.body "
-    "WHERE excluded.status = 'cancelled'",
-    "rewards": "ON CONFLICT (target, name) DO UPDATE SET value = excluded.value, at = excluded.at",
-}
 MOST_ROWS = 2048
 """Rows per statement; SQLite takes up to 32,766 values in one. The interpreter lock is handed over once per statement,
 and a busy application gives it back only after its switch interval: many small statements would starve the writer."""
@@ -67,11 +65,12 @@ class Batch:
     So a record leaves few objects behind: each costs again when the writer's thread, on another core, reads it.
     """
 
-    __slots__ = ("bytes", "count", "puts", "tables")
+    __slots__ = ("bytes", "count", "puts", "since", "tables")
 
     def __init__(self) -> None:
         self.tables: dict[str, list[Any]] = {table: [] for table in WIDTHS}
         self.count = self.bytes = self.puts = 0
+        self.since = time.monotonic()
 
 
 class Ledger:
@@ -82,6 +81,7 @@ class Ledger:
     def __init__(self, groups: list[tuple[str, list[str]]], step: int) -> None:
         self.groups = groups
         self.step = step
+        self.since = time.monotonic()
         self.failure: str | None = None
 
 
@@ -99,6 +99,7 @@ class Writer:
         self._changed = threading.Condition(self._lock)
         self._records = self._bytes = 0
         self._queued = self._done = self._urgent = 0
+        self._since = math.inf
         self._idle = self._closing = self._failing = self._stalled = self._forked = False
         self._reported: set[str] = set()
         self._counted = {"lost": 0, "refused": 0}
@@ -139,8 +140,11 @@ class Writer:
                 self._records += len(records)
                 self._bytes += size
                 self._queued += 1
+                self._since = min(self._since, batch.since)
                 if self._idle or self._records >= BATCH_RECORDS:
                     self._changed.notify_all()
+                if time.monotonic() - self._since > LATE and not self._failing:
+                    self._changed.wait(YIELD)
         if refusal:
             self._lose(len(records), refusal)
 
@@ -212,6 +216,7 @@ class Writer:
             with self._changed:
                 self._done += taken.puts
                 self._bytes -= taken.bytes
+                self._since = self._queue[0].since if self._queue else math.inf
                 self._changed.notify_all()
         if self._counted != self._saved:
             self._settle(Batch())
@@ -330,7 +335,7 @@ class Writer:
             rows = len(part) // width
             size = 1 << (rows - 1).bit_length()
             try:
-                self._db.execute(_statement(table, size), part + part[-width:] * (size - rows))
+                self._db.execute(insertion(table, size), part + part[-width:] * (size - rows))
             except sqlite3.OperationalError:
                 raise
             except BROKEN:
@@ -342,7 +347,7 @@ class Writer:
         width, lost = WIDTHS[table], 0
         for start in range(0, len(values), width):
             try:
-                self._db.execute(_statement(table, 1), values[start : start + width])
+                self._db.execute(insertion(table, 1), values[start : start + width])
             except sqlite3.OperationalError:
                 raise
             except BROKEN as error:
@@ -382,15 +387,3 @@ class Writer:
                 "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
                 [(name, value - self._saved[name]) for name, value in counted.items()],
             )
-
-
-@functools.cache
-def _statement(table: str, rows: int) -> str:
-    marks = f"({','.join('?' * WIDTHS[table])})"
-    return f"INSERT INTO {table} VALUES {','.join([marks] * rows)} {CONFLICTS[table]}"
-
-
-def in_parts(names: Iterable[str], size: int = 500) -> Iterator[list[str]]:
-    """Cut names into lists short enough for one IN clause."""
-    items = list(names)
-    return (items[i : i + size] for i in range(0, len(items), size))

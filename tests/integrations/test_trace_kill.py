@@ -36,8 +36,8 @@ with cotune.trace(sys.argv[1]), cotune.role("writer"):
         print(said, flush=True)
 """
 LOST = 0.3
-"""Seconds before a kill of which calls may be missing: a transaction gathers for a quarter of a second."""
-STALL = 5.0
+"""Seconds before a kill of which calls may be missing: a transaction gathers for a fifth of a second."""
+STALL = 2.0
 """Seconds by which a machine with other work may be late."""
 
 

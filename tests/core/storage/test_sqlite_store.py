@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.recording.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Task
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.storage.sqlite_writer import RecentIds
+from cotune.storage.sqlite_writer import LATE, YIELD, RecentIds
 from tests.core.storage.whole_file import copied
 
 
@@ -182,6 +183,25 @@ def test_a_full_queue_drops_and_counts(store, monkeypatch, caplog):
     assert 0 < lost < 10
     assert store.rows("SELECT count(*) FROM messages") == [(10 - lost,)]
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+def test_an_application_pauses_briefly_while_a_commit_is_late(store):
+    other = sqlite3.connect(store.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    began = time.perf_counter()
+    store.write([Message("first", 1)])
+    at_once = time.perf_counter() - began
+    time.sleep(2 * LATE)
+    began = time.perf_counter()
+    for i in range(20):
+        store.write([Message(f"m{i}", 1)])
+    late = time.perf_counter() - began
+    other.execute("ROLLBACK")
+    other.close()
+    store.flush()
+    assert late >= 20 * YIELD
+    assert at_once < 20 * YIELD
+    assert store.lost == 0
 
 
 def test_a_lost_message_is_written_again_when_it_comes_again(store):
