@@ -4,15 +4,10 @@ Victims are found by the titles that Ray gives its workers, "ray::CLASS" or "ray
 of the driver. This holds for a Ray that the driver has started itself: there the raylet is the driver's child and the
 workers are the raylet's. The router's actor and the engines' are of one class; the router starts first, so it is the
 oldest. vLLM's own processes, titled "VLLM::...", are children of their engine's actor.
-
-    python -m tests.trainer.chaos --driver PID --run FOLDER --steps 10 --seed 7
-
-breaks something after a random step below 10 and prints what.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import signal
@@ -188,28 +183,3 @@ def _alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Break something in a running cluster run, once.")
-    parser.add_argument("--driver", type=int, required=True, help="process id of `cotune train`")
-    parser.add_argument("--run", type=Path, required=True, help="its run folder")
-    parser.add_argument("--steps", type=int, required=True, help="how many steps it is to make")
-    parser.add_argument("--step-seconds", type=float, default=5.0, help="about how long a step takes")
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--fault", choices=[fault.name for fault in FAULTS], help="default: any of them")
-    given = parser.parse_args(arguments)
-    chance = random.Random(given.seed)
-    moment = random_moment(chance, given.steps, given.step_seconds)
-    if not wait_for(moment, given.run, given.driver):
-        raise SystemExit(f"The run ended before {moment}.")
-    injected = inject(given.driver, chance, [f for f in FAULTS if given.fault in (None, f.name)])
-    if injected is None:
-        raise SystemExit("The run ended, or nothing was found to break.")
-    if next(fault for fault in FAULTS if fault.name == injected.fault).signal is None:
-        psutil.wait_procs([psutil.Process(injected.pid)])
-    print(f"{moment}: {injected}")  # noqa: T201
-
-
-if __name__ == "__main__":
-    main()
