@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cotune.algorithms.recipes import recipe
+from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
 from cotune.integrations.ray.runtime import open_ray
 from cotune.policies import LoraSpec, Policies, PolicySpec

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from cotune.algorithms.recipes import recipe
+from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.policies import LoraSpec, policies_for

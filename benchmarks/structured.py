@@ -21,7 +21,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 
-from cotune.algorithms.recipes import recipe
+from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler

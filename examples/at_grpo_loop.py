@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import Collected, collect
 from cotune.algorithms.groups import build_groups
-from cotune.algorithms.recipes import recipe
 from cotune.algorithms.samples import Sample, TrainRow
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler

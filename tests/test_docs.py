@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cotune.algorithms.recipes import RECIPES
+from cotune.algorithms.catalogue import RECIPES
 from cotune.cli.main import parser
 from cotune.trainer.config.train import TrainConfig, convert
 

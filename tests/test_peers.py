@@ -26,9 +26,9 @@ from cotune.adapters.export import export_run
 from cotune.adapters.manifest import Manifest
 from cotune.adapters.serving import serving
 from cotune.adapters.trained import latest_policies
+from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.prepare import prepare
-from cotune.algorithms.recipes import recipe
 from cotune.errors import GroupError
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler

@@ -11,11 +11,12 @@ import numpy as np
 
 from cotune.algorithms.advantages import FLAT
 from cotune.algorithms.attribution import attribute
+from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect, failure_reward
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.groups import build_groups
 from cotune.algorithms.prepare import prepare
-from cotune.algorithms.recipes import Recipe, recipe
+from cotune.algorithms.recipes import Recipe
 from cotune.errors import GroupError
 from cotune.sampling.plans import PlanKind
 from cotune.storage.run_layout import RunConfig, is_run, read_run

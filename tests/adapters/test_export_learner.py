@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from cotune.adapters.export import export_run
-from cotune.algorithms.recipes import RECIPES
+from cotune.algorithms.catalogue import RECIPES
 from cotune.algorithms.samples import TrainRow
 from cotune.policies import LoraSpec, policies_for
 from cotune.sampling.protocol import fingerprint

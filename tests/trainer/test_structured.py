@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cotune.algorithms.recipes import recipe
+from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import LearnerError, WorkflowError
 from cotune.policies import Policies, PolicySpec

@@ -11,7 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from cotune.algorithms.recipes import recipe
+from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler

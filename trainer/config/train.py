@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
+from cotune.algorithms.catalogue import RECIPES, recipe
 from cotune.algorithms.collect import failure_reward
-from cotune.algorithms.recipes import RECIPES, Recipe, recipe
+from cotune.algorithms.recipes import Recipe
 from cotune.errors import ConfigError, field_and_fault
 from cotune.integrations.chat.tool_formats import check_tool_format
 from cotune.policies import ALL_LINEAR, LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for

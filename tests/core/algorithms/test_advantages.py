@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotune.algorithms.advantages import AdvantageState, advantages
-from cotune.algorithms.recipes import RECIPES, Attribution, Term
+from cotune.algorithms.catalogue import RECIPES
+from cotune.algorithms.recipes import Attribution, Term
 from cotune.algorithms.samples import Sample
 from cotune.errors import GroupError
 from cotune.recording.records import PolicyRef

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cotune.algorithms.catalogue import RECIPES, recipe
 from cotune.algorithms.groups import build_groups
-from cotune.algorithms.recipes import RECIPES, recipe
 from cotune.algorithms.samples import Sample
 from cotune.errors import GroupError
 from cotune.recording.records import PolicyRef

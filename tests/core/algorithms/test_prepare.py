@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.prepare import RoleStats, prepare, train_rows
-from cotune.algorithms.recipes import Filters, recipe
+from cotune.algorithms.recipes import Filters
 from cotune.algorithms.samples import Sample, TrainRow
 from cotune.errors import GroupError
 from cotune.recording.records import PolicyRef

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from cotune.algorithms.advantages import advantages
+from cotune.algorithms.catalogue import RECIPES, recipe
 from cotune.algorithms.filters import REASONS
-from cotune.algorithms.recipes import RECIPES, Attribution, Filters, LossSpec, Recipe, Term, recipe
+from cotune.algorithms.recipes import Attribution, Filters, LossSpec, Recipe, Term
 from cotune.algorithms.samples import Sample
 from cotune.errors import ConfigError
 from cotune.recording.records import PolicyRef

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from cotune.algorithms.advantages import advantages
+from cotune.algorithms.catalogue import RECIPES, recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.groups import build_groups
 from cotune.algorithms.prepare import prepare, train_rows
-from cotune.algorithms.recipes import RECIPES, Term, recipe
+from cotune.algorithms.recipes import Term
 from cotune.errors import GroupError
 from cotune.policies import LoraSpec, policies_for
 from cotune.recording.records import PolicyRef, Reward

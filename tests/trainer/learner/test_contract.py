@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
-from cotune.algorithms.recipes import LossSpec, recipe
+from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, GroupError, LearnerError, RunError
 from cotune.policies import LoraSpec, Policies, PolicySpec, policies_for

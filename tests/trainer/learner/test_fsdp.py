@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import ray
 
-from cotune.algorithms.recipes import LossSpec, recipe
+from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError, LearnerLost, RunError
 from cotune.policies import LoraSpec, Policies, PolicySpec, policies_for
 from cotune.trainer.learner.batching import passes, rank_parts

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from cotune.algorithms.recipes import LossSpec, recipe
+from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.recipes import LossSpec
 from cotune.trainer.learner.loss import Tokens, policy_loss, token_weights
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from cotune.algorithms.recipes import RECIPES, recipe
+from cotune.algorithms.catalogue import RECIPES, recipe
 from cotune.errors import ConfigError
 from cotune.policies import policies_for
 from cotune.trainer.learner.local import LocalLearner

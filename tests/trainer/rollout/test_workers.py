@@ -17,9 +17,9 @@ import msgspec
 import psutil
 import pytest
 
+from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.prepare import prepare
-from cotune.algorithms.recipes import recipe
 from cotune.errors import ConfigError, WorkflowError
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.ray.runtime import RayRuntime

@@ -1,0 +1,141 @@
+"""The recipes by name, and one with single settings replaced."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import msgspec
+
+from cotune.algorithms.recipes import Attribution, Filters, LossSpec, Recipe, Term
+from cotune.errors import ConfigError, field_and_fault
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+_TERMINAL = Attribution(horizon="terminal")
+_ROLLOUT = Term(key=("task",), attribution=_TERMINAL, unit="trajectory")
+_REPLACE = msgspec.structs.replace
+
+RECIPES: Mapping[str, Recipe] = {
+    r.name: r
+    for r in (
+        # arXiv 2510.11062: siblings of one call, r = alpha * team + local of the own turn, clip 0.2, no KL.
+        Recipe(name="at_grpo", plan="tree", terms=(Term(),), filters=Filters(zero_variance=True)),
+        # arXiv 2402.03300, without its KL of 0.04 (set kl). The paper leaves ddof open; this is torch.std's.
+        Recipe(name="grpo", plan="independent", terms=(_ROLLOUT,), loss=LossSpec(aggregation="trajectory_mean")),
+        # arXiv 2503.20783: no std, and no length under the token sum.
+        Recipe(
+            name="dr_grpo",
+            plan="independent",
+            terms=(_REPLACE(_ROLLOUT, scale="none"),),
+            loss=LossSpec(aggregation="constant"),
+        ),
+        # arXiv 2402.14740: a response is one action, so its token log-probabilities are summed.
+        Recipe(
+            name="rloo",
+            plan="independent",
+            terms=(_REPLACE(_ROLLOUT, baseline="leave_one_out", scale="none"),),
+            loss=LossSpec(aggregation="constant"),
+        ),
+        # arXiv 2602.08847: mean and std per role over its active steps, population formula.
+        Recipe(
+            name="dr_mas",
+            plan="independent",
+            terms=(Term(key=("task", "role"), attribution=_TERMINAL, ddof=0),),
+        ),
+        # arXiv 2507.18071: one ratio per response, clipped far tighter.
+        Recipe(
+            name="gspo",
+            plan="independent",
+            terms=(_ROLLOUT,),
+            loss=LossSpec(ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="trajectory_mean"),
+        ),
+        # arXiv 2503.14476: clip-higher, dynamic sampling, token mean.
+        Recipe(
+            name="dapo",
+            plan="independent",
+            terms=(_ROLLOUT,),
+            filters=Filters(zero_variance=True),
+            loss=LossSpec(clip_high=0.28),
+        ),
+        # arXiv 2506.13585: the weight is clipped, not the update; no lower bound; dynamic sampling, token mean.
+        Recipe(
+            name="cispo",
+            plan="independent",
+            terms=(_ROLLOUT,),
+            filters=Filters(zero_variance=True),
+            loss=LossSpec(style="cispo", clip_low=1.0, clip_high=4.0),
+        ),
+    )
+}
+
+ANY_PLAN = ("gspo", "dapo", "cispo")
+"""Recipes that are a loss for any grouping: under a tree plan they take the groups of at_grpo."""
+
+_PARTS: dict[str, type[msgspec.Struct]] = {"loss": LossSpec, "filters": Filters, "attribution": Attribution}
+_OWNER = {name: part for part, struct in _PARTS.items() for name in struct.__struct_fields__}
+_TERM = ("key", "baseline", "scale", "ddof", "eps", "unit", "decay")
+
+
+def recipe(name: str, **overrides: Any) -> Recipe:
+    """The recipe `name` with single settings replaced; each setting is named as in its struct.
+
+    `alpha`, `weights`, `horizon`, ... and `baseline`, `scale`, ... apply to every term. `weights` without `other`
+    leaves unlisted components out. `plan` takes the groups with it: gspo, dapo and cispo compare siblings under a
+    tree plan, and own-turn rewards take in the outcome under independent rollouts. Raises ConfigError for an
+    unknown name, setting or value.
+    """
+    if name not in RECIPES:
+        raise ConfigError("recipe", name, f"one of {', '.join(sorted(RECIPES))}")
+    chosen = RECIPES[name]
+    if "plan" in overrides:
+        chosen = _under(chosen, overrides.pop("plan"))
+    if "weights" in overrides:
+        overrides.setdefault("other", 0.0)
+    changes: dict[str, dict[str, Any]] = {"loss": {}, "filters": {}, "attribution": {}, "term": {}}
+    for field, value in overrides.items():
+        part = "term" if field in _TERM else _OWNER.get(field)
+        if part is None:
+            raise ConfigError(f"recipe.{field}", value, f"one of {', '.join(sorted([*_OWNER, *_TERM, 'plan']))}")
+        changes[part][field] = value
+    terms = tuple(
+        _convert(term, {**changes["term"], "attribution": _convert(term.attribution, changes["attribution"])})
+        for term in chosen.terms
+    )
+    return _REPLACE(
+        chosen,
+        terms=terms,
+        loss=_convert(chosen.loss, changes["loss"]),
+        filters=_convert(chosen.filters, changes["filters"]),
+    )
+
+
+def _under(chosen: Recipe, plan: Any) -> Recipe:
+    if plan not in ("tree", "independent"):
+        raise ConfigError("recipe.plan", plan, "tree or independent")
+    terms, loss = chosen.terms, chosen.loss
+    if plan == "tree" and chosen.name in ANY_PLAN:
+        terms = RECIPES["at_grpo"].terms
+        if loss.aggregation == "trajectory_mean":
+            loss = _REPLACE(loss, aggregation="sequence_mean")
+    if plan == "independent" and chosen.plan == "tree":
+        terms = tuple(_REPLACE(t, attribution=_REPLACE(t.attribution, outcome=True)) for t in terms)
+    return _REPLACE(chosen, plan=plan, terms=terms, loss=loss)
+
+
+def _convert(struct: S, changes: Mapping[str, Any]) -> S:
+    fields = {**msgspec.structs.asdict(struct), **changes}
+    for field, value in changes.items():
+        if isinstance(value, msgspec.Struct):
+            fields[field] = msgspec.to_builtins(value)
+    try:
+        return msgspec.convert(fields, type(struct), strict=False)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        path, message = field_and_fault(error)
+        field = re.split(r"\W", path)[0]
+        options = get_args(get_type_hints(type(struct)).get(field))
+        allowed = f"one of {', '.join(options)}" if options and isinstance(options[0], str) else message
+        raise ConfigError(f"recipe.{field}", fields.get(field), allowed) from None
