@@ -36,8 +36,8 @@ from cotune.integrations.openai.chat_request import ChatRequest
 from cotune.integrations.openai.completions import completion_of
 from cotune.integrations.openai.sse import to_stream
 from cotune.recording.pending_call import CallerContext
-from cotune.recording.recorder import LiveCall, LiveEpisode
-from cotune.recording.records import Record, Task
+from cotune.recording.recorder import LiveCall, LiveEpisode, Nowhere
+from cotune.recording.records import Task
 from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.request_params import template_options
 
@@ -207,7 +207,7 @@ class ChatEndpoint:
         self.in_flight = 0
         self.counts: Counter[str] = Counter()
         self.not_enforced: Counter[str] = Counter()
-        self._episode = LiveEpisode(_Discard(), Task(id="serve", input=None), workflow="serve")
+        self._episode = LiveEpisode(Nowhere(), Task(id="serve", input=None), workflow="serve")
         self._token_text = functools.lru_cache(None)(local.token_text)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -291,10 +291,3 @@ class _Responder(LocalResponder):
             raise
         except SamplerError as error:
             raise RequestError(400, str(error), param="messages", code="invalid_value") from None
-
-
-class _Discard:
-    """A sink: nothing of what is served is recorded."""
-
-    def write(self, records: Sequence[Record]) -> None:
-        pass

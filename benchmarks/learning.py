@@ -31,10 +31,13 @@ from benchmarks.plan_path_agents import DEMONSTRATORS, MAX_TOKENS, WORKFLOWS, ba
 from cotune.adapters.trained import TrainedPolicy, latest_policies
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.recording.recorder import Nowhere
 from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import SamplingParams
+from cotune.recording.rollout import EpisodeBatch
+from cotune.sampling.protocol import UNSHAPED, SamplingParams
+from cotune.sampling.responder import PolicyResponder
 from cotune.tasks import as_tasks
-from cotune.trainer.evaluation.run import Evaluation, Players, evaluate_policies
+from cotune.trainer.evaluation.run import Evaluation, evaluate_episodes
 from cotune.trainer.evaluation.statistics import share
 from cotune.trainer.train import resume, train
 
@@ -216,9 +219,18 @@ async def play(row: Row, players: Mapping[str, TrainedPolicy], model: Path, sett
             assert policy.weights is not None
             await sampler.publish(refs[role], policy.weights, policy.lora if policy.kind == "lora" else None)
         chat = ChatTemplate.load(model)
-        params = SamplingParams(max_tokens=MAX_TOKENS)
-        players = Players(sampler=sampler, chat=chat, roles=refs)
-        return await evaluate_policies(flow, tasks, players, label="row", params=params, temperature=1.0)
+        responder = PolicyResponder(
+            sampler,
+            chat,
+            refs,
+            scorers=flow.scorers,
+            defaults=SamplingParams(max_tokens=MAX_TOKENS),
+            override={"temperature": 1.0, **UNSHAPED},
+            seed=0,
+            stream="eval",
+        )
+        batch = EpisodeBatch(tasks=tasks, sink=Nowhere(), phase="eval")
+        return await evaluate_episodes(flow, batch, responder, label="row")
     finally:
         await sampler.aclose()
 

@@ -37,7 +37,7 @@ from cotune.integrations.samplers.vllm.engine import VllmSampler
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Sampler, SamplerInfo, SamplingParams, Weights
-from cotune.trainer.publish import Proof, prove_publish
+from cotune.trainer.publish import Probe, Proof, prove_publish
 
 LORA = LoraSpec(rank=16, alpha=32.0)
 PROBE = [[1, *range(start, start + 40)] for start in (100, 200, 300, 400)]
@@ -149,9 +149,7 @@ async def one(sampler: Any, ref: PolicyRef, weights: Weights, before: Proof | No
         weights,
         LORA,
         previous=before,
-        probe=PROBE,
-        trainer_logprobs=lambda rows: logprobs(model, rows),
-        bound=1e-4,
+        probe=Probe(PROBE, lambda rows: logprobs(model, rows), 1e-4),
         retire=[before.policy] if before else [],
     )
 

@@ -49,8 +49,10 @@ def as_task(value: Any, number: int) -> Task:
     return Task(id=str(number), input=value)
 
 
-def as_tasks(values: Iterable[Any]) -> list[Task]:
-    """Tasks from Python values; raises ConfigError when there are none or two share an id."""
+def as_tasks(values: str | Path | Iterable[Any]) -> list[Task]:
+    """Tasks of a JSON-lines file, or from Python values. Raises ConfigError when there are none or two share an id."""
+    if isinstance(values, str | Path):
+        return load_tasks(values)
     tasks = [as_task(value, number) for number, value in enumerate(values, 1)]
     if not tasks:
         raise ConfigError("tasks", [], "at least one task", _EXAMPLE)

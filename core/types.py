@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cotune.adapters.deployed import Deployment
     from cotune.integrations.gateway.server import Gate
     from cotune.trainer.config.train import TrainConfig
+    from cotune.trainer.evaluation.modes import EvaluationOptions
     from cotune.trainer.evaluation.report import EvaluationReport
     from cotune.trainer.train import RunSummary
 else:
@@ -23,6 +24,7 @@ else:
         __name__,
         {
             "Deployment": "cotune.adapters.deployed",
+            "EvaluationOptions": "cotune.trainer.evaluation.modes",
             "EvaluationReport": "cotune.trainer.evaluation.report",
             "Gate": "cotune.integrations.gateway.server",
             "RunSummary": "cotune.trainer.train",
@@ -35,6 +37,7 @@ __all__ = [
     "CallRequest",
     "Candidate",
     "Deployment",
+    "EvaluationOptions",
     "EvaluationReport",
     "Gate",
     "GroupScorer",

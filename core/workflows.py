@@ -155,7 +155,10 @@ def workflow(
 
 
 def workflow_of(obj: object) -> Workflow:
-    """The Workflow of a decorated function. Raises WorkflowError for anything else."""
+    """The Workflow of a decorated function, or of its name. Raises WorkflowError for anything else, and as
+    `load_workflow`."""
+    if isinstance(obj, str):
+        return load_workflow(obj)
     if isinstance(obj, Workflow):
         return obj
     found = getattr(obj, "cotune", None)

@@ -52,7 +52,7 @@ async def open_run(
         cluster = _cluster(config, folder, workflow, stack, say) if config.cluster.address else None
         sampler, chat = await _open_model(config, stack, cluster, say)
         if saved is None:
-            seen = await preflight(config, workflow, tasks, plan, recipe, store, sampler, chat, say)
+            seen = await preflight(config, workflow, tasks, store, sampler, chat, say)
             policies = config.resolve_policies(seen.roles, scored=scored)
             notes = [*seen.notes, *filter(None, seen.lessons(policies, recipe))]
         else:

@@ -129,10 +129,10 @@ class Progress:
 
 
 @contextlib.contextmanager
-def episode_bar(console: Console, total: int) -> Iterator[Callable[[Episode], None]]:
+def episode_bar(console: Console, total: int, name: str = "episodes") -> Iterator[Callable[[Episode], None]]:
     """A bar over episodes (nothing where there is no terminal); yields what advances it."""
     with Bars(console=console, disable=not console.is_terminal) as bars:
-        bar = bars.add_task("episodes", total=total)
+        bar = bars.add_task(name, total=total)
         yield lambda episode: bars.advance(bar)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -38,6 +39,16 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     probe_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class Probe:
+    """Prompts (token ids) that a version is sampled with, the trainer's log-probabilities of rows, and the largest mean
+    gap between both, in nats."""
+
+    prompts: Sequence[Sequence[int]]
+    logprobs: Callable[[Sequence[TrainRow]], Sequence[npt.NDArray[Any]]]
+    bound: float = 1e-2
+
+
 def norm(weights: Weights) -> float:
     """L2 norm over all tensors, summed in double precision."""
     return math.sqrt(sum(float(np.square(array, dtype=np.float64).sum()) for array in weights.values()))
@@ -50,21 +61,18 @@ async def prove_publish(
     lora: LoraSpec | None = None,
     *,
     previous: Proof | None = None,
-    probe: Sequence[Sequence[int]] = (),
-    trainer_logprobs: Callable[[Sequence[TrainRow]], Sequence[npt.NDArray[Any]]] | None = None,
-    bound: float = 1e-2,
+    probe: Probe | None = None,
     retire: Sequence[PolicyRef] = (),
 ) -> Proof:
     """Publish a version, prove that it is served, then retire older ones.
 
     Checks, in order: that the weights are other than those of the `previous` proof; the fingerprint of what arrived;
-    the mean probe gap against `bound` (nats), on one completion per `probe` prompt (token ids). Raises SyncError with
-    the figures.
+    the mean gap of the `probe`, on one completion per prompt. Raises SyncError with the figures.
     """
     proof = _moved(policy, weights, previous)
     await publish_verified(sampler, policy, weights, lora, proof.fingerprint)
-    if probe and trainer_logprobs is not None:
-        proof = await _probe(sampler, proof, probe, trainer_logprobs, bound)
+    if probe is not None and probe.prompts:
+        proof = await _probed(sampler, proof, probe)
     for old in retire:
         await sampler.retire(old)
     return proof
@@ -85,14 +93,8 @@ def _moved(policy: PolicyRef, weights: Weights, previous: Proof | None) -> Proof
     return msgspec.structs.replace(proof, norm_moved=abs(proof.norm - previous.norm))
 
 
-async def _probe(
-    sampler: Sampler,
-    proof: Proof,
-    prompts: Sequence[Sequence[int]],
-    trainer_logprobs: Callable[[Sequence[TrainRow]], Sequence[npt.NDArray[Any]]],
-    bound: float,
-) -> Proof:
-    completions = await asyncio.gather(*(sampler.sample(ids, 1, PROBE, proof.policy) for ids in prompts))
+async def _probed(sampler: Sampler, proof: Proof, probe: Probe) -> Proof:
+    completions = await asyncio.gather(*(sampler.sample(ids, 1, PROBE, proof.policy) for ids in probe.prompts))
     rows = [
         TrainRow(
             id=f"probe.{i}",
@@ -103,19 +105,18 @@ async def _probe(
             advantage=0.0,
             version=proof.policy.version,
         )
-        for i, (ids, (completion,)) in enumerate(zip(prompts, completions, strict=True))
+        for i, (ids, (completion,)) in enumerate(zip(probe.prompts, completions, strict=True))
         if completion.token_ids
     ]
     if not rows:
         raise SyncError(f"The probe of {proof.policy} came back empty.", "Probe with other prompts.")
-    trained = np.concatenate([np.asarray(a, dtype=np.float64) for a in await asyncio.to_thread(trainer_logprobs, rows)])
-    sampled = np.concatenate([np.asarray(row.logprobs, dtype=np.float64) for row in rows])
-    gap = np.abs(trained - sampled)
+    trained = np.concatenate(await asyncio.to_thread(probe.logprobs, rows), dtype=np.float64)
+    gap = np.abs(trained - np.concatenate([row.logprobs for row in rows]))
     mean, worst = float(gap.mean()), float(gap.max())
-    if not mean <= bound:
+    if not mean <= probe.bound:
         raise SyncError(
             f"Policy {proof.policy}: sampler and trainer differ by {mean:.3g} nats a token (at most {worst:.3g}) over "
-            f"{gap.size} tokens; the bound is {bound:g}.",
+            f"{gap.size} tokens; the bound is {probe.bound:g}.",
             "The sampler does not serve the weights that were sent, or computes in lower precision: raise the bound "
             "only for the latter.",
         )

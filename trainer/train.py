@@ -20,7 +20,7 @@ from cotune.runtime.interrupts import stop_by
 from cotune.runtime.process_exit import go_on
 from cotune.runtime.run_sync import run_sync
 from cotune.storage.run_layout import read_metrics, read_run_json
-from cotune.tasks import as_tasks, load_tasks
+from cotune.tasks import as_tasks
 from cotune.trainer.checkpoint import load_checkpoint
 from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.held_out import held_out_tasks, overlap
@@ -30,7 +30,7 @@ from cotune.trainer.progress import Progress
 from cotune.trainer.resume import apply_changes, base_digests, check_base, check_tasks, relocated, tasks_digest
 from cotune.trainer.run import Run
 from cotune.trainer.run_folder import RunFolder
-from cotune.workflows import Workflow, WorkflowSource, load_workflow, workflow_of
+from cotune.workflows import Workflow, WorkflowSource, workflow_of
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +65,8 @@ def train(
     `workflow` is a decorated function or "module:attribute", `tasks` a JSON-lines file or values; `config` and
     `settings` are fields of TrainConfig. Raises CotuneError subclasses before work starts for bad input.
     """
-    flow = _workflow(workflow)
-    listed = _tasks(tasks)
+    flow = workflow_of(workflow)
+    listed = as_tasks(tasks)
     chosen = _config(config, settings)
     chosen.resolve_plan(list(flow.scorers))
     if (base := locate_model(chosen.model)) and Path(chosen.model).expanduser().is_dir():
@@ -144,21 +144,13 @@ def _resumed_app(
     if workflow is None or tasks is None:
         name = "workflow" if workflow is None else "tasks"
         raise ConfigError(name, None, "given: the run was started from Python and did not record where it is")
-    return _workflow(workflow), _tasks(tasks)
+    return workflow_of(workflow), as_tasks(tasks)
 
 
 def absolute(spec: str) -> str:
     """`spec` of a workflow with the file, if it names one, by its whole path."""
     source, _, name = spec.rpartition(":")
     return f"{Path(source).resolve()}:{name}" if source.endswith(".py") else spec
-
-
-def _workflow(given: WorkflowSource) -> Workflow:
-    return load_workflow(given) if isinstance(given, str) else workflow_of(given)
-
-
-def _tasks(given: str | Path | Iterable[Any]) -> list[Task]:
-    return load_tasks(given) if isinstance(given, str | Path) else as_tasks(given)
 
 
 def _config(config: TrainConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> TrainConfig:

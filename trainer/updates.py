@@ -11,7 +11,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import SleepingSampler
 from cotune.trainer.metrics import Updates, moved
-from cotune.trainer.publish import prove_publish
+from cotune.trainer.publish import Probe, prove_publish
 from cotune.trainer.run import Run
 from cotune.trainer.schedule import lr_scale
 from cotune.trainer.step_report import StepReport
@@ -67,9 +67,7 @@ async def publish_version(run: Run, policy: str, version: int, *, probe: Sequenc
         await asyncio.to_thread(run.learner.weights, policy),
         spec.lora if spec.kind == "lora" else None,
         previous=served[-1] if served else None,
-        probe=probe,
-        trainer_logprobs=lambda rows: run.learner.logprobs(policy, rows),
-        bound=run.config.probe_bound,
+        probe=Probe(probe, lambda rows: run.learner.logprobs(policy, rows), run.config.probe_bound),
         retire=[old.policy for old in outdated],
     )
     run.published[policy] = [*served[len(outdated) :], proof]

@@ -1,4 +1,4 @@
-"""Flags that set fields of the training configuration: their type, choices, default and help are the field's own."""
+"""Flags that set fields of a configuration: their type, choices, default and help are the field's own."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ RUN = {
     "cluster.address": ("--cluster", "ADDRESS"),
     "evaluation.tasks": ("--eval-tasks", "FILE"),
 }
-"""By field, its flag and what stands for its value."""
+"""By field of a run, its flag and what stands for its value."""
+_FLAGS = {**RUN, "limit": ("--limit", "N"), "timeout": ("--timeout", "SECONDS"), "out": ("--out", "DIR")}
 
 
-def add_fields(command: Any, *names: str, **texts: str) -> None:
-    """Add the flags of these fields; `texts` replace the documentation of some."""
+def add_fields(command: Any, *names: str, table: type[msgspec.Struct] | None = None, **texts: str) -> None:
+    """Add the flags of these fields of `table` (default: a run's configuration); `texts` replace the help of some."""
     from cotune.trainer.config.train import TrainConfig
 
     for name in names:
-        kind, default, text = _field(TrainConfig, name)
-        flag, stands_for = RUN[name]
+        kind, default, text = _field(table or TrainConfig, name)
+        flag, stands_for = _FLAGS[name]
         choices = next((get_args(part) for part in (kind, *get_args(kind)) if get_origin(part) is Literal), None)
         number = next((part for part in (kind, *get_args(kind)) if part in (int, float)), None)
         text = texts.get(name, text.rstrip(".") if text[1:2].isupper() else f"{text[:1].lower()}{text[1:]}".rstrip("."))

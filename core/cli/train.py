@@ -175,15 +175,15 @@ def _run_train(a: argparse.Namespace) -> int:
 
 def add_eval(commands: Any) -> None:
     """Add `cotune eval`."""
+    from cotune.trainer.evaluation.modes import EvaluationOptions
 
     def run(a: argparse.Namespace) -> int:
         tell(f"loading {a.workflow} and {a.run_folder} ...")
         from cotune.trainer.evaluation.evaluate import evaluate
         from cotune.trainer.evaluation.report import render
 
-        settings = {"limit": a.limit, "concurrency": a.concurrency, "out": a.out, "prices": prices(a.price)}
-        settings |= {"timeout": a.timeout, **given(a)}
-        report = evaluate(a.run_folder, a.workflow, a.tasks, modes=tuple(a.modes.split(",")), **settings)
+        settings = {"modes": tuple(a.modes.split(",")), "prices": prices(a.price), **given(a)}
+        report = evaluate(a.run_folder, a.workflow, a.tasks, **settings)
         terminal().print(render(report))
         return 1 if report.broken else 0
 
@@ -208,8 +208,4 @@ def add_eval(commands: Any) -> None:
         metavar="MODEL=IN/OUT",
         help="what a million prompt and completion tokens of a model cost (or of a policy, by its name); repeatable",
     )
-    command.add_argument("--limit", type=int, help="take only the first N tasks")
-    command.add_argument("--concurrency", type=int, default=64, help="episodes in flight (default: %(default)s)")
-    command.add_argument("--timeout", type=float, default=600.0, help="seconds for one episode (default: %(default)s)")
-    command.add_argument("--out", metavar="DIR", help="also write the records and evaluation.json to this new folder")
-    add_fields(command, "roles_by")
+    add_fields(command, "limit", "concurrency", "timeout", "out", "roles_by", table=EvaluationOptions)

@@ -256,7 +256,7 @@ class LiveEpisode:
         self._ending = 0
         self._open = {}
         self._records = CallRecords(self.redaction, self._lock, self.warn)
-        self.sink = _Nowhere()
+        self.sink = Nowhere()
 
     def end(
         self,
@@ -328,5 +328,7 @@ class LiveEpisode:
             self.warn("lost", f"The store refused {len(records)} records.", broken)
 
 
-class _Nowhere:
+class Nowhere:
+    """A sink that keeps nothing."""
+
     def write(self, records: Sequence[Record]) -> None: ...

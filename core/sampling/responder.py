@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from cotune.sampling.request_params import fixes_form, request_params, template_
 from cotune.sampling.scoring import AnyScorer, score
 
 
+@dataclass(eq=False)
 class PolicyResponder:
     """Answers each call with the policy of its role.
 
@@ -33,41 +35,24 @@ class PolicyResponder:
     that leaves no room for a reply is refused before it is sampled, and a reply is cut to the room that there is.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        chat: ChatFormat,
-        policies: Mapping[str, PolicyRef],
-        *,
-        plan: Plan | None = None,
-        scorers: Mapping[str, AnyScorer] | None = None,
-        attribution: Attribution | None = None,
-        defaults: SamplingParams | None = None,
-        override: Mapping[str, Any] | None = None,
-        provider_roles: Collection[str] = (),
-        others: PolicyRef | None = None,
-        seed: int | None = None,
-        stream: str = "",
-        max_model_len: int | None = None,
-    ) -> None:
-        self.sampler = sampler
-        self.chat = chat
-        self.policies = policies
-        self.plan = plan
-        self.scorers = scorers or {}
-        self.attribution = attribution or Attribution()
-        self.defaults = defaults or SamplingParams()
-        self.override = override
-        self.provider_roles = provider_roles
-        self.others = others
-        self.seed = seed
-        self.stream = stream
-        self.max_model_len = max_model_len
-        self.passed_through: Counter[str] = Counter()
-        """Calls by role that the application's provider answers."""
-        self.unlisted: Counter[str] = Counter()
-        """Calls by role that has neither a policy nor a place among `provider_roles`, whoever answers."""
-        self.scorer_errors: Counter[str] = Counter()
+    sampler: Sampler
+    chat: ChatFormat
+    policies: Mapping[str, PolicyRef]
+    plan: Plan | None = None
+    scorers: Mapping[str, AnyScorer] = field(default_factory=dict)
+    attribution: Attribution = field(default_factory=Attribution)
+    defaults: SamplingParams = field(default_factory=SamplingParams)
+    override: Mapping[str, Any] | None = None
+    provider_roles: Collection[str] = ()
+    others: PolicyRef | None = None
+    seed: int | None = None
+    stream: str = ""
+    max_model_len: int | None = None
+    passed_through: Counter[str] = field(default_factory=Counter, init=False)
+    """Calls by role that the application's provider answers."""
+    unlisted: Counter[str] = field(default_factory=Counter, init=False)
+    """Calls by role that has neither a policy nor a place among `provider_roles`, whoever answers."""
+    scorer_errors: Counter[str] = field(default_factory=Counter, init=False)
 
     async def respond(self, call: LiveCall) -> Answer | None:
         """Answer with K scored candidates, or None for a role that no policy here plays.

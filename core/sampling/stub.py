@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
@@ -26,6 +27,7 @@ _STOPPED_AFTER = 4
 """Times the call limit after which even an application that swallows the refusal is stopped."""
 
 
+@dataclass(eq=False, kw_only=True)
 class StubResponder:
     """Answers every call by itself; nothing is contacted. Plan, scorers and selection work as in training.
 
@@ -37,34 +39,21 @@ class StubResponder:
     samples with, whatever the application asks.
     """
 
-    def __init__(
-        self,
-        *,
-        plan: Plan | None = None,
-        scorers: Mapping[str, AnyScorer] | None = None,
-        attribution: Attribution | None = None,
-        provider_roles: Collection[str] = (),
-        answers: Sequence[str] = (),
-        call_tools: bool = True,
-        limit: int = 64,
-        sampling: Mapping[str, Any] | None = None,
-        variant: int = 0,
-    ) -> None:
-        self.plan = plan
-        self.scorers = scorers or {}
-        self.attribution = attribution
-        self.provider_roles = provider_roles
-        self.answers = answers
-        self.call_tools = call_tools
-        self.limit = limit
-        self.calls: Counter[str] = Counter()
-        """Calls by episode, refused ones too."""
-        self.sampling = sampling
-        self.variant = variant
-        self.branched = False
-        """Whether an answer was one of several that could have led elsewhere."""
-        self._used: Counter[tuple[str, str, str]] = Counter()
-        self._made: Counter[tuple[str, str, str]] = Counter()
+    plan: Plan | None = None
+    scorers: Mapping[str, AnyScorer] = field(default_factory=dict)
+    attribution: Attribution = field(default_factory=Attribution)
+    provider_roles: Collection[str] = ()
+    answers: Sequence[str] = ()
+    call_tools: bool = True
+    limit: int = 64
+    sampling: Mapping[str, Any] | None = None
+    variant: int = 0
+    calls: Counter[str] = field(default_factory=Counter, init=False)
+    """Calls by episode, refused ones too."""
+    branched: bool = field(default=False, init=False)
+    """Whether an answer was one of several that could have led elsewhere."""
+    _used: Counter[tuple[str, str, str]] = field(default_factory=Counter, init=False)
+    _made: Counter[tuple[str, str, str]] = field(default_factory=Counter, init=False)
 
     async def respond(self, call: LiveCall) -> Answer:
         """Made-up candidates with the rewards of the role's scorer."""

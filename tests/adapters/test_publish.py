@@ -14,7 +14,7 @@ from cotune.errors import SyncError
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
-from cotune.trainer.publish import Proof, norm, prove_publish
+from cotune.trainer.publish import Probe, Proof, norm, prove_publish
 
 OLD, NEW = PolicyRef("writer", 1), PolicyRef("writer", 2)
 
@@ -71,7 +71,7 @@ def test_norm_is_over_all_tensors() -> None:
 
 def test_proof_has_the_figures_and_older_versions_are_retired_last() -> None:
     sampler = Scripted()
-    options = {"previous": previous(1.0), "probe": [(7, 8), (9,)], "trainer_logprobs": trainer(-0.501, -0.998)}
+    options = {"previous": previous(1.0), "probe": Probe([(7, 8), (9,)], trainer(-0.501, -0.998))}
     proof = prove(sampler, weights(1.5), retire=[OLD], **options)
     assert proof.policy == NEW
     assert proof.fingerprint == fingerprint(weights(1.5))
@@ -98,13 +98,13 @@ def test_an_update_that_changed_nothing() -> None:
 def test_a_sampler_that_samples_from_other_weights() -> None:
     sampler = Scripted()
     with pytest.raises(SyncError, match=r"differ by 0.2 nats a token \(at most 0.3\) over 2 tokens; the bound is 0.01"):
-        prove(sampler, weights(1.0), probe=[(7,)], trainer_logprobs=trainer(-0.6, -1.3), retire=[OLD])
+        prove(sampler, weights(1.0), probe=Probe([(7,)], trainer(-0.6, -1.3)), retire=[OLD])
     assert "retire writer@1" not in sampler.log
 
 
 def test_a_gap_that_is_no_number() -> None:
     with pytest.raises(SyncError, match="nan"):
-        prove(Scripted(), weights(1.0), probe=[(7,)], trainer_logprobs=trainer(float("nan"), -1.0))
+        prove(Scripted(), weights(1.0), probe=Probe([(7,)], trainer(float("nan"), -1.0)))
 
 
 def test_weights_that_are_not_finite() -> None:

@@ -28,7 +28,7 @@ from cotune.sampling.stub import StubResponder
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunLayout
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.tasks import as_tasks, load_tasks
+from cotune.tasks import as_tasks
 from cotune.trainer.check.findings import (
     blocking,
     call_findings,
@@ -44,7 +44,7 @@ from cotune.trainer.check.report import CallCheck, CheckReport, Finding, Framewo
 from cotune.trainer.check.runs import run_tasks
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.preflight import faults, rewards_by_role
-from cotune.workflows import Workflow, load_workflow, workflow_of
+from cotune.workflows import Workflow, workflow_of
 
 
 def check(
@@ -70,9 +70,8 @@ def check(
     for name, value in (("limit", limit), ("calls", calls), ("timeout", timeout)):
         if value <= 0:
             raise ConfigError(name, value, "a number above 0")
-    flow = load_workflow(workflow) if isinstance(workflow, str) else workflow_of(workflow)
-    flow = flow.named_by(config.roles_by)
-    listed = (load_tasks(tasks) if isinstance(tasks, str | Path) else as_tasks(tasks))[:limit]
+    flow = workflow_of(workflow).named_by(config.roles_by)
+    listed = as_tasks(tasks)[:limit]
     plan, recipe, why = config.resolve_plan(list(flow.scorers))
     chat = _chat(model)
 

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from cotune.recording.records import Call
+from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.statistics import Interval, mean
 
 MILLION = 1_000_000
-
-Prices = Mapping[str, tuple[float, float]]
-"""Price of a million prompt tokens and of a million completion tokens, by model name, or policy name for policies."""
 
 
 class TokenCounts(msgspec.Struct, kw_only=True):

@@ -3,180 +3,168 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from cotune.adapters.manifest import is_export
 from cotune.errors import ConfigError
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.policies import stand_in
-from cotune.recording.records import Task
+from cotune.recording.recorder import Nowhere
+from cotune.recording.records import Episode, Task
+from cotune.recording.rollout import EpisodeBatch
 from cotune.runtime.run_sync import run_sync
 from cotune.sampling.protocol import SamplingParams
-from cotune.storage.protocol import Store
+from cotune.sampling.responder import PolicyResponder
 from cotune.storage.run_layout import RunLayout, read_run_json
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.tasks import as_tasks, load_tasks
+from cotune.tasks import as_tasks
+from cotune.terminal import terminal
 from cotune.trainer.config.train import convert
-from cotune.trainer.evaluation.cost import Prices
-from cotune.trainer.evaluation.modes import USUAL, check_modes, lineups, pairs
-from cotune.trainer.evaluation.policies import open_evaluated_policies
-from cotune.trainer.evaluation.progress import EvaluationProgress, OnMode
-from cotune.trainer.evaluation.remarks import remarks
-from cotune.trainer.evaluation.report import EvaluationReport, compare
-from cotune.trainer.evaluation.run import Evaluation, EvaluationOptions, Players, evaluate_episodes, evaluate_policies
+from cotune.trainer.evaluation.modes import USUAL, EvaluationOptions, Prices, check_modes, lineups, pairs
+from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies
+from cotune.trainer.evaluation.report import EvaluationReport, compare, remarks
+from cotune.trainer.evaluation.run import Evaluation, evaluate_episodes
+from cotune.trainer.progress import episode_bar
 from cotune.trainer.run_folder import write_atomically
-from cotune.workflows import Workflow, WorkflowSource, load_workflow, workflow_of
+from cotune.workflows import Workflow, WorkflowSource, workflow_of
+
+OnMode = Callable[[str], contextlib.AbstractContextManager[Callable[[Episode], None] | None]]
 
 
 def evaluate(
     source: str | Path,
     workflow: WorkflowSource,
     tasks: str | Path | Iterable[Any],
-    *,
-    modes: Sequence[str] = USUAL,
-    limit: int | None = None,
-    model: str | None = None,
-    max_tokens: int | None = None,
-    concurrency: int = 64,
-    timeout: float | None = 600.0,
-    seed: int = 0,
-    threads: int = 1,
-    out: str | Path | None = None,
-    prices: Prices | None = None,
-    roles_by: str | None = None,
+    options: EvaluationOptions | None = None,
+    **settings: Any,
 ) -> EvaluationReport:
     """Evaluate a run's newest checkpoint, or an export, on held-out tasks, one episode per task and mode.
 
-    `workflow` is a workflow or its name (`app:solve`); `tasks` a file of JSON lines or a sequence, of which the
-    first `limit` are taken. `max_tokens` limits answers where the application does not (default: as in training, or
-    256 for an export; in the modes `as_deployed` the model's context, as in `deployed`). An episode that takes longer
-    than `timeout` seconds has failed. `out` is a folder for the records and `evaluation.json`; without it nothing is
-    stored. `roles_by` says what names the roles (default: what did in the run). Raises CotuneError subclasses for bad
-    input, before any model is loaded, and WorkflowError when every episode failed.
+    `workflow` is a workflow or its name (`app:solve`); `tasks` a file of JSON lines or a sequence; `settings` are
+    fields of `options`. Raises CotuneError subclasses for bad input, before any model is loaded, and WorkflowError when
+    every episode failed.
     """
-    chosen = check_modes(modes)
-    out = None if out is None else Path(out).absolute()
-    app = load_workflow(workflow) if isinstance(workflow, str) else workflow_of(workflow)
-    held_out = load_tasks(tasks) if isinstance(tasks, str | Path) else as_tasks(tasks)
-    held_out = held_out[:limit]
-    if not held_out:
-        raise ConfigError("limit", limit, "1 or more")
-    _check_out(out)
-    if timeout is not None and not timeout > 0:
-        raise ConfigError("timeout", timeout, "seconds above 0")
-    evaluated = open_evaluated_policies(source, model)
-    trained = None if is_export(Path(source)) else convert(read_run_json(source)["config"])
-    app = app.named_by(roles_by or (trained.roles_by if trained else None))
-    params = SamplingParams(max_tokens=max_tokens or (trained.sampling if trained else SamplingParams()).max_tokens)
-
-    async def run() -> EvaluationReport:
-        async with contextlib.AsyncExitStack() as stack:
-            progress = stack.enter_context(EvaluationProgress())
-            progress.say(f"loading the model {evaluated.model} ...")
-            chat = ChatTemplate.load(evaluated.model, evaluated.tool_format)
-            sampler = await TransformersSampler.open(evaluated.model, threads=threads)
-            stack.push_async_callback(sampler.aclose)
-            progress.say("publishing the policies ...")
-            await evaluated.publish(sampler)
-            info = await sampler.info()
-            players = Players(
-                sampler=sampler,
-                chat=chat,
-                roles=evaluated.roles,
-                provider_roles=evaluated.provider_roles,
-                others=stand_in(evaluated.other_roles),
-            )
-            options = EvaluationOptions(
-                concurrency=concurrency,
-                timeout=timeout,
-                sink=_open_store(out, stack),
-                seed=seed,
-                prices=prices or {},
-            )
-            return await evaluate_modes(
-                app,
-                held_out,
-                players,
-                trained=evaluated.trained,
-                modes=chosen,
-                params=params,
-                deployed_params=params if max_tokens else SamplingParams(max_tokens=info.max_model_len),
-                options=options,
-                on_mode=progress.mode,
-            )
-
-    report = run_sync(run())
+    chosen = msgspec.structs.replace(options or EvaluationOptions(), **settings)
+    out = None if chosen.out is None else RunLayout(Path(chosen.out).absolute())
+    app = workflow_of(workflow)
+    held_out = as_tasks(tasks)[: chosen.limit]
     if out is not None:
-        write_atomically(Path(out) / "evaluation.json", json.dumps(report.to_json(), indent=2).encode())
+        _check_out(out)
+    evaluated = open_evaluated_policies(source, chosen.model)
+    trained = None if is_export(Path(source)) else convert(read_run_json(source)["config"])
+    app = app.named_by(chosen.roles_by or (trained.roles_by if trained else None))
+    usual = trained.sampling.max_tokens if trained else SamplingParams().max_tokens
+    report = run_sync(_evaluate(app, held_out, evaluated, chosen, out, usual))
+    if out is not None:
+        write_atomically(out.path / "evaluation.json", json.dumps(report.to_json(), indent=2).encode())
     report.require_some_episode()
     return report
 
 
+async def _evaluate(
+    app: Workflow,
+    tasks: Sequence[Task],
+    evaluated: EvaluatedPolicies,
+    options: EvaluationOptions,
+    out: RunLayout | None,
+    usual_max_tokens: int,
+) -> EvaluationReport:
+    console = terminal(stderr=True)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=not console.is_terminal)
+
+    @contextlib.contextmanager
+    def shown(mode: str) -> Iterator[Callable[[Episode], None]]:
+        if not console.is_terminal:
+            say(f"evaluating {mode} on {len(tasks)} tasks ...")
+        with episode_bar(console, len(tasks), mode) as advance:
+            yield advance
+
+    async with contextlib.AsyncExitStack() as stack:
+        say(f"loading the model {evaluated.model} ...")
+        chat = ChatTemplate.load(evaluated.model, evaluated.tool_format)
+        sampler = await TransformersSampler.open(evaluated.model, threads=options.threads)
+        stack.push_async_callback(sampler.aclose)
+        say("publishing the policies ...")
+        await evaluated.publish(sampler)
+        context = (await sampler.info()).max_model_len
+        responder = PolicyResponder(
+            sampler,
+            chat,
+            evaluated.roles,
+            scorers=app.scorers,
+            defaults=SamplingParams(max_tokens=options.max_tokens or usual_max_tokens),
+            provider_roles=evaluated.provider_roles,
+            others=stand_in(evaluated.other_roles),
+            seed=options.seed,
+            stream="eval",
+        )
+        batch = EpisodeBatch(
+            tasks=tasks,
+            sink=Nowhere() if out is None else stack.enter_context(SqliteStore.open(out.records)),
+            phase="eval",
+            concurrency=options.concurrency,
+            timeout=options.timeout,
+        )
+        return await evaluate_modes(
+            app,
+            batch,
+            responder,
+            trained=evaluated.trained,
+            modes=options.modes,
+            deployed_params=SamplingParams(max_tokens=options.max_tokens or context),
+            prices=options.prices,
+            on_mode=shown,
+        )
+
+
 async def evaluate_modes(
     workflow: Workflow,
-    tasks: Sequence[Task],
-    players: Players,
+    batch: EpisodeBatch,
+    responder: PolicyResponder,
     *,
     trained: Collection[str],
     modes: Sequence[str] = USUAL,
-    params: SamplingParams | None = None,
     deployed_params: SamplingParams | None = None,
-    options: EvaluationOptions | None = None,
-    on_mode: OnMode | None = None,
+    prices: Prices | None = None,
+    on_mode: OnMode = lambda mode: contextlib.nullcontext(),
 ) -> EvaluationReport:
-    """Evaluate each mode on the same tasks and compare them pairwise.
+    """Run `batch` in each mode, on the same tasks, and compare the modes pairwise.
 
-    `players` play in the mode `trained`; of their policies `trained` names those that were. `params` hold where the
-    application asks for nothing, `deployed_params` in the modes that sample as it asks. `on_mode(mode, episodes)`
-    returns what to call after each episode (or None).
+    `responder` answers in the mode `trained`; of its policies `trained` names those that were. `deployed_params` are
+    its defaults in the modes that sample as the application asks. `on_mode(mode)` is open while a mode runs, and gives
+    what to call after each episode (or None).
     """
-    options = options or EvaluationOptions()
-    played, notes = lineups(players.roles, trained, check_modes(modes))
+    played, notes = lineups(responder.policies, trained, check_modes(modes))
     evaluations: dict[str, Evaluation] = {}
     for mode, lineup in played.items():
-        phase = f"eval-{mode}"
-        own = replace(options, on_episode=on_mode(mode, len(tasks)) if on_mode else None)
-        if lineup.policies is None:
-            evaluations[mode] = await evaluate_episodes(workflow, tasks, label=mode, phase=phase, options=own)
-            continue
-        evaluations[mode] = await evaluate_policies(
-            workflow,
-            tasks,
-            replace(players, roles=lineup.policies),
-            label=mode,
-            phase=phase,
-            params=deployed_params or params if lineup.temperature is None else params,
-            temperature=lineup.temperature,
-            options=own,
-        )
+        player = None
+        if lineup.policies is not None:
+            player = dataclasses.replace(responder, policies=lineup.policies, override=lineup.override)
+        if player and deployed_params and lineup.temperature is None:
+            player.defaults = deployed_params
+        with on_mode(mode) as on_episode:
+            episodes = msgspec.structs.replace(batch, phase=f"eval-{mode}", on_episode=on_episode)
+            evaluations[mode] = await evaluate_episodes(workflow, episodes, player, label=mode, prices=prices)
     sound = [mode for mode, found in evaluations.items() if found.all_failed is None]
     return EvaluationReport(
         evaluations=evaluations,
         comparisons=tuple(compare(evaluations[mode], evaluations[other]) for mode, other in pairs(sound)),
-        notes=(*notes, *remarks(evaluations, players)),
+        notes=(*notes, *remarks(evaluations, responder)),
     )
 
 
-def _open_store(out: str | Path | None, stack: contextlib.AsyncExitStack) -> Store | None:
-    if out is None:
-        return None
-    Path(out).mkdir(parents=True, exist_ok=True)
-    store = SqliteStore.open(RunLayout(out).records)
-    stack.callback(store.close)
-    return store
-
-
-def _check_out(out: str | Path | None) -> None:
+def _check_out(out: RunLayout) -> None:
     """An evaluation has a folder of its own: with other records in it, neither could be told from the other."""
-    if out is None:
-        return
-    layout = RunLayout(out)
-    files = (layout.records, layout.path / "evaluation.json", layout.run_json)
+    files = (out.records, out.path / "evaluation.json", out.run_json)
     taken = next((file.name for file in files if file.exists()), None)
     if taken:
-        raise ConfigError("out", str(out), f"a folder without records; this one has {taken}", "Name a new folder.")
+        raise ConfigError("out", str(out.path), f"a folder without records; this one has {taken}", "Name a new folder.")

@@ -1,13 +1,17 @@
-"""The modes of an evaluation: who plays the roles in each, how they are sampled, and what each is compared with."""
+"""The options of an evaluation, and its modes: who plays in each, how they are sampled, what each is compared with."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
+
+import msgspec
 
 from cotune.errors import ConfigError
 from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import UNSHAPED
 
 Mode = Literal["base", "trained", "base_greedy", "greedy", "swapped", "base_as_deployed", "as_deployed", "today"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -25,12 +29,55 @@ AGAINST: tuple[tuple[Mode, tuple[Mode, ...]], ...] = (
 """What each mode is compared with: the first of these that was run."""
 
 
+Prices = Mapping[str, tuple[float, float]]
+"""Price of a million prompt tokens and of a million completion tokens, by model name, or policy name for policies."""
+
+
+class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How an evaluation is run. Raises ConfigError for a mode that is unknown, and for bounds of 0."""
+
+    modes: Sequence[str] = USUAL
+    """Each runs every task once; see docs/evaluation.md."""
+    limit: int | None = None
+    """Take only the first so many tasks."""
+    model: str | None = None
+    """Folder or id of the base model, where it lies elsewhere than the run or export says."""
+    max_tokens: int | None = None
+    """Most tokens of an answer where the application names no limit; without a value: as in training, 256 for an
+    export, and in the modes `as_deployed` the model's context, as in `deployed`."""
+    concurrency: int = 64
+    """Episodes in flight."""
+    timeout: float | None = 600.0
+    """Seconds for one episode; one that takes longer has failed."""
+    seed: int = 0
+    """A call at the same place draws the same random numbers in every mode."""
+    threads: int = 1
+    """CPU threads of the sampler."""
+    out: str | Path | None = None
+    """Also write the records and evaluation.json to this new folder; without it nothing is stored."""
+    prices: Prices = {}
+    """Money for a million prompt tokens and a million completion tokens, by model or policy."""
+    roles_by: str | None = None
+    """What names the roles: caller | model | module:function; without a value: what did in the run."""
+
+    def __post_init__(self) -> None:
+        check_modes(self.modes)
+        for name, value in (("limit", self.limit), ("timeout", self.timeout), ("concurrency", self.concurrency)):
+            if value is not None and not value > 0:
+                raise ConfigError(name, value, "a number above 0")
+
+
 @dataclass(frozen=True)
 class Lineup:
     """Who plays each role (None: the application's own provider, in all), and the temperature (None: as asked)."""
 
     policies: Mapping[str, PolicyRef] | None
     temperature: float | None
+
+    @property
+    def override(self) -> dict[str, float] | None:
+        """What replaces the application's own settings: the temperature, and all else that shapes the distribution."""
+        return None if self.temperature is None else {"temperature": self.temperature, **UNSHAPED}
 
 
 def check_modes(modes: Sequence[str]) -> tuple[Mode, ...]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from cotune.errors import WorkflowError
+from cotune.sampling.responder import PolicyResponder
 from cotune.tables import grid
 from cotune.trainer.evaluation.cost import Use
 from cotune.trainer.evaluation.run import Evaluation
@@ -82,6 +84,35 @@ def compare(after: Evaluation, before: Evaluation) -> Comparison:
     else:
         verdict = f"nothing to compare between {after.label} and {before.label}: no task ended with a reward in both"
     return Comparison(label=after.label, against=before.label, success=success, reward=reward, verdict=verdict)
+
+
+def remarks(evaluations: Mapping[str, Evaluation], responder: PolicyResponder) -> Iterator[str]:
+    """What to know beside the figures: modes in which all failed, what is not reported, and the roles that no policy of
+    `responder` played."""
+    for label, found in evaluations.items():
+        if cause := found.all_failed:
+            yield f"All {found.episodes} episodes of {label} failed, most often of: {cause}"
+    sound = [found for found in evaluations.values() if found.all_failed is None]
+    if sound and all(found.success is None for found in sound):
+        yield "No success rate: the workflow returns no `success`, so only its reward is reported."
+    played = [found for label, found in evaluations.items() if label != "today"]
+    yield from _role_remarks(played, responder)
+    for label, found in evaluations.items():
+        if found.use.uncounted:
+            yield f"{label}: {found.use.uncounted} of {found.use.calls} calls report no tokens, and count as none."
+
+
+def _role_remarks(played: Collection[Evaluation], responder: PolicyResponder) -> Iterator[str]:
+    seen = {role for found in played for role in found.roles}
+    if any(found.all_failed is None for found in played):
+        for role in sorted(set(responder.policies) - seen):
+            yield f"Role {role!r} made no call."
+    for role in sorted(seen & set(responder.provider_roles)):
+        yield f"Role {role!r} was left to the application's own provider."
+    who = "the application's own provider" if responder.others is None else "the untrained model"
+    for role in sorted({role for found in played for role in found.unlisted}):
+        calls = sum(found.unlisted.get(role, 0) for found in played)
+        yield f"Role {role!r} has no policy: {who} answered its {calls} calls (other_roles)."
 
 
 def render(report: EvaluationReport) -> Group:

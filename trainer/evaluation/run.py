@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 import msgspec
 
-from cotune.recording.recorder import Sink
-from cotune.recording.records import Episode, PolicyRef, Task
 from cotune.recording.rollout import EpisodeBatch, rollout
-from cotune.sampling.protocol import UNSHAPED, ChatFormat, Sampler, SamplingParams
 from cotune.sampling.responder import PolicyResponder
-from cotune.trainer.evaluation.cost import Prices, Use, total_use
+from cotune.trainer.evaluation.cost import Use, total_use
+from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.sink import Ending, EvaluationSink, RoleStatistics
 from cotune.trainer.evaluation.statistics import Interval, mean, share
 from cotune.workflows import Workflow
@@ -59,96 +56,26 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         return successes(self.endings)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Players:
-    """The policies that play the roles, and what generates their tokens.
-
-    `provider_roles` are left to the application's own provider; any role that is in neither is played by `others`, or
-    by the provider where that is None.
-    """
-
-    sampler: Sampler
-    chat: ChatFormat
-    roles: Mapping[str, PolicyRef]
-    provider_roles: Collection[str] = ()
-    others: PolicyRef | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationOptions:
-    """How the episodes of an evaluation are run. Records go to `sink`; `timeout` is in seconds for each episode.
-
-    A call at the same place draws the same random numbers in every evaluation of one `seed`. `on_episode` is called
-    after each episode.
-    """
-
-    concurrency: int = 64
-    timeout: float | None = None
-    sink: Sink | None = None
-    seed: int = 0
-    prices: Prices = field(default_factory=dict)
-    on_episode: Callable[[Episode], None] | None = None
-
-
 async def evaluate_episodes(
     workflow: Workflow,
-    tasks: Sequence[Task],
+    batch: EpisodeBatch,
+    responder: PolicyResponder | None = None,
     *,
     label: str,
-    responder: PolicyResponder | None = None,
-    phase: str = "eval",
-    options: EvaluationOptions | None = None,
+    prices: Prices | None = None,
 ) -> Evaluation:
-    """Run each task once, answered by `responder`, or by the application's own provider without one."""
-    options = options or EvaluationOptions()
-    sink = EvaluationSink(options.sink)
+    """Run a batch, answered by `responder`, or by the application's own provider without one.
+
+    Without a plan every call gets one candidate, and scorers choose nothing.
+    """
+    sink = EvaluationSink(batch.sink)
     started = time.perf_counter()
-    batch = EpisodeBatch(
-        tasks=tasks,
-        sink=sink,
-        phase=phase,
-        concurrency=options.concurrency,
-        timeout=options.timeout,
-        on_episode=options.on_episode,
-    )
-    await rollout(workflow, batch, responder)
-    found = summarise(label, sink, time.perf_counter() - started, options.prices)
+    await rollout(workflow, msgspec.structs.replace(batch, sink=sink), responder)
+    found = summarise(label, sink, time.perf_counter() - started, prices or {})
     if responder is None:
         return found
     errors, unlisted = dict(responder.scorer_errors), dict(responder.unlisted)
     return msgspec.structs.replace(found, scorer_errors=errors, unlisted=unlisted)
-
-
-async def evaluate_policies(
-    workflow: Workflow,
-    tasks: Sequence[Task],
-    players: Players,
-    *,
-    label: str,
-    phase: str = "eval",
-    params: SamplingParams | None = None,
-    temperature: float | None = None,
-    options: EvaluationOptions | None = None,
-) -> Evaluation:
-    """Run each task once with `players`; every call gets one candidate, and scorers choose nothing.
-
-    `temperature` overrides what the application asks for (0 is greedy), and with it all that shapes the distribution,
-    as in training; `params` hold where the application asks for nothing.
-    """
-    options = options or EvaluationOptions()
-    responder = PolicyResponder(
-        players.sampler,
-        players.chat,
-        players.roles,
-        scorers=workflow.scorers,
-        defaults=params,
-        provider_roles=players.provider_roles,
-        override=None if temperature is None else {"temperature": temperature, **UNSHAPED},
-        others=players.others,
-        seed=options.seed,
-        stream="eval",
-    )
-    return await evaluate_episodes(workflow, tasks, label=label, responder=responder, phase=phase, options=options)
 
 
 def summarise(label: str, sink: EvaluationSink, seconds: float, prices: Prices) -> Evaluation:

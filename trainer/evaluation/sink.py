@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -40,9 +41,9 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvaluationSink:
-    """Counts calls by role and endings by task, and passes every record on to `sink` (if any)."""
+    """Counts calls by role and endings by task, and passes every record on to `sink`."""
 
-    def __init__(self, sink: Sink | None = None) -> None:
+    def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.endings: dict[str, Ending] = {}
         self.answered: dict[str, TokenCounts] = {}
@@ -60,13 +61,12 @@ class EvaluationSink:
                     case Call():
                         self._call(record, chosen)
                     case Reward() if record.target in chosen:
-                        chosen[record.target].reward(record.name, record.value)
+                        chosen[record.target].rewards[record.name].append(record.value)
                     case Reward() if "." not in record.target:
                         self._rewards.setdefault(record.target, {})[record.name] = record.value
                     case Episode():
                         self.endings[record.task.id] = ending(record, self._rewards.pop(record.id, {}))
-        if self.sink is not None:
-            self.sink.write(records)
+        self.sink.write(records)
 
     def roles(self) -> dict[str, RoleStatistics]:
         """Statistics by role, in alphabetical order."""
@@ -75,49 +75,45 @@ class EvaluationSink:
 
     def _call(self, call: Call, chosen: dict[str, _RoleCount]) -> None:
         role = self._roles.setdefault(call.role, _RoleCount())
-        role.call(call)
+        role.add(call)
         if call.status == "ok":
             self.answered.setdefault(call.policy.name if call.policy else call.model, TokenCounts()).add(call)
         if call.chosen is not None:
             chosen[candidate_id(call.id, call.chosen)] = role
 
 
+@dataclass
 class _RoleCount:
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.episodes: set[str] = set()
-        self.policies: set[str] = set()
-        self.sums: dict[str, float] = {}
-        self.scored: Counter[str] = Counter()
+    calls: int = 0
+    failed: int = 0
+    truncated: int = 0
+    tokens: TokenCounts = field(default_factory=TokenCounts)
+    """Of the calls with an answer."""
+    episodes: set[str] = field(default_factory=set)
+    policies: set[str] = field(default_factory=set)
+    rewards: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def call(self, call: Call) -> None:
-        self.counts["calls"] += 1
+    def add(self, call: Call) -> None:
+        self.calls += 1
         self.episodes.add(call.episode)
         if call.status != "ok" or call.chosen is None:
-            self.counts["failed"] += 1
+            self.failed += 1
             return
-        answer = call.candidates[call.chosen]
-        self.counts["prompt"] += call.prompt_tokens or call.usage.prompt_tokens
-        self.counts["completion"] += len(answer.token_ids) or call.usage.completion_tokens
-        self.counts["truncated"] += answer.finish_reason == "length"
+        self.tokens.add(call)
+        self.truncated += call.candidates[call.chosen].finish_reason == "length"
         self.policies.add(str(call.policy) if call.policy else "provider")
 
-    def reward(self, name: str, value: float) -> None:
-        self.sums[name] = self.sums.get(name, 0.0) + value
-        self.scored[name] += 1
-
     def statistics(self) -> RoleStatistics:
-        calls, failed = self.counts["calls"], self.counts["failed"]
-        answered = max(calls - failed, 1)
+        answered = max(self.tokens.calls, 1)
         return RoleStatistics(
-            calls=calls,
-            failed=failed,
-            turns=calls / len(self.episodes),
-            prompt_tokens=self.counts["prompt"] / answered,
-            completion_tokens=self.counts["completion"] / answered,
-            truncated=self.counts["truncated"] / answered,
+            calls=self.calls,
+            failed=self.failed,
+            turns=self.calls / len(self.episodes),
+            prompt_tokens=self.tokens.prompt / answered,
+            completion_tokens=self.tokens.completion / answered,
+            truncated=self.truncated / answered,
             policies=tuple(sorted(self.policies)),
-            rewards={name: self.sums[name] / count for name, count in sorted(self.scored.items())},
+            rewards={name: sum(values) / len(values) for name, values in sorted(self.rewards.items())},
         )
 
 

@@ -14,8 +14,7 @@ from cotune.algorithms.recipes import Recipe
 from cotune.errors import ConfigError, CotuneError, WorkflowError
 from cotune.policies import UNTRAINED, Policies
 from cotune.recording.episodes import Outcome, run_episode
-from cotune.recording.records import Call, PolicyRef, Task, candidate_id
-from cotune.sampling.plans import Plan
+from cotune.recording.records import Call, Task, candidate_id
 from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.protocol import Store
@@ -51,23 +50,10 @@ class PreflightReport:
         return [*said, " ".join(filter(None, outcome_unused(trained, self.outcome, recipe)))]
 
 
-class _Base(dict[str, PolicyRef]):
-    """Plays every role with the untrained model, but for those left to the provider."""
-
-    def __init__(self, provider: Sequence[str]) -> None:
-        super().__init__()
-        self._provider = provider
-
-    def get(self, role: str, default: PolicyRef | None = None) -> PolicyRef | None:  # type: ignore[override]
-        return default if role in self._provider else UNTRAINED
-
-
 async def preflight(
     config: TrainConfig,
     workflow: Workflow,
     tasks: Sequence[Task],
-    plan: Plan,
-    recipe: Recipe,
     store: Store,
     sampler: Sampler,
     chat: ChatFormat,
@@ -78,17 +64,19 @@ async def preflight(
     Raises WorkflowError for an application that makes no call, a workflow that fails on every task, a scorer that
     fails on every call; ConfigError for a scorer of a role that never calls.
     """
+    plan, recipe, _ = config.resolve_plan(list(workflow.scorers))
     provider = [role for policy in config.policy if policy.kind == "provider" for role in policy.roles]
     responder = PolicyResponder(
         sampler,
         chat,
-        _Base(provider),
+        {},
         plan=msgspec.structs.replace(plan, k=2),
         scorers=workflow.scorers,
         attribution=recipe.attribution,
         defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.sampling.timeout),
         override={"temperature": config.sampling.temperature},
         provider_roles=provider,
+        others=UNTRAINED,
         seed=config.seed,
     )
     outcomes: list[Outcome] = []

@@ -31,20 +31,7 @@ class ResponderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def responder(self, sampler: Sampler, chat: ChatFormat, workflow: Workflow) -> PolicyResponder:
         """The responder, with the scorers of `workflow`."""
-        return PolicyResponder(
-            sampler,
-            chat,
-            self.policies,
-            plan=self.plan,
-            scorers=workflow.scorers,
-            attribution=self.attribution,
-            defaults=self.defaults,
-            override=self.override,
-            provider_roles=self.provider_roles,
-            others=self.others,
-            seed=self.seed,
-            stream=self.stream,
-        )
+        return PolicyResponder(sampler, chat, scorers=workflow.scorers, **msgspec.structs.asdict(self))
 
 
 class EpisodeRunner(Protocol):

@@ -11,6 +11,7 @@ from cotune.types import (
     CallRequest,
     Candidate,
     Deployment,
+    EvaluationOptions,
     EvaluationReport,
     Gate,
     GroupScorer,
@@ -110,7 +111,7 @@ def run() -> None:
     config: TrainConfig | None = None
     summary = cotune.train(solve, [task, {"id": "b"}], config, run="runs/r1", model="some/model", steps=3)
     assert_type(summary, RunSummary)
-    report = cotune.evaluate("runs/r1", solve, "held_out.jsonl", prices={"gpt": (0.1, 0.2)})
+    report = cotune.evaluate("runs/r1", solve, "held_out.jsonl", EvaluationOptions(limit=8), prices={"gpt": (0.1, 0.2)})
     assert_type(report, EvaluationReport)
     success = report.evaluations["trained"].success
     print(summary.steps, summary.first["team"], "none" if success is None else success.mean)

@@ -17,10 +17,13 @@ from cotune.adapters.serving import serving
 from cotune.adapters.trained import TrainedPolicy
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.recording.recorder import Nowhere
 from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import Completion, Sampler, SamplingParams
+from cotune.recording.rollout import EpisodeBatch
+from cotune.sampling.protocol import UNSHAPED, Completion, Sampler, SamplingParams
+from cotune.sampling.responder import PolicyResponder
 from cotune.tasks import as_tasks
-from cotune.trainer.evaluation.run import Players, evaluate_policies
+from cotune.trainer.evaluation.run import evaluate_episodes
 from cotune.workflows import workflow_of
 from tests.integrations import talker
 
@@ -77,15 +80,10 @@ class Watched:
 def evaluated(sampler: Any, model: Path, policy: PolicyRef) -> tuple[Prompts, float]:
     """Prompts of an evaluation, and the tools called."""
     watched = Watched(sampler)
-    found = asyncio.run(
-        evaluate_policies(
-            workflow_of(recorded),
-            as_tasks([{"number": i} for i in range(EPISODES)]),
-            Players(sampler=watched, chat=ChatTemplate.load(model), roles={"walker": policy}),  # type: ignore[arg-type]
-            label="trained",
-            temperature=0.0,
-        )
-    )
+    override = {"temperature": 0.0, **UNSHAPED}
+    responder = PolicyResponder(watched, ChatTemplate.load(model), {"walker": policy}, override=override)  # type: ignore[arg-type]
+    batch = EpisodeBatch(tasks=as_tasks([{"number": i} for i in range(EPISODES)]), sink=Nowhere(), phase="eval")
+    found = asyncio.run(evaluate_episodes(workflow_of(recorded), batch, responder, label="trained"))
     assert not found.failed
     assert found.reward is not None
     return sorted(watched.prompts), round(found.reward.mean * EPISODES)

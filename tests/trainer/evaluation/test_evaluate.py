@@ -23,6 +23,7 @@ from cotune.trainer.checkpoint import Checkpoint, save_checkpoint
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.config.train import convert
 from cotune.trainer.evaluation.evaluate import evaluate
+from cotune.trainer.evaluation.modes import EvaluationOptions
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.run_folder import RunFolder
 from cotune.workflows import Workflow
@@ -110,7 +111,7 @@ def test_a_run_whose_adapters_have_not_moved_equals_its_base(
     policies = policies_for("lora", ROLES, LORA)
     checkpoint = Checkpoint(steps=1, versions=dict.fromkeys(ROLES, 1), policies=policies)
     save_checkpoint(run.checkpoints, checkpoint, learner, keep=1)
-    report = evaluate(run.path, TALK, TASKS, modes=("base_greedy", "greedy"), limit=2)
+    report = evaluate(run.path, TALK, TASKS, EvaluationOptions(limit=2), modes=("base_greedy", "greedy"))
     greedy, base = report.evaluations["greedy"], report.evaluations["base_greedy"]
     assert greedy.roles["first"].policies == ("first@1",)
     assert greedy.rewards == base.rewards and sorted(greedy.rewards) == ["t0", "t1"]
@@ -125,3 +126,5 @@ def test_bad_input_is_named_before_work_starts(tmp_path: Path) -> None:
         evaluate(tmp_path, TALK, tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="modes = 'best'"):
         evaluate(tmp_path, TALK, TASKS, modes=("best",))
+    with pytest.raises(ConfigError, match="limit = 0: allowed is a number above 0"):
+        EvaluationOptions(limit=0)

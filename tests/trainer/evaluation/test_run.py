@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,12 +13,15 @@ from cotune.context import current_episode
 from cotune.errors import ConfigError, WorkflowError
 from cotune.policies import UNTRAINED
 from cotune.recording.pending_call import CallerContext
+from cotune.recording.recorder import Nowhere
 from cotune.recording.records import Call, Episode, PolicyRef, Record, Task
+from cotune.recording.rollout import EpisodeBatch
 from cotune.sampling.protocol import Completion, SamplingParams
+from cotune.sampling.responder import PolicyResponder
 from cotune.trainer.evaluation.evaluate import evaluate_modes
 from cotune.trainer.evaluation.modes import Lineup, lineups, swap
 from cotune.trainer.evaluation.report import render
-from cotune.trainer.evaluation.run import EvaluationOptions, Players, evaluate_policies
+from cotune.trainer.evaluation.run import evaluate_episodes
 from cotune.trainer.evaluation.statistics import Interval
 from cotune.workflows import Workflow
 
@@ -92,23 +94,21 @@ def modes(workflow: Workflow, its_tasks: list[Task], roles: Mapping[str, PolicyR
     names = {ref.name for ref in roles.values()}
     sampler = options.pop("sampler", None) or Scripted()
     who = {name: options.pop(name) for name in ("provider_roles", "others") if name in options}
-    players = Players(sampler=sampler, chat=Letters(), roles=roles, **who)
-    how = EvaluationOptions(**{f.name: options.pop(f.name) for f in fields(EvaluationOptions) if f.name in options})
-    return asyncio.run(evaluate_modes(workflow, its_tasks, players, trained=names, options=how, **options))
+    players = responder(workflow, roles, sampler, **who)
+    batch = EpisodeBatch(tasks=its_tasks, sink=Nowhere(), phase="eval")
+    return asyncio.run(evaluate_modes(workflow, batch, players, trained=names, **options))
+
+
+def responder(workflow: Workflow, roles: Mapping[str, PolicyRef], sampler: Any, **who: Any) -> PolicyResponder:
+    chat: Any = Letters()
+    return PolicyResponder(sampler, chat, roles, scorers=workflow.scorers, seed=0, stream="eval", **who)
 
 
 def test_success_reward_and_roles_of_one_evaluation() -> None:
     workflow = Workflow("solve", solve, {"solve": lambda candidate, call, task: {"team": 1.0, "short": 0.25}})
     sink = Listed()
-    found = asyncio.run(
-        evaluate_policies(
-            workflow,
-            tasks(4, broken=1),
-            Players(sampler=Scripted(), chat=Letters(), roles=TRAINED),
-            label="x",
-            options=EvaluationOptions(sink=sink),
-        )
-    )
+    batch = EpisodeBatch(tasks=tasks(4, broken=1), sink=sink, phase="eval")
+    found = asyncio.run(evaluate_episodes(workflow, batch, responder(workflow, TRAINED, Scripted()), label="x"))
     assert found.episodes == 4
     assert found.success is not None and (found.success.mean, found.success.n) == (0.75, 4)
     assert found.reward == Interval(mean=3.0, low=3.0, high=3.0, n=3)
