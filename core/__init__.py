@@ -14,6 +14,7 @@ from cotune.workflows import runners, workflow
 if TYPE_CHECKING:
     from cotune.adapters.deployed import deployed
     from cotune.integrations.gateway.server import gateway
+    from cotune.integrations.openai.judge import Judge
     from cotune.recording.tracing import trace
     from cotune.trainer.evaluation.evaluate import evaluate
     from cotune.trainer.train import train
@@ -21,6 +22,7 @@ else:
     __getattr__ = opener(
         __name__,
         {
+            "Judge": "cotune.integrations.openai.judge",
             "deployed": "cotune.adapters.deployed",
             "evaluate": "cotune.trainer.evaluation.evaluate",
             "gateway": "cotune.integrations.gateway.server",
@@ -29,7 +31,7 @@ else:
         },
     )
 
-__all__ = ["CotuneError", "deployed", "evaluate", "gateway", "role", "trace", "train", "workflow"]
+__all__ = ["CotuneError", "Judge", "deployed", "evaluate", "gateway", "role", "trace", "train", "workflow"]
 
 
 def _activate() -> None:

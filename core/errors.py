@@ -50,6 +50,10 @@ class WorkflowError(CotuneError):
     """The user's workflow or scorer raised, or returned something that is not a reward."""
 
 
+class JudgeError(WorkflowError):
+    """A judge gave no usable answer, cannot be reached, or is over its budget."""
+
+
 class RecordError(CotuneError):
     """A record breaks an invariant of the data model, or the store cannot serve it."""
 

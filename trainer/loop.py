@@ -65,7 +65,7 @@ async def roll_out(run: Run, progress: Progress, step: int) -> list[Episode]:
     tasks = run.schedule.of(step)
     done, cut = finished_episodes(run, step, {task.id for task in tasks})
     if cut:
-        progress.say(f"{cut} episodes of step {step + 1} lack records that were lost: they are run again")
+        progress.say(f"{cut} episodes of step {step + 1} lack records or rewards: they are run again")
     progress.rollout(len(tasks) * run.plan.episodes_per_task)
     batch = EpisodeBatch(
         tasks=tasks,

@@ -57,8 +57,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     left_out: dict[str, int]
     staleness: dict[str, int]
     """Rows by how many versions their sampler was behind the policy that trained on them; all "0" in mode sync."""
-    counters: dict[str, int]
-    """What the sampler and the rollout workers counted in this step, such as retried requests and restarts."""
+    counters: dict[str, float]
+    """What the sampler, the rollout workers and judges counted in this step, such as retried requests and restarts;
+    `judge.cost` is money."""
     lr_scale: float
     seconds: dict[str, float]
     """By phase. `checkpoint` is what it took to save the steps before this one."""

@@ -47,6 +47,8 @@ FAULT_COUNTERS = (
     "unhealthy",
 )
 """Counters that a step shows: faults of engines, workers and stores that were put right."""
+JUDGE_COUNTERS = ("requests", "cached", "cost", "asked_again", "dropped", "over_budget", "uncounted")
+"""Counters of judges that a step shows."""
 
 
 class Progress:
@@ -158,6 +160,8 @@ def summary(metrics: StepMetrics) -> str:
         parts.append(f"rows by staleness {lags}")
     if faults := {name: count for name, count in metrics.counters.items() if name in FAULT_COUNTERS}:
         parts.append(", ".join(f"{name} {count}" for name, count in faults.items()))
+    if judged := [_judged(metrics.counters, name) for name in JUDGE_COUNTERS if f"judge.{name}" in metrics.counters]:
+        parts.append(f"judge: {', '.join(judged)}")
     if left_out:
         parts.append(f"left out: {left_out}")
     stayed = ", ".join(f"{policy} ({why})" for policy, why in metrics.stayed.items())
@@ -184,6 +188,11 @@ def reward_parts(metrics: StepMetrics) -> list[str]:
     failed, count = metrics.held_out.get("failed", 0.0), metrics.held_out.get("episodes", 0.0)
     beside = f" ({failed:.0f} of {count:.0f} failed)" if failed else ""
     return [*parts, f"held-out, single samples: {held_out}{beside}"]
+
+
+def _judged(counters: Mapping[str, float], name: str) -> str:
+    count = counters[f"judge.{name}"]
+    return f"{name} {count:.6f}" if name == "cost" else f"{name.replace('_', ' ')} {count:.0f}"
 
 
 def _ends(figures: Mapping[str, float], name: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from cotune.algorithms.collect import failure_reward
+from cotune.judging.ledger import totals_of
 from cotune.sampling.request_params import replaced
 from cotune.trainer.batch import Batch
 from cotune.trainer.metrics import (
@@ -35,7 +36,7 @@ class StepReport:
         self.progress = progress
         self._run = run
         self._seconds: dict[str, float] = defaultdict(float)
-        self._counters: dict[str, int] = {}
+        self._counters: dict[str, float] = {}
         """What sampler, rollout workers and store had counted when the last step ended."""
 
     async def begin(self) -> None:
@@ -64,7 +65,7 @@ class StepReport:
         return metrics
 
     def _metrics(
-        self, batch: Batch, updates: Updates, held_out: Mapping[str, float], counters: Mapping[str, int]
+        self, batch: Batch, updates: Updates, held_out: Mapping[str, float], counters: Mapping[str, float]
     ) -> StepMetrics:
         run, config, state = self._run, self._run.config, self._run.state
         collected, prepared = batch.collected, batch.prepared
@@ -113,11 +114,12 @@ class StepReport:
             "probe_gap_max": proof.probe_gap_max,
         }
 
-    async def _new_counts(self) -> dict[str, int]:
-        """What sampler, rollout workers and store have counted since this was asked last, as far as it is not 0."""
+    async def _new_counts(self) -> dict[str, float]:
+        """What sampler, rollout workers, judges and store have counted since this was asked last, where it is not 0."""
         run, before = self._run, self._counters
-        now = dict((await run.sampler.info()).counters)
+        now: dict[str, float] = dict((await run.sampler.info()).counters)
         now |= {f"workers.{name}": count for name, count in run.runner.counters.items()}
+        now |= {f"judge.{name}": count for name, count in totals_of(run.folder.path).items()}
         now["late_rewards_refused"] = run.store.refused
         self._counters = now
         return {name: count - before.get(name, 0) for name, count in now.items() if count != before.get(name, 0)}

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from cotune.errors import ConfigError, CotuneError
 from cotune.integrations.models.folder import locate_model
+from cotune.judging.ledger import run_folder
 from cotune.recording.records import Task
 from cotune.runtime.interrupts import stop_by
 from cotune.runtime.process_exit import go_on
@@ -173,6 +174,7 @@ async def _train(
     started = time.perf_counter()
     go_on_with = f"Go on with: cotune train --resume {folder.path}"
     go_on.set(go_on_with)
+    run_folder.set(folder.path)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(folder.close)
         progress = Progress(config.steps, console)

@@ -2,6 +2,7 @@
 
 RUN/run.json           what is needed to repeat the run: config, workflow, tasks, versions
 RUN/records.db         every episode, call, candidate and reward
+RUN/judge.db           what judges have answered and cost
 RUN/metrics.jsonl      one line per step
 RUN/checkpoints/       step-000012/, and `latest`, the name of the newest complete one
 """

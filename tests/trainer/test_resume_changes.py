@@ -157,7 +157,7 @@ def test_an_episode_whose_records_were_lost_is_run_again_and_never_counts_as_who
     ran.clear()
     summary = trainer.resume(application(converse, **BOTH))
     assert summary.finished
-    assert "2 episodes of step 1 lack records that were lost: they are run again\n" in trainer.said
+    assert "2 episodes of step 1 lack records or rewards: they are run again\n" in trainer.said
     line = trainer.metrics()[0]
     assert (line["episodes"], line["calls"], line["candidates"]) == (3, 6, 12)
     with SqliteStore.open(trainer.folder / "run", read_only=True) as store:

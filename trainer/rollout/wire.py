@@ -23,6 +23,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     """Folder or id whose chat template the workers use."""
     tool_format: str = "auto"
+    run_folder: str | None = None
+    """Folder of the run, where it has one."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,9 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from cotune.context import current_episode
+from cotune.judging.ledger import run_folder
 from cotune.recording.episodes import Outcome, activators, run_episode
 from cotune.recording.recorder import LiveEpisode
 from cotune.recording.records import Record
@@ -51,6 +53,7 @@ class RolloutWorker:
         self._workflow: Workflow
         self._sampler: Sampler
         self._chat: ChatFormat
+        self._run_folder: Path | None = None
 
     async def start(self, setup: Setup) -> Started:
         """Import the application and load the chat template. Raises ConfigError, WorkflowError."""
@@ -86,6 +89,7 @@ class RolloutWorker:
 
             self._sampler = setup.sampler
             self._chat = ChatTemplate.load_light(setup.model, setup.tool_format)
+        self._run_folder = Path(setup.run_folder) if setup.run_folder else None
         self._ticked = time.monotonic()
         self._thread.start()
         return Started(
@@ -112,6 +116,7 @@ class RolloutWorker:
 
     async def _episode(self, request: EpisodeRequest) -> EpisodeResult:
         _request.set(request.id)
+        run_folder.set(self._run_folder)
         sink, responder = _Records(), None
         if request.responder is not None:  # of this episode alone, and so is what it counts
             responder = request.responder.responder(self._sampler, self._chat, self._workflow)

@@ -14,6 +14,7 @@ import msgspec
 
 from cotune.errors import ConfigError, CotuneError
 from cotune.ids import new_id
+from cotune.judging.ledger import run_folder
 from cotune.recording.recorder import LiveEpisode, Sink
 from cotune.recording.records import Episode, Record, Task
 from cotune.recording.rollout import EpisodeBatch, run_batch
@@ -74,6 +75,7 @@ class RolloutWorkers:
             sampler=sampler,
             model=str(Path(model).resolve()) if Path(model).exists() else model,
             tool_format=config.tool_format,
+            run_folder=str(folder) if (folder := run_folder.get()) else None,
         )
         pool = WorkerPool(
             setup,

@@ -65,6 +65,7 @@ def compared(candidates: Sequence[Candidate], call: Call, task: Question) -> lis
 
 
 panel: GroupScorer = compared
+solve.scorer("editor", group=True)(cotune.Judge(model="m", rubric="Clear and short.", price=(0.15, 0.6), max_cost=1.0))
 
 
 @solve.redactor

@@ -1,0 +1,125 @@
+"""What judges have answered and cost so far: one SQLite file in the run folder, shared by all of a run's processes."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Literal
+
+FILE = "judge.db"
+"""Name of the file in a run folder."""
+run_folder: ContextVar[Path | None] = ContextVar("cotune_run_folder", default=None)
+"""Folder of the run that goes on here: where judges keep their answers and what they have spent."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, judge TEXT, text TEXT);
+CREATE TABLE IF NOT EXISTS requests (
+    id INTEGER PRIMARY KEY, judge TEXT, prompt_tokens INTEGER, completion_tokens INTEGER, cost REAL);
+CREATE TABLE IF NOT EXISTS counts (judge TEXT, name TEXT, count INTEGER, PRIMARY KEY (judge, name));
+"""
+
+
+class Ledger:
+    """Answers by content, requests with their cost, and counts, by judge. Safe from any thread and process.
+
+    A request is entered before it is sent, at the most that it can cost, so that what is spent never passes a cap:
+    that of a process that was killed meanwhile stays at that.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        """In `folder`, or without one in memory."""
+        self.path = None if folder is None else folder / FILE
+        self._lock = threading.Lock()
+        self._memory = None if folder else _opened(":memory:")
+
+    def answer(self, key: str) -> str | None:
+        """What was answered to a question, by the address of its content."""
+        with self._open() as db:
+            found = db.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
+        return None if found is None else str(found[0])
+
+    def keep(self, key: str, judge: str, text: str) -> None:
+        """Keep the answer to a question."""
+        with self._open() as db:
+            db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", (key, judge, text))
+
+    def reserve(
+        self, judge: str, most: float, *, max_calls: int | None, max_cost: float | None
+    ) -> int | Literal["max_calls", "max_cost"]:
+        """Enter a request that costs `most` at most, and return its number; the name of the cap that it would pass."""
+        with self._open() as db:
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                calls, cost = db.execute(
+                    "SELECT count(*), coalesce(sum(cost), 0) FROM requests WHERE judge = ?", (judge,)
+                ).fetchone()
+                if max_calls is not None and calls >= max_calls:
+                    return "max_calls"
+                if max_cost is not None and cost + most > max_cost:
+                    return "max_cost"
+                made = db.execute("INSERT INTO requests VALUES (NULL, ?, NULL, NULL, ?)", (judge, most))
+                db.execute("COMMIT")
+                return int(made.lastrowid or 0)
+            finally:
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+
+    def settle(self, request: int, prompt_tokens: int, completion_tokens: int, cost: float) -> None:
+        """What a request came to."""
+        with self._open() as db:
+            db.execute(
+                "UPDATE requests SET prompt_tokens = ?, completion_tokens = ?, cost = ? WHERE id = ?",
+                (prompt_tokens, completion_tokens, cost, request),
+            )
+
+    def count(self, judge: str, name: str) -> None:
+        """Count something that a judge did."""
+        with self._open() as db:
+            db.execute(
+                "INSERT INTO counts VALUES (?, ?, 1) ON CONFLICT (judge, name) DO UPDATE SET count = count + 1",
+                (judge, name),
+            )
+
+    def totals(self, judge: str | None = None) -> Mapping[str, float]:
+        """Requests, tokens, cost and counts of one judge, or of all."""
+        with self._open() as db:
+            chosen = (judge, judge)
+            row = db.execute(
+                "SELECT count(*), coalesce(sum(prompt_tokens), 0), coalesce(sum(completion_tokens), 0), "
+                "coalesce(sum(cost), 0) FROM requests WHERE ? IS NULL OR judge = ?",
+                chosen,
+            ).fetchone()
+            counts = db.execute(
+                "SELECT name, sum(count) FROM counts WHERE ? IS NULL OR judge = ? GROUP BY name", chosen
+            ).fetchall()
+        return {
+            **dict(zip(("requests", "prompt_tokens", "completion_tokens", "cost"), row, strict=True)),
+            **dict(counts),
+        }
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        """A file is opened anew each time: the folder of a run that ends before it began is removed."""
+        with self._lock:
+            if self._memory is not None:
+                yield self._memory
+                return
+            with closing(_opened(str(self.path))) as db:
+                yield db
+
+
+def totals_of(folder: Path) -> Mapping[str, float]:
+    """Totals of all judges of a run; empty where none was asked."""
+    return Ledger(folder).totals() if (folder / FILE).is_file() else {}
+
+
+def _opened(path: str) -> sqlite3.Connection:
+    db = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = NORMAL")
+    db.executescript(_SCHEMA)
+    return db
