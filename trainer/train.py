@@ -70,7 +70,7 @@ def train(
     listed = as_tasks(tasks)
     chosen = _config(config, settings)
     chosen.resolve_plan(list(flow.scorers))
-    if (base := locate_model(chosen.model)) and Path(chosen.model).expanduser().is_dir():
+    if (base := locate_model(chosen.model)) and Path(chosen.model).expanduser().exists():
         chosen = msgspec.structs.replace(chosen, model=str(base))
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
     held_out_tasks(chosen.evaluation)

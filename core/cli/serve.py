@@ -57,7 +57,7 @@ def add_serve(commands: Any) -> None:
     text = "serve an export (or a plain model) over an OpenAI-compatible API, one model name per role"
     command = add_command(commands, "serve", run, text, "cotune serve adapters/ --port 8000", extra="train")
     add_trust(command)
-    command.add_argument("folder", metavar="DIR", help="export, or model folder or Hugging Face id")
+    command.add_argument("folder", metavar="DIR", help="export, or model: folder, GGUF file or Hugging Face id")
     add_address(command, port=8000)
     command.add_argument("--model", metavar="BASE", help="base model, where it lies elsewhere than the export says")
     command.add_argument(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from cotune.errors import ConfigError
+from cotune.integrations.models.gguf import find_gguf, unpack_gguf
 from cotune.sampling.protocol import Weights
 
 TRUST = "COTUNE_TRUST_REMOTE_CODE"
@@ -21,7 +22,8 @@ _NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
 def locate_model(model: str | Path) -> Path:
-    """Folder of a model: the path itself, or the local snapshot of a Hugging Face id (fetched where it is missing).
+    """Folder of a model: the path itself, what a GGUF file unpacks to, or the local snapshot of a Hugging Face id
+    (fetched where it is missing).
 
     Raises ConfigError when neither exists, for weights that are no safetensors, and for a model that needs code of its
     own where that is not allowed.
@@ -33,6 +35,8 @@ def locate_model(model: str | Path) -> Path:
         raise _no_model(model, "it is a run folder", f"Export it first: cotune export {model} --to adapters/")
     if (path / "roles.json").is_file():
         raise _no_model(model, "it is an export", "Name the base model that it was trained on, or use cotune serve.")
+    if (file := find_gguf(path)) is not None:
+        return unpack_gguf(file)
     if path.exists():
         raise _no_model(model, "it has none", "Correct the path.")
     if not _may_be_id(str(model)):
@@ -117,7 +121,7 @@ def _settings(file: Path) -> dict[str, Any]:
 
 
 def _no_model(model: str | Path, why: str, remedy: str) -> ConfigError:
-    return ConfigError("model", str(model), f"a model folder with a config.json; {why}", remedy)
+    return ConfigError("model", str(model), f"a model folder with a config.json or a GGUF file; {why}", remedy)
 
 
 def _may_be_id(model: str) -> bool:

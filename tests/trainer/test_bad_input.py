@@ -126,7 +126,7 @@ def test_a_tree_without_a_scorer(refused):
 def test_a_model_folder_that_is_missing(refused, tmp_path):
     error = refused(ConfigError, application(**BOTH), model=str(tmp_path / "nowhere"))
     assert (error.field, error.value) == ("model", str(tmp_path / "nowhere"))
-    assert error.allowed == "a model folder with a config.json; there is no such folder"
+    assert error.allowed == "a model folder with a config.json or a GGUF file; there is no such folder"
 
 
 def test_a_model_without_a_chat_template(refused, tmp_path):

@@ -95,7 +95,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A training run. Every field has a default but `model`."""
 
     model: str
-    """Folder or Hugging Face id of the base model."""
+    """Folder, GGUF file or Hugging Face id of the base model."""
     policies: Layout = "lora"
     """shared: one adapter for all roles | lora: one adapter per role | full: one model per role."""
     policy: tuple[PolicyConfig, ...] = ()

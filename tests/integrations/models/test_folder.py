@@ -19,7 +19,9 @@ def test_a_folder_stands_for_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["/nowhere", "./models/nothing", "~/nothing", "a/b/c", "adaptors", "adaptors/"])
 def test_a_path_without_a_model_is_not_asked_for_anywhere(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
-    with pytest.raises(ConfigError, match=r"a model folder with a config\.json; there is no such folder\."):
+    with pytest.raises(
+        ConfigError, match=r"a model folder with a config\.json or a GGUF file; there is no such folder\."
+    ):
         locate_model(model)
 
 

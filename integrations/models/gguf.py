@@ -1,0 +1,79 @@
+"""Models in GGUF form, unpacked once into a folder that everything else reads."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from cotune.errors import ConfigError
+
+log = logging.getLogger("cotune")
+
+
+def find_gguf(model: Path) -> Path | None:
+    """The GGUF file that a path names or, being a folder, holds; None where there is none.
+
+    Raises ConfigError for a folder with several.
+    """
+    if model.suffix == ".gguf" and model.is_file():
+        return model.resolve()
+    found = sorted(model.glob("*.gguf")) if model.is_dir() else []
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:4]) + (", …" if len(found) > 4 else "")
+        raise ConfigError("model", str(model), f"one model; the folder holds {names}", "Name the file.")
+    return found[0].resolve() if found else None
+
+
+def unpack_gguf(file: Path) -> Path:
+    """Folder with the model of a GGUF file: safetensors in fp32, configuration, tokenizer and chat template.
+
+    It is made once, in `$XDG_CACHE_HOME/cotune/models` (else `~/.cache/...`), under the file's name and SHA-256.
+    Raises ConfigError where the file cannot be read or holds an architecture that transformers does not read.
+    """
+    with file.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    folder = _cache() / f"{file.stem}-{digest[:16]}"
+    if not folder.is_dir():
+        log.warning("%s is unpacked into %s: this happens once", file.name, folder)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=folder.parent) as made:
+                _unpack(file, Path(made) / "model")
+                (Path(made) / "model").rename(folder)
+        except OSError as error:
+            if not folder.is_dir():  # else another process was faster
+                allowed = f"room and rights in {folder.parent} ({error.strerror or error})"
+                raise ConfigError("model", str(file), allowed, "Free the disk, or set XDG_CACHE_HOME.") from error
+    return folder
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cotune" / "models"
+
+
+def _unpack(file: Path, to: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    try:
+        AutoTokenizer.from_pretrained(**source).save_pretrained(to)
+        read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    except ImportError as error:
+        raise ConfigError("model", str(file), f"readable here ({error})", "pip install gguf") from None
+    except Exception as error:  # whatever a file that is none makes the reader raise
+        first = str(error).partition("\n")[0]
+        allowed = f"a GGUF file whose architecture transformers reads ({type(error).__name__}: {first})"
+        raise ConfigError("model", str(file), allowed, "Fetch it again, or name the model's own folder.") from error
+    # One that was read from GGUF counts as quantised and refuses to be saved: its twin of the same weights does not.
+    settings = {key: value for key, value in read.config.to_dict().items() if key != "quantization_config"}
+    with torch.device("meta"):
+        plain = type(read)(type(read.config).from_dict(settings))
+    plain.load_state_dict(read.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = read.generation_config
+    plain.save_pretrained(to)
