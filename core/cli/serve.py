@@ -90,20 +90,15 @@ def add_gateway(commands: Any) -> None:
     """Add `cotune gateway`."""
 
     def run(a: argparse.Namespace) -> int:
-        from cotune.integrations.gateway.proxy import Limits
         from cotune.integrations.gateway.server import serve
-        from cotune.integrations.gateway.sessions import Split
+        from cotune.integrations.gateway.settings import GatewayConfig, Limits, Split
         from cotune.recording.redaction import load_redactor
         from cotune.workflows import load_roles
 
-        serve(
-            a.upstream,
-            a.records,
-            tell,
-            host=a.host,
-            port=a.port,
-            token=a.token or os.environ.get("COTUNE_TOKEN"),
+        config = GatewayConfig(
+            upstream=a.upstream,
             key=os.environ.get("COTUNE_UPSTREAM_KEY"),
+            token=a.token or os.environ.get("COTUNE_TOKEN"),
             limits=Limits(body=a.max_body, in_flight=a.max_inflight, seconds=a.timeout),
             anthropic=a.anthropic_upstream,
             anthropic_key=os.environ.get("COTUNE_ANTHROPIC_KEY"),
@@ -112,6 +107,7 @@ def add_gateway(commands: Any) -> None:
             split=Split(by=a.episode_by, header=a.episode_header, idle=a.episode_idle),
             redactors=[load_redactor(a.redact)] if a.redact else [],
         )
+        serve(config, a.records, tell, host=a.host, port=a.port)
         return 0
 
     text = "record applications in other processes and languages, between them and their provider"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ _PATH = re.compile(r"(?:/e/(?P<episode>[^/]*))?(?:/r/(?P<role>[^/]*))?/v1/(?P<ta
 _ID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 _UNSAFE = re.compile(rb"[^\x21-\x7e]")
 _LONGEST = 200
-_REMEMBERED = 512
-"""Most bytes of a path that is remembered."""
 _MEMBER = b"cotune."
 
 _CALLS = {form.path.strip("/"): form for form in (*FORMS, MESSAGES)}
@@ -68,8 +65,7 @@ def address_of(scope: Scope) -> Address | None:
     """
     if _UNSAFE.search(scope["query_string"]):
         raise RequestError(400, "The query holds characters that must be percent-encoded.", code="invalid_path")
-    raw = scope.get("raw_path") or scope["path"].encode()
-    found = _known(raw) if len(raw) <= _REMEMBERED else _parse(raw)
+    found = _parse(scope.get("raw_path") or scope["path"].encode())
     if found is not None and scope["method"] not in found.methods:
         raise RequestError(
             405,
@@ -78,11 +74,6 @@ def address_of(scope: Scope) -> Address | None:
             headers={"allow": ", ".join(found.methods)},
         )
     return found
-
-
-@functools.lru_cache(4096)
-def _known(raw: bytes) -> Address | None:
-    return _parse(raw)
 
 
 def _parse(raw: bytes) -> Address | None:

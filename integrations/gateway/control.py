@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -12,36 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cotune.errors import CotuneError, RecordError
-from cotune.integrations.gateway.episodes import Episodes
+from cotune.errors import CotuneError
+from cotune.integrations.gateway.episodes import EndEpisode, Episodes, Name, OpenEpisode
 from cotune.integrations.gateway.proxy import Proxy
 from cotune.integrations.http.requests import Access, RequestError, decode_body, read_body
 from cotune.integrations.http.responses import application, json_response
-from cotune.recording.records import EpisodeStatus
 from cotune.storage.sqlite_store import SqliteStore
 
 T = TypeVar("T")
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _TARGET = re.compile(r"([0-9A-HJKMNP-TV-Z]{26})(?:\.(\d{1,4}))?")
-
-
-class OpenEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /cotune/episodes."""
-
-    task: Any
-    workflow: Name = "gateway"
-    rollout: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
-    phase: Name = "trace"
-    training_step: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
-
-
-class EndEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /cotune/episodes/{id}/end."""
-
-    rewards: dict[Name, float] = {}
-    metrics: dict[Name, float] = {}
-    status: EpisodeStatus = "ok"
-    error: Annotated[str, msgspec.Meta(max_length=10_000)] | None = None
 
 
 class GiveRewards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,21 +40,13 @@ def control_app(
         return decode_body(await read_body(request.scope, request.receive, max_body), kind)
 
     async def open_(request: Request) -> Response:
-        given = await body(request, OpenEpisode)
-        episode = episodes.start(
-            given.task,
-            workflow=given.workflow,
-            rollout=given.rollout,
-            phase=given.phase,
-            training_step=given.training_step,
-        )
+        episode = episodes.start(await body(request, OpenEpisode))
         base = f"{request.base_url}e/{episode.id}"
         opened = {"id": episode.id, "task": episode.task.id, "base_url": f"{base}/v1", "roles_url": f"{base}/r"}
         return json_response(opened, 201)
 
     async def end(request: Request) -> Response:
-        given = await body(request, EndEpisode)
-        record = episodes.end(request.path_params["id"], given.status, given.rewards, given.metrics, given.error)
+        record = episodes.end(request.path_params["id"], await body(request, EndEpisode))
         return json_response({"id": record.id, "status": record.status, "calls": record.calls})
 
     async def reward(request: Request) -> Response:
@@ -119,11 +90,7 @@ async def _check_target(target: str, episodes: Episodes, store: SqliteStore | No
 def _known(store: SqliteStore, target: str, candidate: int | None) -> bool:
     store.flush()
     if candidate is None:
-        try:
-            store.episode(target)
-        except RecordError:
-            return False
-        return True
+        return bool(store.rows("SELECT 1 FROM episodes WHERE id = ?", (target,)))
     rows = store.rows("SELECT episode FROM calls WHERE id = ?", (target,))
     calls = [call for (episode,) in rows for call in store.calls(episode) if call.id == target]
     return any(candidate < len(call.candidates) for call in calls)

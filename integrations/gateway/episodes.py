@@ -2,33 +2,57 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping
+from typing import Annotated, Any
+
+import msgspec
 
 from cotune.errors import RecordError
 from cotune.ids import message_id
 from cotune.integrations.gateway.address import Identity
 from cotune.integrations.gateway.exchange import Exchange
-from cotune.integrations.gateway.requests import chat_of
-from cotune.integrations.gateway.sessions import Sessions, Split
+from cotune.integrations.gateway.settings import GatewayConfig
 from cotune.integrations.http.requests import RequestError
 from cotune.integrations.openai.forms import Form
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode, Sink
 from cotune.recording.records import Episode, EpisodeStatus, Reward, Task
-from cotune.recording.redaction import Redactor
-from cotune.recording.role_functions import RolesFunction
 
 log = logging.getLogger("cotune.gateway")
 
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 IMPLICIT_SECONDS = 600.0
 """How long an implicit episode takes new calls; then the next one does, so that a gateway that runs for weeks stays
 small."""
 IMPLICIT = "implicit"
 """Workflow and task id of calls that name no open episode."""
+PAUSE = 300.0
+"""Seconds without a call after which an episode that the gateway opened itself ends, where no pause is set."""
+MOST_OPEN = 10_000
+"""Episodes that are open at once."""
+
+
+class OpenEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /cotune/episodes."""
+
+    task: Any
+    workflow: Name = "gateway"
+    rollout: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+    phase: Name = "trace"
+    training_step: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+
+
+class EndEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /cotune/episodes/{id}/end."""
+
+    rewards: dict[Name, float] = {}
+    metrics: dict[Name, float] = {}
+    status: EpisodeStatus = "ok"
+    error: Annotated[str, msgspec.Meta(max_length=10_000)] | None = None
 
 
 class Episodes:
@@ -37,22 +61,9 @@ class Episodes:
     Without a `sink`, as inside a workflow's process, episodes can only be attached and other calls are not recorded.
     """
 
-    def __init__(
-        self,
-        sink: Sink | None,
-        *,
-        limit: int = 10_000,
-        redactors: Sequence[Redactor] = (),
-        roles: RolesFunction | None = None,
-        split: Split | None = None,
-    ) -> None:
+    def __init__(self, sink: Sink | None, config: GatewayConfig) -> None:
         self.sink = sink
-        self.roles = roles
-        self.split = split or Split()
-        """How calls that name no episode are divided into episodes."""
-        self._sessions = Sessions(self.split, self._begin, self._finish, lambda episode: episode in self._exchanges)
-        self.redactors = redactors
-        self.limit = limit
+        self.config = config
         self.open: dict[str, LiveEpisode] = {}
         self.counts: Counter[str] = Counter()
         """Calls recorded, `unattributed` calls, rewards, and episodes by how they ended."""
@@ -63,32 +74,19 @@ class Episodes:
         self._exchanges: dict[str, set[Exchange]] = {}
         self._gone: dict[str, None] = {}
         """Attached episodes that have ended, the latest ones: policies may have played them, so no provider may."""
+        self._sessions: dict[Hashable, LiveEpisode] = {}
+        """Episodes that the gateway opened itself, by what they are known by."""
+        self._session_keys: dict[str, Hashable] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
 
-    def start(
-        self, task: Any, *, workflow: str, rollout: int = 0, phase: str = "trace", training_step: int | None = None
-    ) -> LiveEpisode:
+    def start(self, given: OpenEpisode) -> LiveEpisode:
         """Open an episode. Raises RequestError when too many are open, or none can be recorded here."""
         if self.sink is None:
             raise RequestError(404, "The workflow that runs here opens its episodes itself.", code="not_recording")
-        if len(self.open) >= self.limit:
-            raise RequestError(
-                429,
-                f"{self.limit} episodes are open: end some first.",
-                code="too_many_episodes",
-                headers={"retry-after": "1"},
-            )
-        episode = LiveEpisode(
-            self.sink,
-            task_of(task),
-            workflow=workflow,
-            rollout=rollout,
-            phase=phase,
-            training_step=training_step,
-            redactors=self.redactors,
-            roles=self.roles,
-        )
-        self.open[episode.id] = episode
-        return episode
+        if len(self.open) >= MOST_OPEN:
+            text = f"{MOST_OPEN} episodes are open: end some first."
+            raise RequestError(429, text, code="too_many_episodes", headers={"retry-after": "1"})
+        return self._new(task_of(given.task), given)
 
     def attach(self, episode: LiveEpisode) -> None:
         """Take the calls of an episode that something else opened and will end."""
@@ -101,25 +99,16 @@ class Episodes:
             self._attached.discard(episode_id)
             self._settle(episode_id)
             self._gone[episode_id] = None
-            if len(self._gone) > self.limit:
+            if len(self._gone) > MOST_OPEN:
                 del self._gone[next(iter(self._gone))]
 
-    def end(
-        self,
-        episode_id: str,
-        status: EpisodeStatus,
-        rewards: Mapping[str, float],
-        metrics: Mapping[str, float],
-        error: str | None,
-    ) -> Episode:
+    def end(self, episode_id: str, given: EndEpisode) -> Episode:
         """End an open episode. Raises RequestError (404, 409) when it is not open here."""
         if episode_id in self._attached:
             raise RequestError(409, "The workflow that opened this episode ends it.", code="attached")
-        self._sessions.forget(episode_id)
-        episode = self.open.pop(episode_id, None)
-        if episode is None:
+        if episode_id not in self.open:
             raise RequestError(404, f"No episode {episode_id} is open.", param="id", code="unknown_episode")
-        return self._close(episode, status, rewards, metrics, error)
+        return self._close(episode_id, given)
 
     def reward(self, target: str, rewards: Mapping[str, float]) -> None:
         """Record rewards of an episode or a candidate, before or after the end of its episode."""
@@ -130,24 +119,22 @@ class Episodes:
         self.counts["rewards"] += len(rewards)
 
     def exchange(
-        self,
-        who: Identity,
-        form: Form,
-        asked: dict[str, Any],
-        upstream: bool,
-        session: tuple[Hashable, str] | None = None,
+        self, who: Identity, form: Form, asked: dict[str, Any], session: tuple[Hashable, str] | None
     ) -> Exchange | None:
-        """The exchange of a call.
+        """The exchange of a call; None where it cannot be recorded.
 
-        `session` is what its episode is known by, where it names none. None where it cannot be recorded. Raises
-        RequestError (409) when it belongs nowhere and no provider is there.
+        `session` is what its episode is known by, where it names none. Raises RequestError (409) where its episode has
+        ended.
         """
-        own = session is not None and self.sink is not None and upstream
-        episode = self._sessions.episode(*session) if session and own else self._episode(who, upstream)
+        episode = self._session(*session) if session and self.sink is not None else self._episode(who)
         if episode is None:
             return None
         caller = CallerContext(who.role, "gateway", read=who.parents, given=who.named)
-        chat, unsupported_reason = chat_of(form, asked, episode)
+        try:
+            chat = form.chat(asked, episode)
+            unsupported_reason = form.unsupported_reason(asked, chat, episode)
+        except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+            raise RequestError(400, f"The request cannot be read: {error}.", code="invalid_value") from None
         try:
             call = episode.start(caller, chat)
         except RecordError as error:
@@ -175,10 +162,9 @@ class Episodes:
         """End all that is open: orphaned episodes as cancelled."""
         for episode_id in list(self._attached):
             self.detach(episode_id)
-        self._sessions.close()
-        for episode in list(self.open.values()):
-            self._close(episode, "cancelled", {}, {}, "the gateway stopped before the episode ended")
-        self.open.clear()
+        for episode_id in list(self.open):
+            stopped = EndEpisode(status="cancelled", error="the gateway stopped before the episode ended")
+            self._close(episode_id, EndEpisode() if episode_id in self._session_keys else stopped)
 
     def warn(self, kind: str, text: str) -> None:
         """Count something that the user should know about; say each kind once."""
@@ -186,42 +172,47 @@ class Episodes:
         if self.warnings[kind] == 1:
             log.warning("%s", text)
 
-    def _episode(self, who: Identity, upstream: bool) -> LiveEpisode | None:
+    def _episode(self, who: Identity) -> LiveEpisode | None:
         if who.episode is not None and who.episode in self.open:
             return self.open[who.episode]
         if who.episode in self._gone:
             raise RequestError(409, f"The episode {who.episode} has ended.", code="episode_ended")
-        if not upstream:
-            raise RequestError(
-                409, "The call names no open episode, and there is no provider behind this gateway.", code="no_episode"
-            )
         self.counts["unattributed"] += 1
+        instead = "It is not recorded." if self.sink is None else "It is recorded under an implicit episode."
         if who.episode is not None:
-            self.warn("late_call", f"A call names the episode {who.episode}, which is not open. {self._instead}")
+            self.warn("late_call", f"A call names the episode {who.episode}, which is not open. {instead}")
         else:
-            self.warn("no_episode", f"A call names no episode. {self._instead}")
+            self.warn("no_episode", f"A call names no episode. {instead}")
         if self.sink is None:
             return None
-        return self._sessions.episode((IMPLICIT, time.monotonic() // IMPLICIT_SECONDS), None)
+        return self._session((IMPLICIT, time.monotonic() // IMPLICIT_SECONDS), None)
 
-    @property
-    def _instead(self) -> str:
-        return "It is not recorded." if self.sink is None else "It is recorded under an implicit episode."
+    def _new(self, task: Task, given: OpenEpisode) -> LiveEpisode:
+        assert self.sink is not None
+        episode = LiveEpisode(
+            self.sink,
+            task,
+            workflow=given.workflow,
+            rollout=given.rollout,
+            phase=given.phase,
+            training_step=given.training_step,
+            redactors=self.config.redactors,
+            roles=self.config.roles,
+        )
+        self.open[episode.id] = episode
+        return episode
 
-    def _close(
-        self,
-        episode: LiveEpisode,
-        status: EpisodeStatus,
-        rewards: Mapping[str, float],
-        metrics: Mapping[str, float],
-        error: str | None,
-    ) -> Episode:
-        self._settle(episode.id)
-        record = episode.end(status, rewards=rewards, metrics=metrics, error=error)
-        self.counts["calls"] += len(self._exchanges.pop(episode.id, ()))
+    def _close(self, episode_id: str, given: EndEpisode) -> Episode:
+        episode = self.open.pop(episode_id)
+        if episode_id in self._session_keys:
+            del self._sessions[self._session_keys.pop(episode_id)]
+            self._stop_timer(episode_id)
+        self._settle(episode_id)
+        record = episode.end(given.status, rewards=given.rewards, metrics=given.metrics, error=given.error)
+        self.counts["calls"] += len(self._exchanges.pop(episode_id, ()))
         self.warnings.update(episode.warnings)
         self.failures.update(episode.failures)
-        self.counts[f"episodes_{status}"] += 1
+        self.counts[f"episodes_{given.status}"] += 1
         return record
 
     def _settle(self, episode_id: str) -> None:
@@ -239,21 +230,43 @@ class Episodes:
         self.counts["calls"] += 1
         if not mine:
             del self._exchanges[episode_id]
-            self._sessions.ended(episode_id)
+            if episode_id in self._session_keys:
+                self._begin_pause(episode_id)
 
-    def _begin(self, task: str | None) -> LiveEpisode:
-        """The episode of a session; without a task the one of calls that belong to none, which no limit refuses."""
-        if task is not None:
-            return self.start({"id": task}, workflow="gateway")
-        assert self.sink is not None
-        episode = LiveEpisode(
-            self.sink, Task(id=IMPLICIT, input=None), workflow=IMPLICIT, redactors=self.redactors, roles=self.roles
-        )
-        self.open[episode.id] = episode
-        return episode
+    def _session(self, key: Hashable, task: str | None) -> LiveEpisode:
+        """The episode that is open for a key, or a new one; without a task that of calls which belong to none, which no
+        limit refuses."""
+        found = self._sessions.get(key)
+        if found is None:
+            if task is not None:
+                found = self.start(OpenEpisode({"id": task}))
+            else:
+                found = self._new(Task(id=IMPLICIT, input=None), OpenEpisode(None, workflow=IMPLICIT))
+            self._sessions[key] = found
+            self._session_keys[found.id] = key
+            if isinstance(key, asyncio.Future):
+                key.add_done_callback(lambda closed: self._pause_over(found.id))
+        self._begin_pause(found.id)
+        return found
 
-    def _finish(self, episode_id: str) -> None:
-        self._close(self.open.pop(episode_id), "ok", {}, {}, None)
+    def _begin_pause(self, episode_id: str) -> None:
+        """End a session's episode after a pause without a call; that of a connection with the connection, and after a
+        pause only where one is set."""
+        self._stop_timer(episode_id)
+        key, idle = self._session_keys[episode_id], self.config.split.idle
+        if isinstance(key, asyncio.Future) and key.done():
+            self._pause_over(episode_id)
+        elif idle is not None or not isinstance(key, asyncio.Future):
+            loop = asyncio.get_running_loop()
+            self._timers[episode_id] = loop.call_later(idle or PAUSE, self._pause_over, episode_id)
+
+    def _stop_timer(self, episode_id: str) -> None:
+        if (timer := self._timers.pop(episode_id, None)) is not None:
+            timer.cancel()
+
+    def _pause_over(self, episode_id: str) -> None:
+        if episode_id in self._session_keys and episode_id not in self._exchanges:
+            self._close(episode_id, EndEpisode())
 
 
 def task_of(value: Any) -> Task:

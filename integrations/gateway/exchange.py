@@ -1,23 +1,76 @@
-"""One call through the gateway: a copy of its answer becomes records."""
+"""One call through the gateway: its request as far as the record needs it, and a copy of its answer for the record."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from cotune.integrations.gateway.requests import inflate
+import msgspec
+
+from cotune.integrations.http.requests import RequestError, decode_body, invalid_value
 from cotune.integrations.openai.answers import finish, part_of
 from cotune.integrations.openai.forms import Form
 from cotune.recording.answers import Answer
-from cotune.recording.model_calls import reason_of
 from cotune.recording.recorder import LiveCall
 from cotune.recording.records import CallStatus
 
 MAX_COPY = 64 << 20
 """Most bytes of an answer that are kept for the record."""
-_UNCODED = (KeyError, OverflowError)
-"""What `inflate` raises besides zlib.error: for a coding it does not know, and for too many bytes."""
+_Objects = Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+
+
+class _Request(msgspec.Struct, kw_only=True):
+    """What must be well-formed in any call, so that it can be recorded."""
+
+    model: str | None = None
+    stream: bool | None = None
+    n: int | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class _Messages(_Request, kw_only=True):
+    messages: _Objects
+    system: str | list[Any] | None = None
+
+
+class _Response(_Request, kw_only=True):
+    input: str | _Objects | None = None
+    instructions: str | list[Any] | None = None
+
+
+def read_call(form: Form, raw: bytes) -> dict[str, Any]:
+    """The body of a call. Raises RequestError (400) that names the field which cannot be recorded."""
+    body = decode_body(raw, dict[str, Any])
+    try:
+        msgspec.convert(body, _Response if form.name == "responses" else _Messages)
+    except msgspec.ValidationError as error:
+        raise invalid_value(error) from None
+    return body
+
+
+def inflated(raw: bytes, coding: str, limit: int, whole: bool = True) -> bytes:
+    """A body without its content coding.
+
+    Raises RequestError for one that is broken (400; also for one that is cut off, if it has to be `whole`), unknown
+    (415) or of more than `limit` bytes (413).
+    """
+    coding = coding.strip().lower()
+    if coding in ("", "identity"):
+        return raw
+    if coding != "gzip":
+        message = f"The body's Content-Encoding {coding[:40]!r} cannot be read; gzip can."
+        raise RequestError(415, message, code="unsupported_encoding")
+    found = zlib.decompressobj(31)
+    try:
+        text = found.decompress(raw, limit + 1)
+        if len(text) <= limit and whole and not found.eof:
+            raise zlib.error("it ends early")
+    except zlib.error as error:
+        raise RequestError(400, f"The body is not gzip: {error}.", code="invalid_encoding") from None
+    if len(text) > limit:
+        raise RequestError(413, f"The body is larger than {limit} bytes.", code="body_too_large")
+    return text
 
 
 class Exchange:
@@ -69,11 +122,10 @@ class Exchange:
             return True
         try:
             raw = self._raw(whole=not self._streamed)
-        except zlib.error:
-            return False
-        except _UNCODED as broken:
-            self.call.fail("malformed", reason_of(broken)[1])
-            return True
+        except RequestError as broken:
+            if broken.status != 400:
+                self.call.fail("malformed", broken.message)
+            return broken.status != 400
         return finish(self.call, self.form, self.asked, raw, self._streamed)
 
     @property
@@ -83,10 +135,8 @@ class Exchange:
     def _part(self) -> Answer | None:
         try:
             return part_of(self.form, self._raw(whole=False), self._streamed)
-        except (zlib.error, *_UNCODED):
+        except RequestError:
             return None
 
     def _raw(self, whole: bool) -> bytes:
-        raw = b"".join(self._chunks)
-        coding = self._coding.strip().lower()
-        return raw if coding in ("", "identity") else inflate(raw, coding, MAX_COPY, whole)
+        return inflated(b"".join(self._chunks), self._coding, MAX_COPY, whole)

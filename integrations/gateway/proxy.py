@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 from collections import Counter
-from dataclasses import dataclass, field
-from http import HTTPStatus
+from dataclasses import dataclass
+from http.client import responses
 from typing import Any
 
+from multidict import CIMultiDict
 from starlette.types import Receive, Scope, Send
 
-from cotune.errors import ConfigError
 from cotune.integrations.gateway.address import Address, identity
 from cotune.integrations.gateway.episodes import Episodes
-from cotune.integrations.gateway.exchange import Exchange
-from cotune.integrations.gateway.requests import inflated, read_call
-from cotune.integrations.gateway.upstream import Upstream, UpstreamError
+from cotune.integrations.gateway.exchange import Exchange, inflated, read_call
+from cotune.integrations.gateway.settings import GatewayConfig
+from cotune.integrations.gateway.upstream import Upstream, UpstreamError, forwarded
 from cotune.integrations.http.requests import (
     Access,
     ClientGone,
@@ -34,21 +33,6 @@ from cotune.recording.model_calls import answer, failed
 
 KEYS = (b"authorization", b"x-api-key")
 """Headers that carry a client's API key."""
-_STATUSES = frozenset(HTTPStatus)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of one gateway: bytes of a body, requests in flight, and seconds from a request's start to its end."""
-
-    body: int = 16 << 20
-    in_flight: int = 512
-    seconds: float = 600.0
-
-    def __post_init__(self) -> None:
-        for flag, value in (("max_body", self.body), ("max_inflight", self.in_flight), ("timeout", self.seconds)):
-            if not 0 < value < math.inf:
-                raise ConfigError(flag, value, "a number above 0", "Leave the flag out for the default.")
 
 
 @dataclass
@@ -59,12 +43,9 @@ class _Passage:
     address: Address
     receive: Receive
     _send: Send
-    upstream: Upstream | None = None
-    headers: Any = None
-    """What is sent to the provider."""
     started: bool = False
     done: bool = False
-    exchange: Exchange | None = field(default=None)
+    exchange: Exchange | None = None
 
     async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
@@ -78,23 +59,13 @@ class _Passage:
 class Proxy:
     """Answers requests to the interfaces of OpenAI and Anthropic. `counts` tells requests by outcome."""
 
-    def __init__(
-        self,
-        upstream: Upstream | None,
-        episodes: Episodes,
-        access: Access,
-        limits: Limits,
-        anthropic: Upstream | None = None,
-        role_header: str = "",
-    ) -> None:
-        """`anthropic` is the provider of Anthropic's interface, where it is not `upstream`; `role_header` a header of
-        the application's own that says the role."""
-        self.upstream = upstream
-        self.anthropic = anthropic or upstream
+    def __init__(self, config: GatewayConfig, episodes: Episodes, access: Access) -> None:
+        self.upstream = Upstream(config.upstream, config.key)
+        self.anthropic = Upstream(config.anthropic, config.anthropic_key) if config.anthropic else self.upstream
         self.episodes = episodes
         self.access = access
-        self.limits = limits
-        self.role_header = role_header
+        self.limits = config.limits
+        self.role_header = config.role_header
         self.in_flight = 0
         self.counts: Counter[str] = Counter()
 
@@ -162,10 +133,8 @@ class Proxy:
 
     async def _pass(self, passage: _Passage) -> None:
         scope, address = passage.scope, passage.address
-        if (upstream := self._provider(scope, address)) is not None:
-            own_key = any(self.access.given(scope, name) for name in KEYS)
-            passage.upstream = upstream
-            passage.headers = upstream.request_headers(scope["headers"], own_key)
+        own_key = any(self.access.given(scope, name) for name in KEYS)
+        headers = self._provider(scope, address).request_headers(scope["headers"], own_key)
         if address.form is not None and scope["method"] == "POST":
             raw = await read_body(scope, passage.receive, self.limits.body)
             content = inflated(raw, header(scope, b"content-encoding").decode("latin-1"), self.limits.body)
@@ -177,9 +146,9 @@ class Proxy:
                 (self.episodes.open.get(named) or self.episodes).warn(*TEXT_COMPLETION)
         else:
             raw = await read_any(scope, passage.receive, self.limits.body)
-        await unless_gone(passage.receive, functools.partial(self._answer, passage, raw))
+        await unless_gone(passage.receive, functools.partial(self._answer, passage, headers, raw))
 
-    def _provider(self, scope: Scope, address: Address) -> Upstream | None:
+    def _provider(self, scope: Scope, address: Address) -> Upstream:
         """The provider of a request: Anthropic's clients say which version of its interface they speak."""
         theirs = address.tail.startswith("messages") or header(scope, b"anthropic-version")
         return self.anthropic if theirs else self.upstream
@@ -187,25 +156,21 @@ class Proxy:
     def _open(self, passage: _Passage, form: Form, asked: dict[str, Any]) -> None:
         scope = passage.scope
         who = identity(scope, passage.address, self.role_header)
-        session = self.episodes.split.of(scope) if who.episode is None else None
+        session = self.episodes.config.split.of(scope) if who.episode is None else None
         found = self.episodes.open.get(who.episode or "")
         if found is not None and found.responder is not None:
             check_sampling(asked)
-        passage.exchange = self.episodes.exchange(who, form, asked, self.upstream is not None, session)
+        passage.exchange = self.episodes.exchange(who, form, asked, session)
         if passage.exchange is not None:
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
             assert task is not None
             passage.exchange.call.cancel = functools.partial(loop.call_soon_threadsafe, task.cancel)
 
-    async def _answer(self, passage: _Passage, raw: bytes) -> None:
+    async def _answer(self, passage: _Passage, headers: CIMultiDict[str], raw: bytes) -> None:
         exchange = passage.exchange
-        if exchange is not None and exchange.call.episode.responder is not None and await self._played(passage):
-            return
-        if passage.upstream is None:
-            raise RequestError(
-                404, "There is no provider behind this gateway, only the policies of a workflow.", code="no_upstream"
-            )
-        await self._forward(passage, passage.upstream, raw)
+        played = exchange is not None and exchange.call.episode.responder is not None and await self._played(passage)
+        if not played:
+            await self._forward(passage, headers, raw)
 
     async def _played(self, passage: _Passage) -> bool:
         """Answer by the episode's policies; False where its provider answers the role."""
@@ -237,20 +202,20 @@ class Proxy:
         await passage.body(content, more=False)
         return True
 
-    async def _forward(self, passage: _Passage, upstream: Upstream, raw: bytes) -> None:
+    async def _forward(self, passage: _Passage, headers: CIMultiDict[str], raw: bytes) -> None:
         """Pass the request on and its answer back, byte by byte as it arrives."""
         scope, address, exchange = passage.scope, passage.address, passage.exchange
-        method, query = scope["method"], scope["query_string"]
-        async with upstream.send(method, address.tail, query, passage.headers, raw) as reply:
-            fields = reply.headers
+        upstream, method, query = self._provider(scope, address), scope["method"], scope["query_string"]
+        async with upstream.send(method, address.tail, query, headers, raw) as reply:
+            fields = forwarded(((name.lower(), value) for name, value in reply.raw_headers), ())
             if exchange is not None:
-                fields = [*fields, *_names(exchange)]
+                fields += _names(exchange)
                 if 200 <= reply.status < 300:
-                    exchange.begins(reply.header(b"content-type"), reply.header(b"content-encoding"))
+                    exchange.begins(reply.headers.get("content-type", ""), reply.headers.get("content-encoding", ""))
                 else:
-                    exchange.fail("error", _phrase(reply.status))
+                    exchange.fail("error", f"HTTP {reply.status} {responses.get(reply.status, '')}".strip())
             await passage.start(reply.status, fields)
-            async for chunk in reply.chunks():
+            async for chunk in reply.content.iter_any():
                 if exchange is not None and exchange.answering:
                     exchange.add(chunk)
                 await passage.body(chunk)
@@ -262,8 +227,3 @@ class Proxy:
 def _names(exchange: Exchange) -> list[tuple[bytes, bytes]]:
     call = exchange.call
     return [(b"x-cotune-call", call.id.encode()), (b"x-cotune-episode", call.episode.id.encode())]
-
-
-def _phrase(status: int) -> str:
-    known = HTTPStatus(status).phrase if status in _STATUSES else ""
-    return f"HTTP {status} {known}".strip()

@@ -13,11 +13,10 @@ import contextvars
 import functools
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,14 +26,11 @@ from cotune.errors import WorkflowError
 from cotune.integrations.gateway.address import address_of
 from cotune.integrations.gateway.control import control_app
 from cotune.integrations.gateway.episodes import Episodes
-from cotune.integrations.gateway.proxy import KEYS, Limits, Proxy
-from cotune.integrations.gateway.sessions import Split
-from cotune.integrations.gateway.upstream import Upstream, checked_url
+from cotune.integrations.gateway.proxy import KEYS, Proxy
+from cotune.integrations.gateway.settings import GatewayConfig
 from cotune.integrations.http.requests import Access, RequestError
 from cotune.integrations.http.responses import refusal
 from cotune.integrations.http.server import RunningServer, running, stopped_by_signals
-from cotune.recording.redaction import Redactor
-from cotune.recording.role_functions import RolesFunction
 from cotune.storage.sqlite_store import SqliteStore
 
 _TOKENS = (b"x-cotune-token", *KEYS)
@@ -43,33 +39,13 @@ _TOKENS = (b"x-cotune-token", *KEYS)
 class Gateway:
     """The ASGI application of one gateway, with what it forwards to and records into."""
 
-    def __init__(
-        self,
-        upstream: str | None,
-        store: SqliteStore | None,
-        *,
-        token: str | None = None,
-        limits: Limits | None = None,
-        key: str | None = None,
-        redactors: Sequence[Redactor] = (),
-        anthropic: str | None = None,
-        anthropic_key: str | None = None,
-        roles: RolesFunction | None = None,
-        role_header: str = "",
-        split: Split | None = None,
-    ) -> None:
-        """`upstream` is the base URL of the provider, `key` its key for clients that send `token` as theirs;
-        `anthropic` and its key are those for Anthropic's interface, where another provider serves it. `roles` names
-        the roles of calls that do not, `role_header` a header that does, `split` divides calls without an episode."""
-        limits = limits or Limits()
-        access = Access(token, _TOKENS)
+    def __init__(self, config: GatewayConfig, store: SqliteStore | None) -> None:
+        access = Access(config.token, _TOKENS)
         self.loop = asyncio.get_running_loop()
         self.store = store
-        self.upstream = None if upstream is None else Upstream(upstream, key)
-        self.episodes = Episodes(store, redactors=redactors, roles=roles, split=split)
-        self.anthropic = None if anthropic is None else Upstream(anthropic, anthropic_key)
-        self.proxy = Proxy(self.upstream, self.episodes, access, limits, self.anthropic, role_header)
-        self._control = control_app(self.episodes, self.proxy, access, store, limits.body)
+        self.episodes = Episodes(store, config)
+        self.proxy = Proxy(config, self.episodes, access)
+        self._control = control_app(self.episodes, self.proxy, access, store, config.limits.body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -95,37 +71,23 @@ class Gateway:
     async def close(self) -> None:
         """End what is open and close the connections to the provider; the store stays open."""
         self.episodes.close()
-        for upstream in filter(None, (self.upstream, self.anthropic)):
+        for upstream in (self.proxy.upstream, self.proxy.anthropic):
             await upstream.close()
 
 
 def running_gateway(
-    upstream: str | None,
-    records: str | Path | None,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    token: str | None = None,
-    limits: Limits | None = None,
-    key: str | None = None,
-    redactors: Sequence[Redactor] = (),
-    anthropic: str | None = None,
-    **options: Any,
+    config: GatewayConfig, records: str | Path | None, *, host: str = "127.0.0.1", port: int = 0
 ) -> AbstractContextManager[RunningServer[Gateway]]:
-    """Run a gateway in a background thread; `options` are further ones of `Gateway`, `records` is a folder or a records
-    file, None records nothing by itself.
+    """Run a gateway in a background thread; `records` is a folder or a records file, None records nothing by itself.
 
     Raises ConfigError, RunError when it cannot start.
     """
-    for url in filter(None, (upstream, anthropic)):
-        checked_url(url)
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[tuple[ASGIApp, Gateway]]:
         store = None if records is None else _opened(Path(records))
         try:
-            options.update(key=key, redactors=redactors, anthropic=anthropic)
-            made = Gateway(upstream, store, token=token, limits=limits, **options)
+            made = Gateway(config, store)
             try:
                 yield made, made
             finally:
@@ -138,19 +100,19 @@ def running_gateway(
         opening,
         host=host,
         port=port,
-        token=token,
+        token=config.token,
         name="cotune-gateway",
         date_header=False,
-        seconds=(limits or Limits()).seconds,
+        seconds=config.limits.seconds,
     )
 
 
-def serve(upstream: str, records: str | Path, say: Callable[[str], None], **options: Any) -> None:
-    """Run a gateway until Ctrl-C or SIGTERM; `options` are those of `running_gateway`."""
-    with stopped_by_signals(), running_gateway(upstream, records, **options) as found:
-        say(f"Gateway at {found.url}/v1 for {upstream}")
-        if options.get("anthropic"):
-            say(f"Anthropic's interface at {found.url} for {options['anthropic']}")
+def serve(config: GatewayConfig, records: str | Path, say: Callable[[str], None], *, host: str, port: int) -> None:
+    """Run a gateway until Ctrl-C or SIGTERM."""
+    with stopped_by_signals(), running_gateway(config, records, host=host, port=port) as found:
+        say(f"Gateway at {found.url}/v1 for {config.upstream}")
+        if config.anthropic:
+            say(f"Anthropic's interface at {found.url} for {config.anthropic}")
         say(f"Records: {found.opened.store.path}")  # type: ignore[union-attr]
         say("Ctrl-C stops it.")
         found.wait()
@@ -189,7 +151,8 @@ def gateway(upstream: str | None = None) -> Iterator[Gate]:
             "Use it inside a @cotune.workflow function that cotune runs; elsewhere start `cotune gateway`.",
         )
     anthropic = (os.environ.get("ANTHROPIC_BASE_URL") or "https://api.anthropic.com").rstrip("/") + "/v1"
-    found = _shared(upstream or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1", upstream or anthropic)
+    openai = os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+    found = _shared(GatewayConfig(upstream=upstream or openai, anthropic=upstream or anthropic))
     made = found.opened
     made.on_loop(lambda: made.episodes.attach(episode))
     episode.gateway = found.url
@@ -200,19 +163,19 @@ def gateway(upstream: str | None = None) -> Iterator[Gate]:
 
 
 _opening = threading.Lock()
-_running: dict[tuple[str, str], RunningServer[Gateway]] = {}
+_running: dict[GatewayConfig, RunningServer[Gateway]] = {}
 
 
-def _shared(upstream: str, anthropic: str) -> RunningServer[Gateway]:
-    """The gateway of this process for two providers, started when it is first used and stopped at exit."""
+def _shared(config: GatewayConfig) -> RunningServer[Gateway]:
+    """The gateway of this process for its providers, started when it is first used and stopped at exit."""
     with _opening:
-        if (upstream, anthropic) not in _running:
+        if config not in _running:
             stack = contextlib.ExitStack()
             # In an empty context: the server's thread outlives the episode that happens to start it.
-            start = functools.partial(stack.enter_context, running_gateway(upstream, None, anthropic=anthropic))
-            _running[upstream, anthropic] = contextvars.Context().run(start)
+            start = functools.partial(stack.enter_context, running_gateway(config, None))
+            _running[config] = contextvars.Context().run(start)
             atexit.register(stack.close)
-        return _running[upstream, anthropic]
+        return _running[config]
 
 
 def _opened(records: Path) -> SqliteStore:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
-from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Iterator
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -14,7 +12,6 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from cotune.errors import ConfigError
 from cotune.integrations.gateway.address import without_own_members
 from cotune.integrations.http.requests import RequestError
 
@@ -25,12 +22,8 @@ _HOP_BY_HOP = frozenset(
     b"upgrade".split()
 )
 _OURS = frozenset((b"host", b"content-length", b"expect", b"accept-encoding"))
-_READABLE = ("gzip", "deflate")
-"""Codings that the recorder can read too; others are not asked of the provider."""
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _CONNECT = 30
-_REMEMBERED = 512
-"""Most characters of a URL that is remembered."""
 _AUTOMATIC = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
@@ -38,33 +31,12 @@ class UpstreamError(Exception):
     """The provider could not be reached, or its answer broke off."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpstreamAnswer:
-    """An answer whose body has not been read: `headers` without those of the connection."""
-
-    status: int
-    headers: Fields
-    _content: aiohttp.StreamReader
-
-    def header(self, name: bytes) -> str:
-        """The first header of a name in lower case; empty where there is none."""
-        return next((value.decode("latin-1") for key, value in self.headers if key == name), "")
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The raw body as it arrives. Raises UpstreamError when it breaks off."""
-        try:
-            async for chunk in self._content.iter_any():
-                yield chunk
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise UpstreamError(_text(error)) from error
-
-
 class Upstream:
     """Forwards to the base URL of a provider."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         """`key` is sent where a client sent the gateway's own token as its key. Opens connections when used."""
-        self.url = checked_url(url)
+        self.url = url.rstrip("/")
         self._key = key
         self._proxy = _proxy_for(self.url)
         self._session: aiohttp.ClientSession | None = None
@@ -72,28 +44,25 @@ class Upstream:
     @contextlib.asynccontextmanager
     async def send(
         self, method: str, tail: str, query: bytes, headers: CIMultiDict[str], body: bytes
-    ) -> AsyncIterator[UpstreamAnswer]:
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The answer to a request. Leaving early closes its connection, which cancels the request at the provider.
 
-        Raises UpstreamError when there is no answer.
+        Raises UpstreamError when there is no answer, or when it breaks off inside.
         """
-        url = _url(self.url, tail, query.decode())
-        try:
-            answer = await self._open().request(
-                method, url, data=body or None, headers=headers, proxy=self._proxy, allow_redirects=False
-            )
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise UpstreamError(_text(error)) from error
-        except ValueError as error:
-            raise RequestError(400, f"A header cannot be forwarded: {error}.", code="invalid_header") from None
-        if not 200 <= answer.status < 600:
-            answer.close()
-            raise UpstreamError(f"it answered with status {answer.status}")
-        try:
-            kept = forwarded(((name.lower(), value) for name, value in answer.raw_headers), ())
-            yield UpstreamAnswer(answer.status, kept, answer.content)
-        finally:
-            answer.close() if not answer.content.at_eof() else answer.release()
+        url = URL(f"{self.url}/{tail}?{query.decode()}" if query else f"{self.url}/{tail}", encoded=True)
+        with _failures():
+            try:
+                answer = await self._open().request(
+                    method, url, data=body or None, headers=headers, proxy=self._proxy, allow_redirects=False
+                )
+            except ValueError as error:
+                raise RequestError(400, f"A header cannot be forwarded: {error}.", code="invalid_header") from None
+            try:
+                if not 200 <= answer.status < 600:
+                    raise UpstreamError(f"it answered with status {answer.status}")
+                yield answer
+            finally:
+                answer.close() if not answer.content.at_eof() else answer.release()
 
     def request_headers(self, headers: Iterable[tuple[bytes, bytes]], own_key: bool) -> CIMultiDict[str]:
         """A client's headers as they are forwarded; with `own_key` its key is replaced by the provider's.
@@ -102,9 +71,8 @@ class Upstream:
         """
         given = list(headers)
         kept = forwarded(given, _OURS)
-        accepted = b",".join(value for name, value in given if name == b"accept-encoding").decode("latin-1").lower()
-        codings = [coding for coding in _READABLE if coding in accepted]
-        kept.append((b"accept-encoding", ", ".join(codings).encode() or b"identity"))
+        accepted = any(name == b"accept-encoding" and b"gzip" in value.lower() for name, value in given)
+        kept.append((b"accept-encoding", b"gzip" if accepted else b"identity"))  # the recorder reads no other
         if own_key:
             plain = any(name == b"x-api-key" for name, _ in kept)
             kept = [(name, value) for name, value in kept if name not in (b"authorization", b"x-api-key")]
@@ -130,17 +98,6 @@ class Upstream:
                 max_field_size=64 << 10,
             )
         return self._session
-
-
-def checked_url(url: str) -> str:
-    """A base URL without the slash at its end. Raises ConfigError for anything else than http(s)://host..."""
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.port != 0:
-            return url.rstrip("/")
-    raise ConfigError(
-        "upstream", url, "the base URL of an OpenAI-compatible API", "For example: --upstream https://api.openai.com/v1"
-    )
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]], dropped: Iterable[bytes]) -> Fields:
@@ -169,16 +126,6 @@ def _proxy_for(url: str) -> str | None:
     return getproxies().get(parts.scheme)
 
 
-@functools.lru_cache(1024)
-def _known(url: str) -> URL:
-    return URL(url, encoded=True)
-
-
-def _url(base: str, tail: str, query: str) -> URL:
-    url = f"{base}/{tail}?{query}" if query else f"{base}/{tail}"
-    return _known(url) if len(url) <= _REMEMBERED else URL(url, encoded=True)
-
-
 def _decoded(headers: Fields) -> list[tuple[str, str]]:
     try:
         return [(name.decode(), value.decode()) for name, value in headers]
@@ -186,6 +133,9 @@ def _decoded(headers: Fields) -> list[tuple[str, str]]:
         raise RequestError(400, "A header is not UTF-8.", code="invalid_header") from None
 
 
-def _text(error: BaseException) -> str:
-    message = str(error)
-    return f"{type(error).__name__}: {message}"[:300] if message else type(error).__name__
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise UpstreamError(f"{type(error).__name__}: {error}"[:300].rstrip(": ")) from error

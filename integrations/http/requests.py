@@ -81,9 +81,7 @@ class Access:
             return
         if any(self.given(scope, name) for name in self._headers):
             return
-        names = " or ".join(
-            "Authorization: Bearer TOKEN" if n == b"authorization" else _shown(n) for n in self._headers
-        )
+        names = " or ".join(map(_shown, self._headers))
         raise RequestError(401, f"This server needs its token: send it as {names}.", code="invalid_api_key")
 
     def check_local(self, scope: Scope) -> None:

@@ -13,6 +13,7 @@ import httpx
 import openai
 
 from cotune.integrations.gateway.server import Gateway, running_gateway
+from cotune.integrations.gateway.settings import GatewayConfig
 from cotune.integrations.http.server import RunningServer
 from cotune.recording.records import Call, Episode
 from cotune.storage.sqlite_store import SqliteStore
@@ -77,7 +78,7 @@ class Bench:
 
 @contextlib.contextmanager
 def bench(folder: Path, **options: Any) -> Iterator[Bench]:
-    with serving() as provider, running_gateway(provider.url, folder, **options) as running:
+    with serving() as provider, running_gateway(GatewayConfig(upstream=provider.url, **options), folder) as running:
         yield Bench(provider, running, folder)
 
 

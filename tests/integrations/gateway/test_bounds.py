@@ -18,7 +18,7 @@ import openai
 import pytest
 
 import cotune
-from cotune.integrations.gateway.proxy import Limits
+from cotune.integrations.gateway.settings import Limits
 from cotune.integrations.openai import responses as openai_responses
 from cotune.recording import call_records, recorder
 from cotune.recording import lineage as outputs
@@ -130,7 +130,7 @@ def test_an_answer_that_broke_off_is_a_failed_call(tmp_path: Path) -> None:
         heads = [len(WHOLE) * 2, len(WHOLE) + 50, len(WHOLE)]
 
         server = socket.create_server(("127.0.0.1", 0))
-        gate.running.opened.upstream.url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+        gate.running.opened.proxy.upstream.url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
 
         def serve() -> None:
             for length in heads:  # more than is sent, even of a whole body: the client does not have it

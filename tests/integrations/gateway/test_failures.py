@@ -18,7 +18,8 @@ import openai
 import pytest
 
 from cotune.errors import ConfigError, RunError
-from cotune.integrations.gateway.server import Limits, running_gateway
+from cotune.integrations.gateway.server import running_gateway
+from cotune.integrations.gateway.settings import GatewayConfig, Limits
 from cotune.storage.sqlite_store import SqliteStore
 from tests.core.storage.whole_file import copied
 from tests.integrations import provider as scripted
@@ -156,7 +157,7 @@ def test_a_provider_that_dies_in_the_middle(gate: Bench) -> None:
 def test_a_provider_that_is_not_there(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with running_gateway(f"http://127.0.0.1:{port}/v1", tmp_path) as running:
+    with running_gateway(GatewayConfig(upstream=f"http://127.0.0.1:{port}/v1"), tmp_path) as running:
         answer = httpx.post(f"{running.url}/v1/chat/completions", json=BODY)
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_failed")
 
@@ -230,11 +231,12 @@ def test_its_own_token_and_the_provider_key(tmp_path: Path) -> None:
 
 
 def test_no_access_from_outside_without_a_token_and_no_bad_upstream(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--token"), running_gateway("http://x/v1", tmp_path, host="0.0.0.0"):
+    config = GatewayConfig(upstream="http://x/v1")
+    with pytest.raises(ConfigError, match="--token"), running_gateway(config, tmp_path, host="0.0.0.0"):
         pass
     for wrong in ("api.openai.com", "ftp://x", "http://", "http://x/v1?a=1", "http://x:99999/"):
-        with pytest.raises(ConfigError, match="upstream"), running_gateway(wrong, tmp_path):
-            pass
+        with pytest.raises(ConfigError, match="upstream"):
+            GatewayConfig(upstream=wrong)
 
 
 @pytest.mark.parametrize("wrong", [{"body": 0}, {"in_flight": -1}, {"seconds": float("nan")}])
@@ -247,7 +249,7 @@ def test_records_that_another_process_writes(tmp_path: Path) -> None:
     with (
         SqliteStore.open(tmp_path),
         pytest.raises(RunError, match="written by process"),
-        running_gateway("http://x", tmp_path),
+        running_gateway(GatewayConfig(upstream="http://x"), tmp_path),
     ):
         pass
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cotune.integrations.gateway.server import Gateway, Limits, running_gateway
+from cotune.integrations.gateway.server import Gateway, running_gateway
+from cotune.integrations.gateway.settings import GatewayConfig, Limits
 from cotune.storage.sqlite_store import SqliteStore
 from tests.core.storage.whole_file import copied
 from tests.integrations.http_fuzz import (
@@ -122,7 +123,7 @@ def test_malformed_requests_are_refused_with_their_cause(tmp_path: Path, count: 
     async def main() -> None:
         rng = random.Random(5)
         attacks = all_attacks(rng, count)
-        gateway = Gateway(NOWHERE, store, limits=Limits(body=LIMIT))
+        gateway = Gateway(GatewayConfig(upstream=NOWHERE, limits=Limits(body=LIMIT)), store)
 
         def nothing_left() -> None:
             assert gateway.proxy.in_flight == 0
@@ -164,6 +165,6 @@ def test_what_is_no_http_is_refused_with_its_cause(seed: int, served: int) -> No
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with running_gateway(NOWHERE, tmp_path_factory.mktemp("records")) as running:
+    with running_gateway(GatewayConfig(upstream=NOWHERE), tmp_path_factory.mktemp("records")) as running:
         yield running.port
         assert running.opened.proxy.in_flight == 0

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from cotune.cli.show import show_run
 from cotune.errors import ConfigError
-from cotune.integrations.gateway.sessions import Split
+from cotune.integrations.gateway.settings import Split
 from cotune.recording.role_functions import roles_function
 from tests.integrations.gateway.client import Bench, ask, bench
 
