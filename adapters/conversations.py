@@ -1,4 +1,4 @@
-"""Conversations that were answered here: a later request that goes on from one keeps the ids that were sampled.
+"""Answers calls by policies that are open in this process; what goes on from an answer keeps the ids that were sampled.
 
 In training and evaluation an episode knows its own earlier calls. Requests to a server, and calls of a deployed
 application, come without an episode; here they are found by their messages.
@@ -6,20 +6,33 @@ application, come without an episode; here they are found by their messages.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from cotune.adapters.open_policies import LocalPolicies
 from cotune.ids import canonical, pack_ids, unpack_ids
 from cotune.integrations.chat.token_reuse import text_of
-from cotune.runtime.bounded_cache import BoundedCache
+from cotune.recording.answers import Answer
+from cotune.recording.recorder import LiveCall
+from cotune.recording.records import PolicyRef
+from cotune.runtime.bounded_cache import BoundedCache, bytes_of
+from cotune.sampling.protocol import SamplingParams
+from cotune.sampling.responder import PolicyResponder
+
+log = logging.getLogger("cotune")
 
 ENTRIES, BYTES, REPLIES = 4096, 64 << 20, 64
 """Most requests, bytes of all, and replies of one request that are kept."""
 _OVERHEAD = 400
 """Bytes of an entry beside its token ids, about."""
+LONG = 256 << 10
+"""Bytes of messages from which on a prompt is rendered when no other such prompt is."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +101,56 @@ class Conversations:
     def kept(self) -> dict[str, int]:
         """How many requests are kept, and their bytes."""
         return {"requests": len(self._turns), "bytes": self._turns.bytes}
+
+
+class LocalResponder(PolicyResponder):
+    """What `cotune serve` and `cotune.deployed` answer with: no episode, so earlier calls are found by their messages.
+
+    Prompts are rendered in threads, so that a long one delays nobody else; very long ones one after the other.
+    """
+
+    def __init__(self, local: LocalPolicies, override: Mapping[str, Any] | None = None) -> None:
+        super().__init__(
+            local.sampler,
+            local.chat,
+            {role: served.policy for role, served in local.served.items()},
+            defaults=SamplingParams(max_tokens=local.max_model_len),
+            override=override,
+            provider_roles=local.left_to_provider,
+            others=local.others.policy if local.others else None,
+            max_model_len=local.max_model_len,
+        )
+        self.conversations = Conversations()
+        self._names = ", ".join(local.served)
+        self._long = ThreadPoolExecutor(1, "cotune-long-prompts")
+        self._places: dict[str, Place] = {}
+        """By call that is being answered."""
+
+    async def respond(self, call: LiveCall) -> Answer | None:
+        try:
+            answer = await super().respond(call)
+            if answer is not None:
+                reply = answer.candidates[answer.chosen]
+                self.conversations.keep(self._places[call.id], answer.prompt_ids, reply.message, reply.token_ids)
+            return answer
+        finally:
+            self._places.pop(call.id, None)
+
+    async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
+        pool = self._long if bytes_of(call.messages) > LONG else None
+        self._places[call.id], prepared = await asyncio.get_running_loop().run_in_executor(pool, self._prepare, call)
+        return prepared
+
+    def _prepare(self, call: LiveCall) -> tuple[Place, tuple[list[int], SamplingParams]]:
+        place = self.conversations.find(call.role, call.messages)
+        return place, self.request(call, place.paths)
+
+    def _policy(self, role: str) -> PolicyRef | None:
+        policy = super()._policy(role)
+        if self.unlisted[role] == 1:
+            who = "the application's own provider" if policy is None else "the untrained model"
+            log.warning("No policy here is named %r (there are: %s): %s answers.", role, self._names, who)
+        return policy
 
 
 def _paths(turn: _Turn, message: Mapping[str, Any]) -> list[tuple[int, ...]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -13,19 +12,16 @@ from contextvars import Token
 from pathlib import Path
 from typing import Any
 
+from cotune.adapters.conversations import LocalResponder
 from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local
-from cotune.adapters.responder import LocalResponder
 from cotune.context import current_episode
 from cotune.errors import CotuneError
-from cotune.recording.answers import Answer
 from cotune.recording.episodes import activators
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.records import Call, Record, Task
 from cotune.recording.role_functions import RolesFunction, roles_function
 from cotune.runtime.threads import carry_context
-
-log = logging.getLogger("cotune.deployed")
 
 
 def deployed(
@@ -139,7 +135,7 @@ class Deployment:
     def _ready(self, local: LocalPolicies) -> None:
         self._local = local
         self.served = local.served
-        self._responder = _Deployed(local, self._override)
+        self._responder = LocalResponder(local, self._override)
         for activate in activators:
             activate()
         carry_context()
@@ -169,18 +165,6 @@ class _Unrecorded(LiveEpisode):
             roles=self.roles,
         )
         return alone.start(caller, body)
-
-
-class _Deployed(LocalResponder):
-    """Says once of a role that the export lacks who answers it."""
-
-    async def respond(self, call: LiveCall) -> Answer | None:
-        answer = await super().respond(call)
-        if self.unlisted[call.role] == 1:
-            who = "its own provider" if self.others is None else "the untrained model"
-            known = ", ".join(self.policies)
-            log.warning("The export has no role %r (it has: %s): %s answers.", call.role, known, who)
-        return answer
 
 
 class _Loop:

@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cotune.adapters.conversations import LocalResponder
 from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local, with_aliases
-from cotune.adapters.responder import LocalResponder
 from cotune.adapters.restarting import Restarting
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.http.requests import (
@@ -31,7 +31,7 @@ from cotune.integrations.http.requests import (
     unless_gone,
 )
 from cotune.integrations.http.responses import application, json_response, refusal
-from cotune.integrations.http.server import RunningServer, check_access, running, stopped_by_signals
+from cotune.integrations.http.server import RunningServer, running, stopped_by_signals
 from cotune.integrations.openai.chat_request import ChatRequest
 from cotune.integrations.openai.completions import completion_of
 from cotune.integrations.openai.sse import to_stream
@@ -41,18 +41,16 @@ from cotune.recording.records import Task
 from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.request_params import template_options
 
-__all__ = ["Endpoint", "build_app", "check_access", "serve", "serving", "serving_local"]
-
 logger = logging.getLogger("cotune.serve")
 MAX_BODY = 16 << 20
 _LOOK = 0.5
 """Seconds between two looks at whether the engine is there."""
 
 
-def build_app(local: LocalPolicies, *, token: str | None = None, max_body: int = MAX_BODY) -> Starlette:
+def build_app(local: LocalPolicies, token: str | None = None) -> Starlette:
     """The ASGI application. With a `token`, all but /health needs `Authorization: Bearer TOKEN`."""
     access = Access(token)
-    chat = ChatEndpoint(local, access, max_body)
+    chat = ChatEndpoint(local, access)
 
     async def models(request: Request) -> Response:
         access.check(request.scope)
@@ -85,19 +83,16 @@ def build_app(local: LocalPolicies, *, token: str | None = None, max_body: int =
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A running server. `url` is the base URL for OpenAI clients; `models` what answers for each model name, `others`
-    for any other."""
+    """A running server of `local`. `url` is the base URL for OpenAI clients."""
 
     url: str
     port: int
-    models: Mapping[str, ServedModel]
-    left_to_provider: Sequence[str]
-    others: ServedModel | None
+    local: LocalPolicies
     _running: RunningServer[LocalPolicies]
 
     def wait(self) -> None:
         """Block until the server stops. Raises EngineLost when its engine has ended too often."""
-        sampler = self._running.opened.sampler
+        sampler = self.local.sampler
         while not self._running.wait(_LOOK):
             if isinstance(sampler, Restarting):
                 sampler.look()
@@ -108,73 +103,61 @@ class Endpoint:
 def serving(
     source: str | Path,
     *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    token: str | None = None,
     base: str | Path | None = None,
     names: Sequence[str] = (),
     tool_format: str | None = None,
-    aliases: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> contextlib.AbstractContextManager[Endpoint]:
-    """Serve an export, a model folder or a Hugging Face id from a background thread; port 0 takes a free one.
+    """Serve an export, a model folder or a Hugging Face id from a background thread.
 
-    A context manager that is entered once requests are answered. `base` names the base model of an export where
-    its recorded path does not hold; `names` are further names of a plain model, `tool_format` how it writes tool
-    calls. `aliases` are names under which a role answers too. Raises ConfigError, AdapterError, SyncError when it
-    cannot start.
+    `base` names the base model of an export where its recorded path does not hold; `names` are further names of a plain
+    model, `tool_format` how it writes tool calls; `options` are those of `serving_local`. Raises ConfigError,
+    AdapterError, SyncError when it cannot start.
     """
-    return serving_local(
-        lambda: open_local(source, base=base, names=names, tool_format=tool_format),
-        host=host,
-        port=port,
-        token=token,
-        aliases=aliases,
-    )
+    return serving_local(lambda: open_local(source, base=base, names=names, tool_format=tool_format), **options)
 
 
+@contextlib.contextmanager
 def serving_local(
     opened: Callable[[], Coroutine[Any, Any, LocalPolicies]],
     *,
     host: str = "127.0.0.1",
     port: int = 0,
     token: str | None = None,
-    max_body: int = MAX_BODY,
     aliases: Mapping[str, str] | None = None,
-) -> contextlib.AbstractContextManager[Endpoint]:
-    """Serve what `opened` opens in the server's loop; it is closed with the server."""
+) -> Iterator[Endpoint]:
+    """Serve what `opened` opens in the server's loop, which is closed with it; port 0 takes a free one.
+
+    Entered once requests are answered. `aliases` are names under which a role answers too.
+    """
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[tuple[ASGIApp, LocalPolicies]]:
         local = await opened()
         try:
             named = with_aliases(local, aliases or {})
-            yield build_app(named, token=token, max_body=max_body), named
+            yield build_app(named, token), named
         finally:
             await local.aclose()
 
-    return _endpoint(running(opening, host=host, port=port, token=token, name="cotune-serve"))
+    with running(opening, host=host, port=port, token=token, name="cotune-serve") as found:
+        yield Endpoint(f"{found.url}/v1", found.port, found.opened, found)
 
 
 def serve(source: str | Path, say: Callable[[str], None], **options: Any) -> None:
     """Serve until Ctrl-C or SIGTERM; `options` are those of `serving`, `say` receives what to show."""
     with stopped_by_signals(), serving(source, **options) as endpoint:
         say(f"Serving {source} at {endpoint.url}")
-        for name, entry in endpoint.models.items():
+        local = endpoint.local
+        for name, entry in local.served.items():
             who = name if name == entry.name else f"{name}, as {entry.name}"
             say(f"  {who}: {entry.policy} ({entry.kind}), weights {entry.fingerprint[:12]}, {entry.base}")
-        for role in endpoint.left_to_provider:
+        for role in local.left_to_provider:
             say(f"  {role}: not here, its provider answers")
-        if (others := endpoint.others) is not None:
-            say(f"  any other name: {others.policy}, the untrained model ({others.base})")
+        if local.others is not None:
+            say(f"  any other name: {local.others.policy}, the untrained model ({local.others.base})")
         say("Ctrl-C stops it.")
         endpoint.wait()
-
-
-@contextlib.contextmanager
-def _endpoint(server: contextlib.AbstractContextManager[RunningServer[LocalPolicies]]) -> Iterator[Endpoint]:
-    with server as found:
-        local = found.opened
-        yield Endpoint(f"{found.url}/v1", found.port, local.served, local.left_to_provider, local.others, found)
 
 
 def _model(name: str, served: ServedModel, local: LocalPolicies) -> dict[str, Any]:
@@ -199,10 +182,9 @@ class ChatEndpoint:
     `counts` tells requests by outcome, `not_enforced` the fields answered without.
     """
 
-    def __init__(self, local: LocalPolicies, access: Access, max_body: int) -> None:
+    def __init__(self, local: LocalPolicies, access: Access) -> None:
         self.local = local
         self.access = access
-        self.max_body = max_body
         self.responder = _Responder(local)
         self.in_flight = 0
         self.counts: Counter[str] = Counter()
@@ -225,21 +207,14 @@ class ChatEndpoint:
         found = self.local.served.get(model)
         if found is not None:
             return found
-        known = ", ".join(self.local.served)
         if self.local.others is None or model in self.local.left_to_provider:
-            raise RequestError(
-                404,
-                f"There is no model {model!r} here; the models are: {known}.",
-                param="model",
-                code="model_not_found",
-            )
-        if not self.responder.unlisted[model]:
-            logger.warning("There is no model %r here (there are: %s): the untrained model answers.", model, known)
+            text = f"There is no model {model!r} here; the models are: {', '.join(self.local.served)}."
+            raise RequestError(404, text, param="model", code="model_not_found")
         return self.local.others
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.access.check(scope)
-        request = decode_body(await read_body(scope, receive, self.max_body), ChatRequest)
+        request = decode_body(await read_body(scope, receive, MAX_BODY), ChatRequest)
         try:
             body = await unless_gone(receive, functools.partial(self._answer, request))
         except ClientGone:

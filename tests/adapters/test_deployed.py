@@ -127,15 +127,15 @@ def test_roles_of_the_export_are_answered_and_others_pass_through(
     outside = asyncio.run(app.run())
     assert outside == ["provider"] * 3
     asked = len(provider.asked)
-    with caplog.at_level(logging.WARNING, "cotune.deployed"), deployment.here():
+    with caplog.at_level(logging.WARNING, "cotune"), deployment.here():
         first, second = asyncio.run(app.run()), asyncio.run(app.run())
     assert len(provider.asked) == asked + 2
     assert first == second
     assert (first[0] != "provider", first[1] != "provider", first[2]) == (True, True, "provider")
     assert deployment.passed_through == {"judge": 2}
     assert deployment.calls[("planner", "ok")] == 2
-    assert [r.getMessage() for r in caplog.records if r.name == "cotune.deployed"] == [
-        "The export has no role 'judge' (it has: planner, writer): its own provider answers."
+    assert [r.getMessage() for r in caplog.records if "No policy" in r.getMessage()] == [
+        "No policy here is named 'judge' (there are: planner, writer): the application's own provider answers."
     ]
     assert asyncio.run(app.run()) == outside
 

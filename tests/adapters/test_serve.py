@@ -14,9 +14,11 @@ import httpx
 import openai
 import pytest
 
+from cotune.adapters import serving
 from cotune.adapters.open_policies import LocalPolicies, ServedModel
-from cotune.adapters.serving import Endpoint, check_access, serve, serving_local
+from cotune.adapters.serving import Endpoint, serve, serving_local
 from cotune.errors import ConfigError, SamplerError, SampleTimeout
+from cotune.integrations.http.server import check_access
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights
@@ -122,7 +124,8 @@ def hanging(endpoint: Endpoint) -> socket.socket:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Endpoint, Scripted]]:
-    with scripted(max_body=4096) as running:
+    with pytest.MonkeyPatch.context() as patch, scripted() as running:
+        patch.setattr(serving, "MAX_BODY", 4096)
         yield running
 
 

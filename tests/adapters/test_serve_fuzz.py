@@ -103,9 +103,12 @@ def template(base: Path) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
-def test_malformed_requests_are_refused_with_their_cause(template: ChatTemplate, count: int) -> None:
+def test_malformed_requests_are_refused_with_their_cause(
+    template: ChatTemplate, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotune.adapters.serving.MAX_BODY", LIMIT)
     made = local(template)
-    app = build_app(made, max_body=LIMIT)
+    app = build_app(made)
     rng = random.Random(5)
     valid = json.dumps(CHAT).encode()
     bodies = bad_bodies(rng, CHAT, WRONG_HERE)
