@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cotune.judging.episodes import EpisodeJudge, FinishedCall, FinishedEpisode
 from cotune.lazy_names import opener
 from cotune.recording.records import Candidate, Task
 from cotune.recording.redaction import Redactor
@@ -37,8 +38,11 @@ __all__ = [
     "CallRequest",
     "Candidate",
     "Deployment",
+    "EpisodeJudge",
     "EvaluationOptions",
     "EvaluationReport",
+    "FinishedCall",
+    "FinishedEpisode",
     "Gate",
     "GroupScorer",
     "Redactor",

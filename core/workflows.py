@@ -10,6 +10,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
+from cotune.judging.episodes import EpisodeJudge
 from cotune.recording.redaction import Redactor, check_redactor, load_redactor
 from cotune.recording.role_functions import CALLER, MODEL, RolesFunction, roles_function
 from cotune.sampling.scoring import AnyScorer, GroupScorer, OfGroup, Reward, Scorer
@@ -21,6 +22,7 @@ R = TypeVar("R", bound=Outcome)
 R_co = TypeVar("R_co", bound=Outcome, covariant=True)
 ScorerT = TypeVar("ScorerT", bound=Scorer)
 GroupScorerT = TypeVar("GroupScorerT", bound=GroupScorer)
+JudgeT = TypeVar("JudgeT", bound=EpisodeJudge)
 RedactorT = TypeVar("RedactorT", bound=Redactor)
 GraphRunner = Callable[[Any], Awaitable[Any]]
 
@@ -44,6 +46,27 @@ class Workflow:
     """Whether token ids of redacted messages are stored."""
     roles: RolesFunction | None = None
     """Names the roles of calls that `cotune.role` does not name."""
+    episode_judge: EpisodeJudge | None = None
+    """Gives finished episodes of a task their outcomes."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether rewards come from comparisons, so that an episode may end with none of its own."""
+        return self.episode_judge is not None or any(isinstance(scorer, OfGroup) for scorer in self.scorers.values())
+
+    def judge(self, fn: JudgeT) -> JudgeT:
+        """Decorate a function that sees the finished episodes of one task together, `(episodes, task)`, and returns the
+        outcome of each: a number (the reward `team`), a dict of named numbers, or None; sync or async.
+
+        The workflow may then return None. Raises WorkflowError for a second judge or another signature.
+        """
+        if self.episode_judge is not None:
+            raise WorkflowError(f"The workflow {self.name!r} has two judges.", "Remove one of them.")
+        if not _takes(fn, 2):
+            remedy = f"Define it as: def {_name(fn)}(episodes, task) -> list[float]."
+            raise WorkflowError(f"The judge {_name(fn)} does not take two arguments.", remedy)
+        self.episode_judge = fn
+        return fn
 
     def redactor(self, fn: RedactorT) -> RedactorT:
         """Decorate a function that sees each message before it is stored, and returns the message to store.
@@ -93,7 +116,7 @@ class Workflow:
 
 
 class WorkflowFunction(Protocol[P, R_co]):
-    """What `cotune.workflow` returns: the function itself, with three attributes more."""
+    """What `cotune.workflow` returns: the function itself, with four attributes more."""
 
     cotune: Workflow
 
@@ -103,6 +126,8 @@ class WorkflowFunction(Protocol[P, R_co]):
     def scorer(self, role: str) -> Callable[[ScorerT], ScorerT]: ...
     @overload
     def scorer(self, role: str, *, group: Literal[True]) -> Callable[[GroupScorerT], GroupScorerT]: ...
+
+    def judge(self, fn: JudgeT) -> JudgeT: ...
 
     def redactor(self, fn: RedactorT) -> RedactorT: ...
 
@@ -132,11 +157,12 @@ def workflow(
 ) -> Any:
     """Make a workflow of a function of a task, or of a compiled LangGraph graph. Without one: a decorator.
 
-    A function (sync or async) is returned as it is, with `.scorer` and `.cotune` attached: it behaves as before. For a
-    graph, `inputs(task)` gives the graph's input (the task itself without it) and `reward(state, task)` the outcome
-    from its final state. An outcome is a number (the reward `team`), a bool (the same, and the metric `success`), or a
-    dict of named numbers. `roles` names the role of each call, see `cotune.roles`: a function of a CallRequest, or
-    `"caller"` for the name of the application's function that makes it. Raises WorkflowError for anything else.
+    A function (sync or async) is returned as it is, with `.scorer`, `.judge` and `.cotune` attached: it behaves as
+    before. For a graph, `inputs(task)` gives the graph's input (the task itself without it) and `reward(state, task)`
+    the outcome from its final state. An outcome is a number (the reward `team`), a bool (the same, and the metric
+    `success`), or a dict of named numbers. `roles` names the role of each call, see `cotune.roles`: a function of a
+    CallRequest, or `"caller"` for the name of the application's function that makes it. Raises WorkflowError for
+    anything else.
     """
     naming = roles_function(roles)
     if app is _ABSENT:
@@ -195,7 +221,7 @@ def _is_workflow(value: Any) -> bool:
 def _attach(fn: Any, name: str, roles: RolesFunction | None) -> Any:
     made = Workflow(name, fn, roles=roles)
     try:
-        fn.cotune, fn.scorer, fn.redactor = made, made.scorer, made.redactor
+        fn.cotune, fn.scorer, fn.judge, fn.redactor = made, made.scorer, made.judge, made.redactor
     except AttributeError:
         raise WorkflowError(
             f"{fn!r} cannot carry a workflow.", f"Wrap it in a function of its own. For example: {_EXAMPLE}"

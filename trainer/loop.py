@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Sequence
 
 from cotune.errors import RunError
+from cotune.judging.episodes import judge_episodes
 from cotune.policies import unlisted_said
 from cotune.recording.records import Episode
 from cotune.recording.rollout import EpisodeBatch
@@ -86,8 +88,19 @@ async def roll_out(run: Run, progress: Progress, step: int) -> list[Episode]:
             f"{run.store.lost} records could not be stored, so step {step + 1} is not trained on.",
             f"See the log; free some space, then go on with: cotune train --resume {run.folder.path}",
         )
+    await judge(run, progress, episodes)
     await run.sampler.info()
     return episodes
+
+
+async def judge(run: Run, progress: Progress, episodes: Sequence[Episode]) -> None:
+    """Let the workflow's judge, if it has one, give the episodes of a step their outcomes. Raises what it raises where
+    that is of all of them."""
+    if run.workflow.episode_judge is None:
+        return
+    errors = await judge_episodes(run.workflow.episode_judge, run.store, episodes)
+    for text, count in errors.items():
+        progress.say_once(f"the judge gave {count} episodes no outcome, which are not trained on: {text}")
 
 
 async def commit(run: Run, *, last: bool = False) -> None:

@@ -88,7 +88,8 @@ async def run_episode(
                 value = await _run(workflow, task, live)
         if live.fatal is not None:
             raise live.fatal
-        rewards, metrics = outcome_of(value, f"The workflow {workflow.name!r}")
+        nothing = value is None and workflow.compares
+        rewards, metrics = outcome_of({} if nothing else value, f"The workflow {workflow.name!r}", some=not nothing)
     except asyncio.CancelledError as error:
         task_here = asyncio.current_task()
         if task_here is None or not task_here.cancelling():
@@ -106,12 +107,12 @@ async def run_episode(
     return Outcome(live.end("ok", rewards=rewards, metrics=metrics), rewards, None, live)
 
 
-def outcome_of(value: Any, source: str) -> tuple[dict[str, float], dict[str, float]]:
+def outcome_of(value: Any, source: str, *, some: bool = True) -> tuple[dict[str, float], dict[str, float]]:
     """Rewards and metrics of what a workflow returned.
 
     A number is the reward `team`; a bool is that and the metric `success`. In a dict every entry is a named reward,
-    except `success` (a metric, and the reward `team` where it stands alone) and `metrics` (a dict of metrics).
-    Raises WorkflowError for None, NaN and anything that is not a number.
+    except `success` (a metric, and the reward `team` where it stands alone) and `metrics` (a dict of metrics). With
+    `some` there must be one. Raises WorkflowError for None, NaN and anything that is not a number.
     """
     if not isinstance(value, Mapping):
         if not isinstance(value, Real) and not hasattr(value, "__float__"):
@@ -128,7 +129,7 @@ def outcome_of(value: Any, source: str) -> tuple[dict[str, float], dict[str, flo
         metrics["success"] = components({"success": named.pop("success")}, source)["success"]
     if not named and "success" in metrics:
         named = {"team": metrics["success"]}
-    return components(named, source), metrics
+    return (components(named, source) if named or some else {}), metrics
 
 
 async def _run(workflow: Workflow, task: Task, live: LiveEpisode) -> Any:

@@ -184,6 +184,7 @@ class PolicyResponder:
         scorer = self.scorers.get(call.role)
         if scorer is None:
             return (), None
+        call.stage = "its scorer was running"
         scored = await score(scorer, candidates, call, call.role)
         errors = Counter(str(found) for found in scored if isinstance(found, WorkflowError))
         if not errors:

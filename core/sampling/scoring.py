@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
-from cotune.recording.recorder import LiveCall
 from cotune.recording.records import Candidate, Task
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible
 from cotune.runtime.user_code import Stopped, in_thread, origin, running
@@ -79,8 +78,6 @@ class OfGroup:
 
 
 AnyScorer = Scorer | OfGroup
-_NONE = object()
-"""Of a candidate that gets no reward."""
 MOST_NAMES = 256
 """Reward components that a scorer or workflow may return: each is stored per candidate, and shown."""
 
@@ -114,7 +111,7 @@ def components(value: Any, source: str, name: str = "local") -> dict[str, float]
 
 
 async def score(
-    scorer: AnyScorer, candidates: Sequence[Candidate], call: LiveCall, role: str
+    scorer: AnyScorer, candidates: Sequence[Candidate], call: Call, role: str
 ) -> tuple[dict[str, float] | WorkflowError, ...]:
     """Components of every candidate, or why the scorer could not say: it raised, or returned no reward. They are empty
     for a candidate that a group's scorer gave None.
@@ -123,28 +120,31 @@ async def score(
     episode.
     """
     source = f"The scorer of role {role!r}"
-    call.stage = "its scorer was running"
-    values: Sequence[Any]
+    if isinstance(scorer, OfGroup):
+        return await compare(scorer.scorer, candidates, (call, call.task.input), source, call.task.id)
     with _outside(f"{source} on task {call.task.id!r}"):
-        if isinstance(scorer, OfGroup):
-            values = await _together(scorer.scorer, candidates, call, source)
-        elif inspect.iscoroutinefunction(scorer):
+        if inspect.iscoroutinefunction(scorer):
             work = [asyncio.create_task(interruptible(scorer(c, call, call.task.input))) for c in candidates]
-            values = await asyncio.gather(*work, return_exceptions=True)
+            values: list[Any] = await asyncio.gather(*work, return_exceptions=True)
         else:
             values = [await _tried(in_thread(scorer, c, call, call.task.input)) for c in candidates]
     return tuple(_components(value, source) for value in values)
 
 
-async def _together(scorer: GroupScorer, candidates: Sequence[Candidate], call: LiveCall, source: str) -> Sequence[Any]:
-    """What a group's scorer returned for each candidate; for every one of them what it raised, or what is wrong."""
-    found = await _tried(called(scorer, tuple(candidates), call, call.task.input))
+async def compare(
+    fn: Callable[..., Any], items: Sequence[Any], about: Sequence[Any], source: str, task_id: str, name: str = "local"
+) -> tuple[dict[str, float] | WorkflowError, ...]:
+    """Components of `items` that a function sees together, as `score` has them; `fn` takes them and what `about` is."""
+    with _outside(f"{source} on task {task_id!r}"):
+        found = await _tried(_called(fn, tuple(items), *about))
     if isinstance(found, Exception):
-        return [found] * len(candidates)
-    return one_each(found, len(candidates), source, "candidates")
+        values: Sequence[Any] = [found] * len(items)
+    else:
+        values = _one_each(found, len(items), source)
+    return tuple({} if value is None else _components(value, source, name) for value in values)
 
 
-async def called(fn: Callable[..., Any], *args: Any) -> Any:
+async def _called(fn: Callable[..., Any], *args: Any) -> Any:
     """What the application's function returns, sync (in a thread) or async."""
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
         return await interruptible(fn(*args))
@@ -152,17 +152,15 @@ async def called(fn: Callable[..., Any], *args: Any) -> Any:
     return await interruptible(value) if inspect.isawaitable(value) else value
 
 
-def one_each(found: Any, count: int, source: str, what: str) -> Sequence[Any]:
-    """The `count` rewards that were returned; for each of them the error where that is something else. None is empty
-    components."""
-    wrong = None
+def _one_each(found: Any, count: int, source: str) -> Sequence[Any]:
+    """The `count` rewards that were returned; for each of them the error where that is something else."""
     if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
-        wrong = f"{source} returned {type(found).__name__}, not one reward for each of {count} {what}."
+        wrong = f"{source} returned {type(found).__name__}, not one reward for each of {count}."
     elif len(values := list(found)) != count:
-        wrong = f"{source} returned {len(values)} rewards for {count} {what}."
-    if wrong is not None:
-        return [WorkflowError(wrong, "Return a list with one reward for each, in their order.")] * count
-    return [_NONE if value is None else value for value in values]
+        wrong = f"{source} returned {len(values)} rewards for {count}."
+    else:
+        return values
+    return [WorkflowError(wrong, "Return a list with one reward for each, in their order.")] * count
 
 
 async def _tried(work: Awaitable[Any]) -> Any:
@@ -173,12 +171,10 @@ async def _tried(work: Awaitable[Any]) -> Any:
         return error
 
 
-def _components(value: Any, source: str) -> dict[str, float] | WorkflowError:
+def _components(value: Any, source: str, name: str = "local") -> dict[str, float] | WorkflowError:
     """Components of what a scorer returned, or what is wrong with what it returned or raised."""
     if isinstance(value, WorkflowError):
         return value
-    if value is _NONE:
-        return {}
     if isinstance(value, Stopped) and isinstance(value.__cause__, Blocked):
         return _caused(WorkflowError(f"{source} {value.__cause__}.", REMEDY), value)
     if isinstance(value, Stopped):
@@ -188,7 +184,7 @@ def _components(value: Any, source: str) -> dict[str, float] | WorkflowError:
     if isinstance(value, BaseException):
         raise value
     try:
-        return components(value, source)
+        return components(value, source, name)
     except WorkflowError as error:
         return error
 

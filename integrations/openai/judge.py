@@ -7,11 +7,12 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from cotune.errors import ConfigError, JudgeError, SamplerError
 from cotune.ids import address, canonical
 from cotune.integrations.openai.judge_endpoint import Endpoint, Limits, Passing
+from cotune.judging.episodes import FinishedEpisode
 from cotune.judging.ledger import Ledger, run_folder
 from cotune.judging.question import AGAIN, Question, Unusable, question, values
 from cotune.judging.shown import shown_message, shown_messages, shown_tools
@@ -28,7 +29,8 @@ Ask = Callable[[Mapping[str, Any]], Awaitable[str]]
 
 
 class Judge:
-    """Ranks siblings with a model, in one request for all of them: a scorer for `@solve.scorer(role, group=True)`.
+    """Ranks siblings with a model, in one request for all of them: a scorer for `@solve.scorer(role, group=True)`, or,
+    for the episodes of a task, a judge for `@solve.judge`.
 
     The reward of each, named `name`, is the share of its siblings that it is better than, equal ones counted half: 1
     for the best, 0 for the last. Equal answers get equal rewards without being told apart. An answer that cannot be
@@ -120,10 +122,20 @@ class Judge:
     def __str__(self) -> str:
         return f"The judge {self.model or self.role}"
 
+    @overload
     async def __call__(
-        self, candidates: Sequence[Candidate], call: Call, task: Any
-    ) -> Sequence[Mapping[str, float] | None]:
-        """Rewards of the candidates of a call; none for a single one. Raises JudgeError."""
+        self, of: Sequence[Candidate], call: Call, task: Any, /
+    ) -> Sequence[Mapping[str, float] | None]: ...
+    @overload
+    async def __call__(self, of: Sequence[FinishedEpisode], task: Any, /) -> Sequence[Mapping[str, float] | None]: ...
+    async def __call__(self, of: Sequence[Any], *about: Any) -> Sequence[Mapping[str, float] | None]:
+        """Rewards of candidates of a call, or of episodes of a task; none for a single one. Raises JudgeError."""
+        if len(about) == 2:
+            return await self._of_siblings(of, about[0])
+        shared, entries = canonical(about[0]).decode(), [episode.transcript for episode in of]
+        return await self._rewards(shared, entries, "attempts at one task", self._ask(None))
+
+    async def _of_siblings(self, candidates: Sequence[Candidate], call: Call) -> Sequence[Mapping[str, float] | None]:
         shared = "\n\n".join(filter(None, [shown_messages(call.messages), shown_tools(call.tools)]))
         entries = [shown_message(candidate.message or {"content": candidate.text}) for candidate in candidates]
         what = "answers to one request"

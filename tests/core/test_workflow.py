@@ -89,6 +89,30 @@ def test_a_scorer_of_the_group_is_kept_as_one():
     assert caught.value.remedy == "Define it as: def <lambda>(candidates, call, task) -> list[float]."
 
 
+def test_a_workflow_has_one_judge_of_its_episodes_and_may_then_return_nothing():
+    async def solve(task):
+        return None
+
+    failed, _ = run(cotune.workflow(solve))
+    assert failed.error is not None and "returned None, which is not a reward" in failed.error.cause
+
+    judged = cotune.workflow(solve)
+    with pytest.raises(WorkflowError, match="does not take two") as caught:
+        judged.judge(lambda episodes: [])
+    assert caught.value.remedy == "Define it as: def <lambda>(episodes, task) -> list[float]."
+    judge = judged.judge(lambda episodes, task: [0.0] * len(episodes))
+    assert judged.cotune.episode_judge is judge
+    with pytest.raises(WorkflowError, match="two judges"):
+        judged.judge(judge)
+    ended, sink = run(judged)
+    assert (ended.error, ended.rewards, ended.episode.status) == (None, {}, "ok")
+    assert not any(isinstance(record, Reward) for record in sink)
+
+    compared = cotune.workflow(solve)
+    compared.scorer("a", group=True)(lambda candidates, call, task: [0.0])
+    assert run(compared)[0].error is None
+
+
 def test_wrong_scorers():
     @cotune.workflow
     def solve(task):

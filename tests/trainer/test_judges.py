@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,19 @@ from typing import Any
 import pytest
 
 import cotune
-from cotune.errors import GroupError, WorkflowError
+from cotune.errors import GroupError, JudgeError, WorkflowError
+from cotune.judging.episodes import finished
 from cotune.judging.ledger import Ledger
 from cotune.judging.shown import shown_message
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.check.dry_run import check
+from cotune.trainer.config.train import convert
 from tests.integrations.judge_server import by, entries, says
 from tests.integrations.provider import Provider, serving
 from tests.integrations.tiny_models import build
 from tests.trainer.conftest import Trainer
 from tests.trainer.test_rewards import calls_of
-from tests.trainer.tiny_app import application, ask
+from tests.trainer.tiny_app import TASKS, application, ask
 
 
 @pytest.fixture
@@ -96,6 +100,81 @@ def test_a_judge_over_its_budget_stops_the_run_and_a_larger_one_goes_on(server: 
     assert len(server.requests) == 4
     summary = trainer.resume(judged(server, max_calls=40))
     assert summary.finished and summary.steps == 3
+
+
+async def tell(task: Any) -> None:
+    """Two calls, and no reward."""
+    heard = await ask("first", f"say {task['letter']}")
+    await ask("second", f"after {heard}")
+
+
+INDEPENDENT = {"kind": "independent", "k": 4}
+
+
+def test_a_run_without_any_reward_learns_from_a_judge_of_its_episodes(server: Provider, trainer: Trainer) -> None:
+    app = application(tell)
+    app.judge(cotune.Judge(model="m", rubric="Early letters.", base_url=server.url, api_key="none", name="early"))
+    summary = trainer(app, plan=INDEPENDENT)
+    assert summary.finished and summary.versions == {"first": 2, "second": 2}
+    assert "first learns from early (the episode's outcome)" in trainer.said
+    assert len(server.requests) == 1 + 2 * 3, "two episodes of the first task before the run; then one for each group"
+    shown = entries(server.requests[-1])
+    assert len(shown) == 4 and all(text.count("[first answers]") == 1 for text in shown.values())
+    with SqliteStore.open(trainer.folder / "run", read_only=True) as store:
+        episodes = list(store.episodes(phase="train", training_step=1))
+        rewards = store.rewards([episode.id for episode in episodes])
+        for letter in "abc":
+            values = {e.id: rewards[e.id]["early"] for e in episodes if e.task.id == letter}
+            likes = {id: early(finished(store, store.episode(id)).transcript) for id in values}
+            best, worst = max(likes, key=likes.__getitem__), min(likes, key=likes.__getitem__)
+            assert sum(values.values()) == pytest.approx(2.0) and values[best] >= values[worst]
+    assert [line["outcome"]["early"] for line in trainer.metrics()] == pytest.approx([0.5, 0.5])
+
+
+def test_a_judge_may_be_a_function_that_fails_on_one_task(trainer: Trainer) -> None:
+    app = application(tell)
+
+    @app.judge
+    async def panel(episodes: Any, task: Any) -> Any:
+        if task["letter"] == "b":
+            raise KeyError("no opinion")
+        await asyncio.sleep(0.01)
+        return [None if task["letter"] == "c" else {"early": early(e.calls[0].answer.text)} for e in episodes]
+
+    summary = trainer(app, plan=INDEPENDENT, steps=1)
+    assert summary.left_out["missing_reward"] == 2 * 2 * 4
+    assert (
+        "the judge gave 4 episodes no outcome, which are not trained on: The episode judge raised KeyError: "
+        "'no opinion'." in " ".join(trainer.said.split())
+    )
+
+
+def test_a_judge_that_fails_on_all_episodes_ends_the_run_with_its_error(server: Provider, trainer: Trainer) -> None:
+    def app(**settings: Any) -> Any:
+        made = application(tell)
+        made.judge(cotune.Judge(model="m", rubric="Early.", base_url=server.url, api_key="none", **settings))
+        return made
+
+    with pytest.raises(JudgeError, match="max_calls = 4"):
+        trainer(app(max_calls=4), plan=INDEPENDENT)
+    assert len(server.requests) == 4
+    assert trainer.resume(app(max_calls=7)).finished
+    assert len(server.requests) == 7, "nothing was judged twice"
+
+
+def test_a_dry_run_asks_no_judge(server: Provider) -> None:
+    settings = {"model": "m", "rubric": "Early.", "base_url": server.url, "api_key": "none"}
+    app = application(tell, second=lambda candidate, call, task: 1.0)
+    app.scorer("first", group=True)(cotune.Judge(**settings))
+    found = check(app, TASKS, convert({"model": "none"}))
+    assert found.local["first"]["judge"] == (0.0, 1.0)
+
+    app = application(tell)
+    app.judge(cotune.Judge(**settings))
+    found = check(app, TASKS, convert({"model": "none"}))
+    assert "it was not asked: a dry run makes its outcomes up." in [finding.text for finding in found.findings]
+    assert not [finding for finding in found.findings if finding.level == "blocks"]
+    assert server.requests == []
 
 
 @pytest.fixture(scope="module")

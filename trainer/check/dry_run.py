@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from cotune.integrations.chat.reply_grammar import unenforceable
 from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, require
 from cotune.policies import Policies
 from cotune.recording.episodes import Outcome
-from cotune.recording.records import Call, candidate_id
+from cotune.recording.records import Call, Reward, candidate_id
 from cotune.runtime.run_sync import run_sync
 from cotune.sampling.plans import Plan
 from cotune.sampling.stub import StubResponder
@@ -94,6 +95,8 @@ def check(
             with watched_connections() as connections:
                 runs = run_sync(run_tasks(flow, listed, store, stub, timeout))
             outcomes, seen = runs.outcomes, runs.seen
+            if flow.episode_judge is not None:
+                outcomes = _judged(outcomes, store)
             rewarded = rewards_by_role(store, seen)
             found = [made_up(blocking(fault), seen) for fault in faults(flow, outcomes, seen, rewarded, config.roles)]
             local, team = _ranges(seen, store), _means([outcome.rewards for outcome in outcomes])
@@ -103,6 +106,8 @@ def check(
             tokens, refused = _tokens(chat, seen, store)
             refused += _forms(seen, store)
             found += [*more, *refused]
+            if flow.episode_judge is not None:
+                found.append(Finding("note", "judge", "it was not asked: a dry run makes its outcomes up."))
             if not groups and not any(finding.level == "blocks" for finding in found):
                 text = "the plan would form no group: nothing would be trained."
                 found.append(Finding("blocks", "groups", text, "See what was left out."))
@@ -127,6 +132,14 @@ def check(
             )
         finally:
             store.close()
+
+
+def _judged(outcomes: Sequence[Outcome], store: Store) -> list[Outcome]:
+    """Outcomes as a judge might give them, which is not asked."""
+    made = [replace(outcome, rewards={**outcome.rewards, "judge": 0.0}) for outcome in outcomes]
+    store.write([Reward(outcome.episode.id, "judge", 0.0) for outcome in made])
+    store.flush()
+    return made
 
 
 def _policies(

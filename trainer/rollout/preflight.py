@@ -12,6 +12,7 @@ import msgspec
 from cotune.algorithms.learning_signal import learns_from, outcome_unused
 from cotune.algorithms.recipes import Recipe
 from cotune.errors import ConfigError, CotuneError, WorkflowError
+from cotune.judging.episodes import judge_episodes
 from cotune.policies import UNTRAINED, Policies
 from cotune.recording.episodes import Outcome, run_episode
 from cotune.recording.records import Call, Task, candidate_id
@@ -81,9 +82,12 @@ async def preflight(
     )
     outcomes: list[Outcome] = []
     started = time.monotonic()
-    usual = min(EPISODES, len(tasks))
+    usual = min(EPISODES, len(tasks)) if workflow.episode_judge is None else EPISODES
     for number in range(MOST_EPISODES):
         rollout, place = divmod(number, len(tasks))
+        if workflow.episode_judge is not None:  # which has something to compare in two episodes of a task
+            place, rollout = divmod(number, 2)
+            place %= len(tasks)
         if number >= usual and not (_worth_another_look(outcomes) and time.monotonic() - started < MOST_SECONDS):
             break
         of = usual if number < usual else f"at most {MOST_EPISODES}, as each has failed"
@@ -100,14 +104,19 @@ async def preflight(
             )
         )
     store.flush()
+    notes = []
+    if workflow.episode_judge is not None:
+        errors = await judge_episodes(workflow.episode_judge, store, [outcome.episode for outcome in outcomes])
+        notes = [f"the judge gave {count} episodes no outcome: {text}" for text, count in errors.items()]
+    ended = store.rewards(outcome.episode.id for outcome in outcomes)
     calls = [call for outcome in outcomes for call in store.calls(outcome.episode.id)]
     rewards = rewards_by_role(store, calls)
     for fault in faults(workflow, outcomes, calls, rewards, config.roles):
         raise fault
     return PreflightReport(
         rewards=rewards,
-        outcome=sorted({name for outcome in outcomes for name in outcome.rewards}),
-        notes=_notes(outcomes, calls),
+        outcome=sorted({name for named in ended.values() for name in named}),
+        notes=[*_notes(outcomes, calls), *notes],
     )
 
 

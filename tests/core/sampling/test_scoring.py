@@ -160,10 +160,10 @@ def test_a_candidate_that_the_group_gives_no_reward_has_none():
 @pytest.mark.parametrize(
     ("value", "causes"),
     [
-        ([1.0], ["returned 1 rewards for 2 candidates."] * 2),
-        (0.5, ["returned float, not one reward for each of 2 candidates."] * 2),
-        ({"local": 1.0}, ["returned dict, not one reward for each of 2 candidates."] * 2),
-        ("ab", ["returned str, not one reward for each of 2 candidates."] * 2),
+        ([1.0], ["returned 1 rewards for 2."] * 2),
+        (0.5, ["returned float, not one reward for each of 2."] * 2),
+        ({"local": 1.0}, ["returned dict, not one reward for each of 2."] * 2),
+        ("ab", ["returned str, not one reward for each of 2."] * 2),
         ([1.0, "good"], [None, "returned local = 'good', which is not a number."]),
     ],
 )

@@ -11,8 +11,11 @@ from cotune.types import (
     CallRequest,
     Candidate,
     Deployment,
+    EpisodeJudge,
     EvaluationOptions,
     EvaluationReport,
+    FinishedCall,
+    FinishedEpisode,
     Gate,
     GroupScorer,
     Redactor,
@@ -66,6 +69,17 @@ def compared(candidates: Sequence[Candidate], call: Call, task: Question) -> lis
 
 panel: GroupScorer = compared
 solve.scorer("editor", group=True)(cotune.Judge(model="m", rubric="Clear and short.", price=(0.15, 0.6), max_cost=1.0))
+
+
+@solve.judge
+async def ranked(episodes: Sequence[FinishedEpisode], task: Question) -> list[Reward | None]:
+    def told(call: FinishedCall) -> str:
+        return call.answer.text
+
+    return [None if not episode.calls else float(len(told(episode.calls[-1]))) for episode in episodes]
+
+
+outcomes: EpisodeJudge = cotune.Judge(model="m", rubric="Solves the task.")
 
 
 @solve.redactor

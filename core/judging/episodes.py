@@ -1,0 +1,132 @@
+"""Episode judges: finished episodes of one task are compared, and each gets its outcome, after it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cotune.errors import RecordError, WorkflowError
+from cotune.judging.shown import shown_message, shown_messages
+from cotune.recording.records import Call as RecordedCall
+from cotune.recording.records import Candidate, Episode, Task
+from cotune.recording.records import Reward as RewardRecord
+from cotune.sampling.scoring import Reward, compare
+from cotune.storage.protocol import Store
+
+
+class FinishedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a finished episode, as scorers see calls, with its candidates; `answer` is the one that went on."""
+
+    id: str
+    role: str
+    step: int
+    turn: int
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    model: str
+    params: dict[str, Any]
+    parents: tuple[str, ...]
+    task: Task
+    candidates: tuple[Candidate, ...]
+    chosen: int
+    state: Any = None
+    """Not recorded: None."""
+
+    @property
+    def answer(self) -> Candidate:
+        return self.candidates[self.chosen]
+
+
+class FinishedEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """An episode that has ended well, and what it ended with; its answered calls, in the order in which they began."""
+
+    id: str
+    task: Task
+    rewards: Mapping[str, float]
+    metrics: Mapping[str, float]
+    calls: tuple[FinishedCall, ...]
+
+    @property
+    def transcript(self) -> str:
+        """What was said, as text: each message once, each answer under its role."""
+        shown: set[str] = set()
+        lines: list[str] = []
+        for call in self.calls:
+            heard = [text for message in call.messages if (text := shown_messages([message])) not in shown]
+            lines += [*heard, f"[{call.role} answers]\n{shown_message(call.answer.message)}"]
+            shown.update([*heard, shown_messages([{**call.answer.message, "role": "assistant"}])])
+        return "\n\n".join(lines) or "(nothing was said)"
+
+
+EpisodeJudge = Callable[[Sequence[FinishedEpisode], Any], Sequence[Reward | None] | Awaitable[Sequence[Reward | None]]]
+"""`(episodes, task)` -> the outcome of each episode, in their order, or None for one that gets none."""
+
+
+def finished(store: Store, episode: Episode) -> FinishedEpisode:
+    """A stored episode with its answered calls. Raises RecordError where a message was lost."""
+    calls = [call for call in store.calls(episode.id) if call.status == "ok" and call.candidates]
+    return FinishedEpisode(
+        id=episode.id,
+        task=episode.task,
+        rewards=dict(store.rewards([episode.id]).get(episode.id) or {}),
+        metrics=episode.metrics,
+        calls=tuple(finished_call(store, call, episode.task) for call in calls),
+    )
+
+
+def finished_call(store: Store, call: RecordedCall, task: Task) -> FinishedCall:
+    """A stored call that was answered. Raises RecordError where a message was lost."""
+    return FinishedCall(
+        id=call.id,
+        role=call.role,
+        step=call.step,
+        turn=call.turn,
+        messages=[store.message(name) for name in call.messages],
+        tools=store.message(call.tools) if call.tools else None,
+        model=call.model,
+        params=call.params,
+        parents=call.parents,
+        task=task,
+        candidates=call.candidates,
+        chosen=call.chosen or 0,
+    )
+
+
+async def judge_episodes(judge: EpisodeJudge, store: Store, episodes: Iterable[Episode]) -> Mapping[str, int]:
+    """Ask for the outcomes of the episodes that ended well, those of a task together, and store them.
+
+    A plain number is the reward `team`. Returns the number of episodes that got none, by the error, where there was
+    one. Raises that error where it is of all of them.
+    """
+    by_task: dict[str, list[Episode]] = {}
+    for episode in episodes:
+        if episode.status == "ok":
+            by_task.setdefault(episode.task.id, []).append(episode)
+    found = await asyncio.gather(*(_outcomes(judge, store, together) for together in by_task.values()))
+    outcomes = {episode: outcome for some in found for episode, outcome in some.items()}
+    errors = [outcome for outcome in outcomes.values() if isinstance(outcome, WorkflowError)]
+    if errors and len(errors) == len(outcomes):
+        raise errors[0]
+    now = time.time()
+    for episode_id, outcome in outcomes.items():
+        if not isinstance(outcome, WorkflowError):
+            store.write([RewardRecord(episode_id, name, value, now) for name, value in outcome.items()])
+    store.flush()
+    return Counter(map(str, errors))
+
+
+async def _outcomes(
+    judge: EpisodeJudge, store: Store, together: Sequence[Episode]
+) -> Mapping[str, dict[str, float] | WorkflowError]:
+    task = together[0].task
+    try:
+        seen = [finished(store, episode) for episode in together]
+    except RecordError as error:
+        return dict.fromkeys((episode.id for episode in together), WorkflowError(error.cause, error.remedy))
+    found = await compare(judge, seen, (task.input,), "The episode judge", task.id, "team")
+    return {episode.id: outcome for episode, outcome in zip(together, found, strict=True)}
