@@ -58,7 +58,7 @@ def group_and_weigh(run: Run, episodes: Sequence[Episode], collected: Collected)
     state = run.state
     prepared = prepare(collected.samples, run.recipe, state.advantages, consumed=run.consumed, decays=decays)
     rows: dict[str, list[TrainRow]] = {}
-    for role, its_rows in train_rows(prepared, collected, run.store).items():
+    for role, its_rows in train_rows(prepared, collected, run.store, run.recipe.loss.entropy_by).items():
         rows.setdefault(state.policies.of(role).name, []).extend(its_rows)
     batch = Batch(
         episodes=episodes, collected=collected, prepared=prepared, rows=rows, versions=dict(run.state.versions)

@@ -109,12 +109,23 @@ def _advantage(
         averages, state = _update_ema(names, stats.mean, term.decay, state)
         baseline = averages[group]
     advantage = reward - baseline
-    if term.scale == "std":
+    if term.scale == "std" and term.scale_key is not None:
+        advantage = advantage / _deviation(samples, advantage, term)
+    elif term.scale == "std":
         deviation = np.where(stats.flat, 1.0, np.sqrt(stats.variance) + term.eps)
         advantage = advantage / deviation[group]
     if term.compares:
         advantage = np.where(stats.flat[group], 0.0, advantage)
     return advantage, state
+
+
+def _deviation(samples: Sequence[Sample], advantage: Floats, term: Term) -> Floats:
+    """[n] standard deviation of the advantages over `scale_key`, plus eps; 1 where they are all equal."""
+    assert term.scale_key is not None
+    group, distinct = codes(keys(samples, term.scale_key))
+    _, unit_group, value, weight = units(samples, advantage, group, term)
+    stats = spread(value, unit_group, weight, len(distinct), term.ddof)
+    return np.where(stats.flat, 1.0, np.sqrt(stats.variance) + term.eps)[group]
 
 
 def _update_ema(

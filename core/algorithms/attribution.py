@@ -25,10 +25,10 @@ def codes(values: Sequence[Hashable]) -> tuple[Codes, list[Hashable]]:
 
 
 def keys(samples: Sequence[Sample], fields: tuple[str, ...]) -> list[Hashable]:
-    """The values of `fields` of each sample, as tuples."""
+    """The values of `fields` of each sample, as tuples; of a policy its name, whatever its version."""
     if not fields:
         return [()] * len(samples)
-    get = attrgetter(*fields)
+    get = attrgetter(*("policy.name" if field == "policy" else field for field in fields))
     return [(get(s),) for s in samples] if len(fields) == 1 else [get(s) for s in samples]
 
 
@@ -46,6 +46,8 @@ def attribute(samples: Sequence[Sample], attribution: Attribution, key: tuple[st
     shared = outcome.value
     if attribution.takes_outcome:
         shared = shared - attribution.timeout_penalty * np.array([s.timed_out for s in samples], np.float64)
+    gate = _gate([{**s.outcome, **s.rewards} for s in samples], [s.role for s in samples], attribution)
+    mine, shared = gate * mine, gate * shared
     if attribution.horizon == "reward_to_go":
         value = _reward_to_go(samples, mine, shared, attribution.gamma)
     else:
@@ -72,21 +74,35 @@ def _mixed(samples: Sequence[Sample], attribution: Attribution, key: tuple[str, 
     peers = codes(keys(samples, tuple(dict.fromkeys(("task", "role", *within)))))[0]
     task = codes([s.task for s in samples])[0]
     own_turn = attribution.horizon == "own_turn" and not attribution.outcome
-    own = _mix([{} if attribution.horizon == "terminal" else s.rewards for s in samples], peers, attribution, {})
-    outcome = _mix([{} if own_turn else s.outcome for s in samples], task, attribution, own.carried)
+    roles = [s.role for s in samples]
+    mine = [{} if attribution.horizon == "terminal" else s.rewards for s in samples]
+    own = _mix(mine, roles, peers, attribution, {})
+    shared = [{} if own_turn else s.outcome for s in samples]
+    outcome = _mix(shared, roles, task, attribution, own.carried, outcome=True)
     return own, outcome
 
 
 def attribute_siblings(
-    rewards: Sequence[Mapping[str, float]], attribution: Attribution, lengths: Sequence[Length] = ()
+    rewards: Sequence[Mapping[str, float]], role: str, attribution: Attribution, lengths: Sequence[Length] = ()
 ) -> Floats:
-    """[n] own-turn reward of the candidates of one call: what `attribute` gives them, for the selection to compare.
+    """[n] own-turn reward of the candidates of one call by `role`: what `attribute` gives them, to select by.
 
     `lengths` are those of the candidates; none: their rewards alone count.
     """
-    own = _mix(rewards, np.zeros(len(rewards), np.int64), attribution, {})
+    own = _mix(rewards, [role] * len(rewards), np.zeros(len(rewards), np.int64), attribution, {})
     penalty = _overlong(lengths, attribution) if rewards and lengths else 0.0
-    return np.where(own.some, own.value - penalty, np.nan)
+    gate = _gate(rewards, [role] * len(rewards), attribution)
+    return np.where(own.some, gate * (own.value - penalty), np.nan)
+
+
+def _gate(rewards: Sequence[Mapping[str, float]], roles: Sequence[str], attribution: Attribution) -> Floats:
+    """[n] product of the gates: NaN where one is missing that others of the role carry, 1 where none of them does."""
+    gate = np.ones(len(rewards))
+    for name in attribution.gates:
+        carrying = {role for role, components in zip(roles, rewards, strict=True) if name in components}
+        pairs = zip(roles, rewards, strict=True)
+        gate *= np.array([found.get(name, np.nan if role in carrying else 1.0) for role, found in pairs])
+    return gate
 
 
 class Length(NamedTuple):
@@ -124,7 +140,13 @@ class _Mixed(NamedTuple):
 
 
 def _mix(
-    rewards: Sequence[Mapping[str, float]], group: Codes, attribution: Attribution, taken: Mapping[str, Bools]
+    rewards: Sequence[Mapping[str, float]],
+    roles: Sequence[str],
+    group: Codes,
+    attribution: Attribution,
+    taken: Mapping[str, Bools],
+    *,
+    outcome: bool = False,
 ) -> _Mixed:
     value = np.zeros(len(rewards))
     some = np.zeros(len(rewards), np.bool_)
@@ -132,11 +154,12 @@ def _mix(
     lacks: dict[str, Bools] = {}
     arrived = np.array([bool(components) for components in rewards], np.bool_)
     for name in dict.fromkeys(name for components in rewards for name in components):
-        weight = attribution.weight(name)
-        if weight == 0.0:
+        weights = {role: attribution.weight(name, role, outcome=outcome) for role in dict.fromkeys(roles)}
+        weight = np.array([weights[role] for role in roles])
+        if not weight.any():
             continue
         column = np.array([components.get(name, np.nan) for components in rewards])
-        carried[name] = (np.bincount(group, ~np.isnan(column)) > 0)[group]
+        carried[name] = (np.bincount(group, ~np.isnan(column)) > 0)[group] & (weight != 0.0)
         needed = carried[name] & ~taken[name] if name in taken else carried[name]
         if attribution.absent is not None:
             column = np.where(np.isnan(column) & arrived, attribution.absent, column)

@@ -8,7 +8,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-from cotune.algorithms.recipes import Attribution, Filters, LossSpec, Recipe, Term
+from cotune.algorithms.published import PUBLISHED
+from cotune.algorithms.recipes import Attribution, Filters, LossSpec, Recipe, Shaping, Term
 from cotune.errors import ConfigError, field_and_fault
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -20,6 +21,7 @@ _REPLACE = msgspec.structs.replace
 RECIPES: Mapping[str, Recipe] = {
     r.name: r
     for r in (
+        *PUBLISHED,
         # arXiv 2510.11062: siblings of one call, r = alpha * team + local of the own turn, clip 0.2, no KL.
         Recipe(name="at_grpo", plan="tree", terms=(Term(),), filters=Filters(zero_variance=True)),
         # arXiv 2402.03300, without its KL of 0.04 (set kl). The paper leaves ddof open; this is torch.std's.
@@ -73,9 +75,14 @@ RECIPES: Mapping[str, Recipe] = {
 ANY_PLAN = ("gspo", "dapo", "cispo")
 """Recipes that are a loss for any grouping: under a tree plan they take the groups of at_grpo."""
 
-_PARTS: dict[str, type[msgspec.Struct]] = {"loss": LossSpec, "filters": Filters, "attribution": Attribution}
+_PARTS: dict[str, type[msgspec.Struct]] = {
+    "loss": LossSpec,
+    "filters": Filters,
+    "shaping": Shaping,
+    "attribution": Attribution,
+}
 _OWNER = {name: part for part, struct in _PARTS.items() for name in struct.__struct_fields__}
-_TERM = ("key", "baseline", "scale", "ddof", "eps", "unit", "decay")
+_TERM = ("key", "baseline", "scale", "scale_key", "ddof", "eps", "unit", "decay")
 
 
 def recipe(name: str, **overrides: Any) -> Recipe:
@@ -93,7 +100,7 @@ def recipe(name: str, **overrides: Any) -> Recipe:
         chosen = _under(chosen, overrides.pop("plan"))
     if "weights" in overrides:
         overrides.setdefault("other", 0.0)
-    changes: dict[str, dict[str, Any]] = {"loss": {}, "filters": {}, "attribution": {}, "term": {}}
+    changes: dict[str, dict[str, Any]] = {"loss": {}, "filters": {}, "shaping": {}, "attribution": {}, "term": {}}
     for field, value in overrides.items():
         part = "term" if field in _TERM else _OWNER.get(field)
         if part is None:
@@ -108,7 +115,13 @@ def recipe(name: str, **overrides: Any) -> Recipe:
         terms=terms,
         loss=_convert(chosen.loss, changes["loss"]),
         filters=_convert(chosen.filters, changes["filters"]),
+        shaping=_convert(chosen.shaping, changes["shaping"]),
     )
+
+
+def takes_a_tree(name: str) -> bool:
+    """Whether the recipe can compare the candidates of one call. Raises ConfigError for an unknown name."""
+    return name in ANY_PLAN or recipe(name).plan == "tree"
 
 
 def _under(chosen: Recipe, plan: Any) -> Recipe:

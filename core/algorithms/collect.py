@@ -204,6 +204,8 @@ def _sample(
         prompt=call.prompt,
         policy=call.policy,
         tokens=len(candidate.token_ids),
+        observation=call.messages[-1] if call.messages else "",
+        entropy=-sum(candidate.logprobs) / len(candidate.logprobs),
         rewards=own,
         outcome=outcome,
         chosen=candidate.index == call.chosen,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 
+import numpy as np
+
 from cotune.algorithms.advantages import FLAT, Spread
+from cotune.algorithms.attribution import Bools, Floats, codes
 from cotune.algorithms.groups import Group
 from cotune.algorithms.recipes import Filters
 from cotune.algorithms.samples import Sample
@@ -34,9 +38,12 @@ REASONS: Mapping[str, str] = {
     "non_finite_reward": "a reward is NaN or infinite",
     "group_of_one": "nothing to compare it with",
     "consumed": "its group was trained on before",
+    "tie": "all roles of its episode have the same reward, and ties is set",
     "zero_variance": "all rewards of the group are equal",
     "mean_out_of_range": "the group's mean reward is outside mean_range",
     "zero_advantage": "its advantage is zero",
+    "low_entropy": "its mean token entropy is not in the share that top_entropy keeps",
+    "beyond_alignment": "its role has more calls in the episode than align_to allows",
     "no_signal": "all advantages of its policy are zero, so the step leaves that policy as it is",
 }
 """Reason -> why candidates with it are not trained on. A failed call without candidates counts as one."""
@@ -51,18 +58,42 @@ def sample_reason(sample: Sample, advantage: float, filters: Filters) -> str | N
     return "zero_advantage" if filters.zero_advantage and abs(advantage) <= FLAT else None
 
 
+def tied(samples: Sequence[Sample], reward: Floats) -> Bools:
+    """[n] whether all roles of the sample's episode, two or more, have the same rewards."""
+    rollout, _ = codes([s.rollout for s in samples])
+    found = np.zeros(len(samples), np.bool_)
+    for number in range(rollout.max(initial=-1) + 1):
+        here = np.flatnonzero(rollout == number)
+        by_role: dict[str, set[float]] = {}
+        for i in here:
+            by_role.setdefault(samples[i].role, set()).add(float(reward[i]))
+        found[here] = len(by_role) > 1 and len({frozenset(values) for values in by_role.values()}) == 1
+    return found
+
+
+def high_entropy(groups: Sequence[Group], share: float) -> list[bool]:
+    """Per sample, groups in order: whether its entropy is among the highest `share` of its group (rounded up)."""
+    kept: list[bool] = []
+    for group in groups:
+        entropies = [sample.entropy for sample in group.samples]
+        least = sorted(entropies, reverse=True)[math.ceil(share * len(entropies)) - 1]
+        kept += [entropy >= least for entropy in entropies]
+    return kept
+
+
 def group_reasons(
     groups: Sequence[Group], stats: Spread, filters: Filters, consumed: Container[str]
 ) -> list[str | None]:
     """Per group, the first reason to leave it out, or None. `stats` are those of the first term's rewards."""
     low, high = filters.mean_range or (float("-inf"), float("inf"))
+    among = filters.mean_range_roles
     reasons: list[str | None] = []
     for group, flat, mean in zip(groups, stats.flat.tolist(), stats.mean.tolist(), strict=True):
         if group.id in consumed:
             reasons.append("consumed")
         elif filters.zero_variance and flat:
             reasons.append("zero_variance")
-        elif not low <= mean <= high:
+        elif not low <= mean <= high and (not among or group.samples[0].role in among):
             reasons.append("mean_out_of_range")
         else:
             reasons.append(None)

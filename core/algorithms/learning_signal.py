@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from cotune.algorithms.recipes import Attribution, Recipe
+from cotune.algorithms.recipes import Recipe
 
 
 def learns_from(own: Mapping[str, Collection[str]], outcome: Collection[str], recipe: Recipe) -> dict[str, str]:
@@ -17,9 +17,12 @@ def learns_from(own: Mapping[str, Collection[str]], outcome: Collection[str], re
     for role, names in own.items():
         mine = [] if how.horizon == "terminal" else sorted(names)
         shared = sorted(set(outcome) - set(mine)) if how.takes_outcome else []
-        parts = [f"{_weighed(mine, how)} (its scorer)"] if _weighed(mine, how) else []
-        parts += [f"{_weighed(shared, how)} (the episode's outcome)"] if _weighed(shared, how) else []
-        without = [name for name in (*mine, *shared) if how.weight(name) == 0]
+        scored = _weighed({name: how.weight(name, role) for name in mine})
+        ended = _weighed({name: how.weight(name, role, outcome=True) for name in shared})
+        parts = [f"{scored} (its scorer)"] if scored else []
+        parts += [f"{ended} (the episode's outcome)"] if ended else []
+        without = [name for name in mine if how.weight(name, role) == 0]
+        without += [name for name in shared if how.weight(name, role, outcome=True) == 0]
         sentences[role] = f"learns from {' and '.join(parts) or 'nothing'}" + (
             f"; weight 0: {', '.join(without)}" if without else ""
         )
@@ -42,6 +45,5 @@ def outcome_unused(own: Mapping[str, Collection[str]], outcome: Collection[str],
     )
 
 
-def _weighed(names: Collection[str], how: Attribution) -> str:
-    weights = {name: how.weight(name) for name in names}
+def _weighed(weights: Mapping[str, float]) -> str:
     return ", ".join(name if w == 1 else f"{w:g} x {name}" for name, w in weights.items() if w)

@@ -9,12 +9,14 @@ import msgspec
 import numpy as np
 
 from cotune.algorithms.advantages import AdvantageState, Spread, combine, spread, units
+from cotune.algorithms.align import align
 from cotune.algorithms.attribution import Codes, Floats, attribute, codes, lacking, overlong
 from cotune.algorithms.collect import Collected, temperature
-from cotune.algorithms.filters import group_reasons, sample_reason
+from cotune.algorithms.filters import group_reasons, high_entropy, sample_reason, tied
 from cotune.algorithms.groups import Group, build_groups, explain_alone, one_prompt
 from cotune.algorithms.recipes import Attribution, Recipe
 from cotune.algorithms.samples import Sample, TrainRow
+from cotune.algorithms.shaping import shape
 from cotune.errors import GroupError
 from cotune.storage.protocol import Store
 
@@ -70,7 +72,9 @@ def prepare(
     returns = [attribute(samples, term.attribution, term.key) for term in recipe.terms]
     complete = ~np.isnan(np.sum(returns, axis=0)) if samples else np.zeros(0, np.bool_)
     left_out["missing_reward"] = int((~complete).sum())
-    rewarded = [sample for sample, done in zip(samples, complete.tolist(), strict=True) if done]
+    ties = complete & tied(samples, returns[0]) if recipe.filters.ties else np.zeros(len(samples), np.bool_)
+    left_out["tie"] = int(ties.sum())
+    rewarded = [sample for sample, stays in zip(samples, (complete & ~ties).tolist(), strict=True) if stays]
     built = build_groups(rewarded, recipe)
     left_out.update(built.left_out)
     warnings = [
@@ -93,8 +97,12 @@ def prepare(
     kept = [sample for sample, stay in zip(members, stays, strict=True) if stay]
     order = order[stays]
     values, state = combine(kept, [r[order] for r in returns], recipe.terms, state)
+    values = shape(kept, values, recipe.shaping)
     groups = [group for group, reason in zip(built.groups, reasons, strict=True) if reason is None]
     gone = [sample_reason(s, value, recipe.filters) for s, value in zip(kept, values.tolist(), strict=True)]
+    if recipe.filters.top_entropy is not None:
+        high = high_entropy(groups, recipe.filters.top_entropy)
+        gone = [reason or (None if stays else "low_entropy") for reason, stays in zip(gone, high, strict=True)]
     left_out.update(reason for reason in gone if reason is not None)
     stays = np.array([reason is None for reason in gone], np.bool_)
     groups = _only(groups, stays)
@@ -107,6 +115,12 @@ def prepare(
         groups = _only(groups, moves)
         kept = [sample for sample in kept if sample.policy.name in signal]
         values = values[moves]
+    if recipe.filters.align_to is not None:
+        rows = np.array(align(kept, recipe.filters.align_to), np.int64)
+        stays = np.isin(np.arange(len(kept)), rows)
+        left_out["beyond_alignment"] = int((~stays).sum())
+        groups = _only(groups, stays)
+        kept, values = [kept[i] for i in rows], values[rows]
     return Prepared(
         samples=tuple(kept),
         advantages=values,
@@ -118,8 +132,11 @@ def prepare(
     )
 
 
-def train_rows(prepared: Prepared, collected: Collected, store: Store) -> dict[str, list[TrainRow]]:
-    """Rows for the learner by role, with the token ids and the sampler's log-probabilities as recorded."""
+def train_rows(
+    prepared: Prepared, collected: Collected, store: Store, entropy_by: str = ""
+) -> dict[str, list[TrainRow]]:
+    """Rows for the learner by role, with the token ids and the sampler's log-probabilities as recorded; `entropy_by`
+    names the component of the outcome that weighs a row's entropy bonus (`LossSpec`)."""
     prompts: dict[str, tuple[int, ...]] = {}
     grammars: dict[str, str] = {"": ""}
     rows: dict[str, list[TrainRow]] = {}
@@ -145,6 +162,7 @@ def train_rows(prepared: Prepared, collected: Collected, store: Store) -> dict[s
                 logit_bias=tuple((int(token), float(value)) for token, value in call.sampling.get("logit_bias") or ()),
                 version=sample.policy.version,
                 trajectory=sample.rollout,
+                exploration=sample.outcome.get(entropy_by, 1.0),
             )
         )
     return rows

@@ -45,9 +45,13 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     """Which reward a sample answers for: weighted components x horizon x scope.
 
     A component weighs `weights[name]`, or `other` where it is not listed; `team` is multiplied by `alpha` on top.
+    `weights["role/name"]` is the weight for one role alone. With `seats` a component of the outcome that is named after
+    a role (as where a game ends with {"white": 1, "black": -1}) counts for that role, and unlisted others for none.
     `horizon`: `own_turn` takes the candidate's own components, `terminal` the episode's outcome, `reward_to_go`
     the own components of this and all later turns of the role, discounted by `gamma` per turn, with the outcome
     at its last turn. `outcome` lets `own_turn` add those components that only the episode has.
+    `gates` are components that multiply what the others add up to: a `format` of 0 leaves nothing of a right answer.
+    One that nobody of the role carries leaves the reward as it is.
     `absent` is what a component counts where a candidate, or its episode, lacks it while others of its group, or
     episodes of its task, carry it; None leaves such candidates out.
     `overlong_penalty` is taken from the reward of an answer that was cut at its length limit, and a growing share of it
@@ -59,6 +63,8 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     alpha: float = 1.0
     weights: Mapping[str, float] = {}
     other: float = 1.0
+    seats: bool = False
+    gates: tuple[str, ...] = ()
     horizon: Horizon = "own_turn"
     outcome: bool = False
     gamma: float = 1.0
@@ -88,9 +94,11 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the episode's outcome is part of the reward."""
         return self.horizon != "own_turn" or self.outcome
 
-    def weight(self, component: str) -> float:
-        """Weight of a reward component in the mixed reward."""
-        return self.weights.get(component, self.other) * (self.alpha if component == "team" else 1.0)
+    def weight(self, component: str, role: str, *, outcome: bool = False) -> float:
+        """Weight of a component of a candidate, or of its episode's outcome, in the mixed reward of a role."""
+        other = float(component == role) if self.seats and outcome else 0.0 if component in self.gates else self.other
+        weight = self.weights.get(f"{role}/{component}", self.weights.get(component, other))
+        return weight * (self.alpha if component == "team" else 1.0)
 
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +106,7 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
 
     `unit` is what counts once in the statistics: every sample, every rollout (its mean reward), or every response
     token. `ddof` is subtracted from the number of units under the variance. `decay` belongs to the `ema` baseline.
+    `scale_key`: the samples over which r - baseline is divided by its standard deviation; None: those of `key`.
     `weight` is the term's share in the sum of terms.
     """
 
@@ -105,6 +114,7 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
     attribution: Attribution = Attribution()
     baseline: Baseline = "mean"
     scale: Scale = "std"
+    scale_key: tuple[str, ...] | None = None
     ddof: int = 1
     eps: float = 1e-6
     unit: Unit = "sample"
@@ -112,7 +122,7 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in self.key:
+        for name in (*self.key, *(self.scale_key or ())):
             if name not in KEY_FIELDS:
                 raise ConfigError("key", name, f"one of {', '.join(KEY_FIELDS)}")
         if self.ddof not in (0, 1):
@@ -124,23 +134,47 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def compares(self) -> bool:
         """Whether a sample is judged by others of its group, so that one alone has no advantage."""
-        return self.baseline in ("mean", "leave_one_out", "max") or self.scale == "std"
+        return self.baseline in ("mean", "leave_one_out", "max") or (self.scale == "std" and self.scale_key is None)
 
 
 class Filters(msgspec.Struct, frozen=True, kw_only=True):
     """What is left out, and counted, beyond groups of one.
 
-    Before the advantages: groups of `zero_variance`, groups whose mean reward is outside `mean_range` (inclusive).
-    After them, so that baselines take them in: samples of `zero_advantage`; `drop_truncated`: answers that were cut at
-    their length limit (DAPO's overlong filtering); `drop_timed_out`: all of an episode in which a call of a trained
-    role timed out.
+    Before the advantages: `ties`: episodes whose roles all have the same reward; groups of `zero_variance`; groups
+    whose mean reward is outside `mean_range` (inclusive), of the `mean_range_roles` alone where some are named. After
+    them, so that baselines take them in: samples of `zero_advantage`; `drop_truncated`: answers that were cut at their
+    length limit (DAPO's overlong filtering); `drop_timed_out`: all of an episode in which a call of a trained role
+    timed out; `top_entropy`: all but this share of a group's samples, those of the highest mean token entropy (DART).
+    `align_to`: each role trains on the same number of calls of each episode of a task, at most so many (M-GRPO).
     """
+
+    ties: bool = False
 
     zero_variance: bool = False
     mean_range: tuple[float, float] | None = None
+    mean_range_roles: tuple[str, ...] = ()
     zero_advantage: bool = False
     drop_truncated: bool = False
     drop_timed_out: bool = False
+    top_entropy: float | None = None
+    align_to: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.top_entropy is not None and not 0.0 < self.top_entropy <= 1.0:
+            raise ConfigError("top_entropy", self.top_entropy, "a share above 0 and up to 1, or nothing")
+        if self.align_to is not None and self.align_to < 1:
+            raise ConfigError("align_to", self.align_to, "1 or more calls, or nothing")
+
+
+class Shaping(msgspec.Struct, frozen=True, kw_only=True):
+    """What the advantages of an episode's other roles add to a role's own (`shaping`): `opponent` is the weight of
+    Advantage Alignment's term, 0 for none, and `opponent_gamma` discounts the role's own past advantages in it."""
+
+    opponent: float = 0.0
+    opponent_gamma: float = 0.96
+
+    def __post_init__(self) -> None:
+        _within("opponent_gamma", self.opponent_gamma, 0.0, 1.0)
 
 
 class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,7 +191,7 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     carry no gradient and leave the denominators. Bounds that are not given are those of `MASK_BOUNDS`.
     `kl` is beta of the KL penalty to the untrained policy: k3 of each token in the loss, or its k1 in the `reward`
     (`kl_in`), taken from the token's advantage: A - beta (log pi_old - log pi_ref). `entropy` is the weight of the
-    entropy bonus.
+    entropy bonus, times the component `entropy_by` of the episode's outcome where one is named and there.
     `aggregation`: mean over all response tokens; mean over responses (calls) of their token means; mean over
     trajectories (all that the policy wrote in an episode) of their token means; or the sum over tokens divided by
     (responses x `constant_length`), where None stands for the run's response limit.
@@ -175,6 +209,7 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     kl: float = 0.0
     kl_in: KlIn = "loss"
     entropy: float = 0.0
+    entropy_by: str = ""
     aggregation: Aggregation = "token_mean"
     constant_length: int | None = None
 
@@ -215,6 +250,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     plan: PlanKind
     terms: tuple[Term, ...]
     filters: Filters = Filters()
+    shaping: Shaping = Shaping()
     loss: LossSpec = LossSpec()
 
     def __post_init__(self) -> None:
@@ -225,7 +261,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                 "plan",
                 self.plan,
                 f"independent, as {self.name} compares whole rollouts (key {', '.join(self.key)})",
-                "Use at_grpo, gspo, dapo or cispo under a tree plan.",
+                "Leave the plan out, or use at_grpo, gspo, dapo or cispo under a tree plan.",
             )
         for term in self.terms if self.plan == "tree" else ():
             if term.attribution.takes_outcome:

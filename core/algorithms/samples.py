@@ -8,7 +8,7 @@ import msgspec
 
 from cotune.recording.records import PolicyRef
 
-KEY_FIELDS = ("task", "rollout", "role", "turn", "step", "branch", "prompt", "policy")
+KEY_FIELDS = ("task", "rollout", "role", "turn", "step", "branch", "prompt", "observation", "policy")
 """Fields of a sample that a recipe may group by."""
 
 
@@ -18,6 +18,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     `prompt` is the segment id of the prompt path: equal ids mean identical prompt token ids. `branch` names the
     history the call happened in: under a tree plan the episode, whose chosen prefix all siblings share; under
     independent rollouts the prompt, as equal prompts are all that two episodes can have in common.
+    `observation` is what the role saw last: the id of the prompt's last message, its anchor state (GiGPO).
+    `entropy` is the mean of -log pi_sampler over the tokens, in nats, as estimate of the mean token entropy.
     `rollout` is the episode. `rewards` are the candidate's own components, from before the selection; `outcome`
     the episode's. `limit` is the most tokens that the answer could have, None where unknown; `truncated` says that it
     was cut there, `timed_out` that a call of a trained role timed out in its episode.
@@ -33,6 +35,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
     policy: PolicyRef
     tokens: int
+    observation: str = ""
+    entropy: float = 0.0
     rewards: Mapping[str, float] = {}
     outcome: Mapping[str, float] = {}
     chosen: bool = True
@@ -53,6 +57,7 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     `temperature`, `grammar` and `logit_bias` shape the distribution that it was drawn from (`SamplingParams`).
     `loss_mask`, one per response token, is false for tokens that do not count: they carry no gradient and are in no
     denominator and no metric. Empty: all count. `trajectory` names what the row is a part of: its episode.
+    `exploration` multiplies the weight of the entropy bonus.
     """
 
     id: str
@@ -67,3 +72,4 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0
     loss_mask: tuple[bool, ...] = ()
     trajectory: str = ""
+    exploration: float = 1.0

@@ -69,7 +69,7 @@ class PolicyResponder:
         candidates = tuple(self._candidate(call, prompt, params, i, c) for i, c in enumerate(completions))
         rewards, error = await self._rewards(call, candidates)
         lengths = [Length(len(c.token_ids), params.max_tokens, c.finish_reason == "length") for c in candidates]
-        compared = attribute_siblings(rewards, self.attribution, lengths).tolist()
+        compared = attribute_siblings(rewards, call.role, self.attribution, lengths).tolist()
         select = self.plan.select if self.plan else "first"
         return Answer(
             candidates=candidates,

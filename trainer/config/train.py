@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from cotune.algorithms.catalogue import RECIPES, recipe
+from cotune.algorithms.catalogue import RECIPES, recipe, takes_a_tree
 from cotune.algorithms.collect import failure_reward
 from cotune.algorithms.recipes import Recipe
 from cotune.errors import ConfigError, field_and_fault
@@ -51,7 +51,8 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """[plan] How candidates come about."""
 
     kind: PlanKind | None = None
-    """tree | independent; without a value: tree when the workflow has scorers, else independent."""
+    """tree | independent; without a value: tree when the workflow has scorers and the recipe takes it, else
+    independent."""
     k: int = 4
     """Candidates per call (tree) or episodes per task (independent)."""
     select: Select = "argmax"
@@ -113,8 +114,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How the model writes tool calls: auto (as its chat template does) | hermes | qwen3_coder | mistral |
     mistral_v11 | llama3_json | vllm:NAME (a tool parser of vLLM)."""
     recipe: str | None = None
-    """at_grpo | dr_mas | grpo | dr_grpo | rloo | gspo | dapo | cispo, see docs/recipes.md; without a value: at_grpo
-    under a tree plan, dr_mas under independent rollouts."""
+    """at_grpo | dr_mas | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system, see docs/recipes.md;
+    without a value: at_grpo under a tree plan, dr_mas under independent rollouts."""
     overrides: dict[str, Any] = {}
     """[overrides] Single settings of the recipe, such as clip_high or entropy."""
     alpha: float = 1.0
@@ -184,7 +185,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def resolve_plan(self, scorers: Sequence[str]) -> tuple[Plan, Recipe, str]:
         """Plan and recipe, with a sentence that says why. Raises ConfigError for a tree plan without a scorer, and for
         settings that do not fit the recipe's loss."""
-        kind: PlanKind = self.plan.kind or ("tree" if scorers else "independent")
+        branches = bool(scorers) and (self.recipe is None or takes_a_tree(self.recipe))
+        kind: PlanKind = self.plan.kind or ("tree" if branches else "independent")
         plan = Plan(kind=kind, k=self.plan.k, select=self.plan.select)
         if kind == "tree" and not scorers:
             raise ConfigError(

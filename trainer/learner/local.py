@@ -256,11 +256,13 @@ class LocalLearner:
         count = torch.cat([update.counted[i] for i in micro])
         row = row_of_token(rows)[count]
         advantage = torch.tensor([r.advantage for r in rows], dtype=torch.float32)[row]
+        exploration = torch.tensor([r.exploration for r in rows], dtype=torch.float32)[row]
         there = count.to(new.device)
         return Tokens(
             new=new[there],
             sampler=sampler_logprobs(rows)[count].to(new.device),
             advantage=advantage.to(new.device),
+            exploration=exploration.to(new.device),
             weight=weight.to(new.device),
             row=row.to(new.device),
             old=None if old is None else old[there],

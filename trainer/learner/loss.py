@@ -19,7 +19,7 @@ class Tokens:
     `new`, `sampler`, `old` are log-probabilities in nats: of the weights being trained (with gradient), of the sampler,
     and of the policy before the update; `old` None takes the ratio straight against the sampler. `row` numbers the
     row of each token from 0. `weight` is the token's share of the loss (`token_weights`). `entropy` (with gradient)
-    and `reference` are needed by their loss terms only.
+    and `reference` are needed by their loss terms only; `exploration` multiplies the weight of `entropy`, where given.
     """
 
     new: Tensor
@@ -29,6 +29,7 @@ class Tokens:
     row: Tensor
     old: Tensor | None = None
     entropy: Tensor | None = None
+    exploration: Tensor | None = None
     reference: Tensor | None = None
 
 
@@ -110,7 +111,8 @@ def policy_loss(spec: LossSpec, tokens: Tokens) -> LossParts:
             per_token = per_token + _importance(spec, tokens, ratio, correction) * spec.kl * kl
     if spec.entropy:
         assert tokens.entropy is not None
-        per_token = per_token - spec.entropy * tokens.entropy
+        bonus = tokens.entropy if tokens.exploration is None else tokens.exploration * tokens.entropy
+        per_token = per_token - spec.entropy * bonus
     loss = (tokens.weight * per_token).sum()
     return LossParts(loss, ratio.detach(), clipped, truncated, None if kl is None else kl.detach())
 

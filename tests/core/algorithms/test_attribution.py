@@ -158,7 +158,7 @@ def test_overlong_answers_lose_reward_as_in_dapo():
     shaped = Attribution(overlong_buffer=4, overlong_penalty=2.0)
     assert overlong(candidates, shaped).tolist() == [0.0, 0.5, 1.0, 2.0, 2.0, 0.0]
     assert attribute(candidates, shaped).tolist() == [1.0, 0.5, 0.0, -1.0, -1.0, 1.0]
-    assert attribute_siblings([c.rewards for c in candidates], shaped, lengths).tolist() == [
+    assert attribute_siblings([c.rewards for c in candidates], "a", shaped, lengths).tolist() == [
         1.0,
         0.5,
         0.0,

@@ -199,6 +199,16 @@ def test_ema_state_goes_on_from_step_to_step():
     assert (first.advantages.tolist(), second.advantages.tolist()) == ([2.0], [1.0])
 
 
+def test_rows_carry_how_much_their_episode_is_to_be_explored(book):
+    for name, outcome in (("e", {"team": 1.0, "exploration": 2.0}), ("f", {"team": 0.0})):
+        book.episode(name, outcome=outcome)
+        book.call(f"c{name}", name)
+    collected = collect(book.store, book.store.episodes(), plan="independent")
+    chosen = recipe("dr_mas", weights={"team": 1.0}, entropy_by="exploration")
+    rows = train_rows(prepare(collected.samples, chosen), collected, book.store, chosen.loss.entropy_by)
+    assert [row.exploration for row in rows["a"]] == [2.0, 1.0]
+
+
 def test_rows_carry_tokens_and_logprobs_as_recorded(book):
     book.episode("e")
     candidates = [

@@ -118,12 +118,13 @@ def test_trap_7_a_reward_may_come_late_twice_or_never(book):
 
 
 def test_trap_8_every_recipe_corrects_for_the_sampler_and_rows_carry_its_logprobs(book):
-    assert {name: r.loss.tis_cap for name, r in RECIPES.items()} == dict.fromkeys(RECIPES, 2.0)
+    assert {name: r.loss.tis_cap for name, r in RECIPES.items()} == {**dict.fromkeys(RECIPES, 2.0), "dart": 1.0}
     book.episode("e")
     book.call("c", "e", rewards=[1.0, 0.0])
     collected = collect(book.store, book.store.episodes())
     rows = train_rows(prepare(collected.samples, AT_GRPO), collected, book.store)["a"]
     assert [row.logprobs for row in rows] == [(-0.5, -0.25), (-0.5, -0.25)]
+    assert [s.entropy for s in collected.samples] == [0.375, 0.375]
 
 
 # --- mistakes of bookkeeping ----------------------------------------------------------------------------------------

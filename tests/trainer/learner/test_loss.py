@@ -198,6 +198,13 @@ def test_an_episode_of_nine_calls_weighs_as_much_as_one_of_one_call():
     assert by_episode.sum().item() == pytest.approx(1.0)
 
 
+def test_the_bonus_of_entropy_may_differ_by_row():
+    entropy = torch.tensor([0.5, 1.5], requires_grad=True)
+    more = {"entropy": entropy, "exploration": torch.tensor([2.0, 0.0])}
+    policy_loss(LossSpec(entropy=0.1), tokens([1.0, 1.0], [0.0, 0.0], **more)).loss.backward()
+    assert entropy.grad.tolist() == pytest.approx([-0.1, 0.0])
+
+
 def test_entropy_is_a_bonus():
     entropy = torch.tensor([0.5, 1.5], requires_grad=True)
     parts = policy_loss(LossSpec(entropy=0.1), tokens([1.0, 1.0], [0.0, 0.0], entropy=entropy))

@@ -1,0 +1,36 @@
+"""Published systems, one file each: the formula in its docstring, and the recipe that it is here."""
+
+from __future__ import annotations
+
+from cotune.algorithms.published import (
+    advantage_alignment,
+    chain_of_agents,
+    comas,
+    cpmobius,
+    dart,
+    gigpo,
+    m_grpo,
+    magrpo,
+    marshal,
+    mmedagent_rl,
+    reinforce_pp,
+    self_redteam,
+    spiral,
+)
+
+PUBLISHED = (
+    magrpo.RECIPE,
+    m_grpo.RECIPE,
+    marshal.RECIPE,
+    spiral.RECIPE,
+    gigpo.RECIPE,
+    reinforce_pp.RECIPE,
+    reinforce_pp.WITH_BASELINE,
+    comas.RECIPE,
+    advantage_alignment.RECIPE,
+    self_redteam.RECIPE,
+    cpmobius.RECIPE,
+    mmedagent_rl.RECIPE,
+    chain_of_agents.RECIPE,
+    dart.RECIPE,
+)
