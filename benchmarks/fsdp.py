@@ -24,6 +24,7 @@ from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
 from cotune.integrations.ray.runtime import open_ray
 from cotune.policies import LoraSpec, Policies, PolicySpec
+from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.fsdp.learner import FsdpLearner
 from cotune.trainer.learner.local import LocalLearner
@@ -95,9 +96,8 @@ def main() -> None:
         for workers in args.workers:
             started = time.perf_counter()
             name = f"{workers} worker{'s' * (workers > 1)}"
-            learners[name] = FsdpLearner.open(
-                model, policies, settings, loss, workers=workers, gpus_per_worker=args.gpus
-            )
+            cluster = ClusterConfig(address="local", learners=workers, gpus_per_learner=args.gpus)
+            learners[name] = FsdpLearner.open(model, policies, settings, loss, cluster)
             opening[name] = time.perf_counter() - started
         found = measured(learners, rows, args.rounds)
         for learner in learners.values():

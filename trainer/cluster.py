@@ -124,19 +124,13 @@ class Cluster:
         return workers
 
     async def _open_learner(self, policies: Policies, loss: LossSpec) -> FsdpLearner:
-        settings = self._settings
         learner = await asyncio.to_thread(
             FsdpLearner.open,
             str(locate_model(self._config.model)),
             policies,
             self._config.learner,
             loss,
-            workers=settings.learners,
-            pools=settings.pools,
-            gpus_per_worker=settings.gpu_shares[1],
-            cpus_per_worker=settings.cpus_per_learner,
-            placement=settings.placement.upper(),
-            timeout=settings.learner_timeout,
+            self._settings,
         )
         self._stack.push_async_callback(learner.aclose)
         self._learner, self._open_policies = learner, set(policies.specs)

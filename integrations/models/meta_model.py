@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,11 +29,9 @@ class ModelSkeleton:
 
     def check(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> None:
         """Raises RequestRefused for weights that are not finite, or do not fit, with the name of the first."""
-        for name, array in weights.items():
-            if not np.isfinite(array).all():
-                raise RequestRefused(f"{policy} has values that are not finite, first in {name}.", "Do not publish it.")
+        check_finite(policy, weights)
         if lora is None:
-            self._check_full(weights)
+            check_full(self._model, weights)
         else:
             from cotune.integrations.samplers.transformers.lora import read_adapter
 
@@ -52,19 +51,28 @@ class ModelSkeleton:
                 }
         raise RequestRefused(f"{self.folder} has none of the modules {ALL_LINEAR}.", "Use another model.")
 
-    def _check_full(self, weights: Weights) -> None:
-        own = dict(self._model.named_parameters(remove_duplicate=False))
-        given = {id(own[name]) for name in weights if name in own}
-        unknown = sorted(set(weights) - set(own))
-        missing = sorted(name for name, parameter in own.items() if id(parameter) not in given)
-        if unknown or missing:
+
+def check_finite(policy: PolicyRef, weights: Weights) -> None:
+    """Raises RequestRefused that names the first tensor which is not finite."""
+    for name, array in weights.items():
+        if not np.isfinite(array).all():
+            raise RequestRefused(f"{policy} has values that are not finite, first in {name}.", "Do not publish it.")
+
+
+def check_full(model: Any, weights: Weights) -> None:
+    """Raises RequestRefused unless the weights are all parameters of a model, by their names."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    given = {id(own[name]) for name in weights if name in own}
+    unknown = sorted(set(weights) - set(own))
+    missing = sorted(name for name, parameter in own.items() if id(parameter) not in given)
+    if unknown or missing:
+        raise RequestRefused(
+            f"The weights do not fit the model: unknown {unknown[:3]}, missing {missing[:3]}.",
+            "Publish all parameters of the sampler's own model, by their names.",
+        )
+    for name, array in weights.items():
+        if tuple(array.shape) != tuple(own[name].shape):
             raise RequestRefused(
-                f"The weights do not fit the model: unknown {unknown[:3]}, missing {missing[:3]}.",
-                "Publish all parameters of the sampler's own model, by their names.",
+                f"{name} has shape {tuple(array.shape)}; the model's is {tuple(own[name].shape)}.",
+                "Publish weights that were trained from the sampler's own model.",
             )
-        for name, array in weights.items():
-            if tuple(array.shape) != tuple(own[name].shape):
-                raise RequestRefused(
-                    f"{name} has shape {tuple(array.shape)}; the model's is {tuple(own[name].shape)}.",
-                    "Publish weights that were trained from the sampler's own model.",
-                )

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
+import inspect
 import logging
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from cotune.errors import ConfigError, CotuneError
+from cotune.user_objects import load_object
 
 log = logging.getLogger("cotune")
+
+CALLS = 10_000
+"""How many calls of one object may run at once; others wait."""
+
+DRAIN_SECONDS = 5.0
+"""How long a closed object's process waits for the failures of its pending calls to be sent."""
 
 GRACE_SECONDS = 2.0
 """How long a process may take to end when Ray tells it to, before it is sent SIGKILL."""
@@ -28,76 +37,133 @@ class ProcessGone(CotuneError):
     """The process ended, crashed, was killed or cannot be reached. `cause` is what Ray knows of it, in one line."""
 
 
-class _Host:
-    """What runs in the actor: an object of the named class; its methods run on the actor's event loop."""
+class Host:
+    """What runs in the actor: an object; its methods run on the actor's event loop.
 
-    def __init__(self, target: str) -> None:
-        module, _, name = target.partition(":")
-        self._object = getattr(importlib.import_module(module), name)()
+    The operating system lists the process by the name of this class, or of one that inherits from it.
+    """
+
+    def __init__(self) -> None:
+        # Ray hands arrays over read-only, in shared memory; nobody writes into what is given.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        self._object: Any = None
+        self._running = 0
+
+    async def open(self, factory: str, kwargs: Mapping[str, Any]) -> tuple[int, str]:
+        made = load_object("factory", factory, "my_engine:open")(**kwargs)
+        self._object = await made if inspect.isawaitable(made) else made
+        return await self.place()
 
     async def place(self) -> tuple[int, str]:
-        import ray
-
-        return os.getpid(), ray.get_runtime_context().get_node_id()
+        return os.getpid(), this_node()
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        return await getattr(self._object, method)(*arguments)
+        self._running += 1
+        try:
+            return await getattr(self._object, method)(*arguments)
+        finally:
+            self._running -= 1
+
+    async def aclose(self) -> None:
+        if self._object is not None:
+            await self._object.aclose()
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self._running and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
 
 
 class RayProcess:
-    """An object of the class `target` ("module:Class") in a process of its own.
+    """An object in a process of its own. It can be pickled: every process of the cluster that has one calls the object.
 
-    The class is made there without arguments; its methods are coroutine functions, and many may run at once. Ray picks
-    a node with `cpus` to spare. The process ends with this one, and is never started again.
+    `factory` is the import path of what makes the object, a class or an async function: "module:name" or
+    "module:Class.function", called there with `kwargs`. The object's methods are coroutine functions, and many may run
+    at once. Ray picks a node with `cpus` and `gpus` to spare. The process ends with the one that started it, and is
+    never started again.
     """
 
     def __init__(
-        self, target: str, *, cpus: float = 1.0, runtime_env: Mapping[str, Any] | None = None, most: int = 10_000
+        self,
+        factory: str,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        cpus: float = 1.0,
+        gpus: float = 0.0,
+        runtime_env: Mapping[str, Any] | None = None,
+        host: type[Host] = Host,
     ) -> None:
-        self._target = target
-        self._options = {"num_cpus": cpus, "max_concurrency": most}
+        self._host = host
+        self._made_by = factory, dict(kwargs or {})
+        self._options = {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": CALLS}
         self._runtime_env = dict(runtime_env or {})
         self._actor: Any = None
         self.pid: int | None = None
         self.node = ""
 
     async def start(self) -> None:
-        """Return when the process is up, and `pid` and `node` are known. Raises ConfigError, ProcessGone."""
+        """Return when the object is made, and `pid` and `node` are known. Raises ConfigError, ProcessGone, and what
+        the factory raises."""
         import ray
 
         runtime_env = await asyncio.to_thread(_uploaded, self._runtime_env)
-        self._actor = ray.remote(_Host).options(**self._options, runtime_env=runtime_env).remote(self._target)
-        self.pid, self.node = await _answer(self._actor.place.remote())
+        self._actor = ray.remote(self._host).options(**self._options, runtime_env=runtime_env).remote()
+        self.pid, self.node = await _answer(self._actor.open.remote(*self._made_by))
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the object. Raises what it raises if that is a CotuneError, and ProcessGone."""
+        """Call a method of the object; cancelled here, it is cancelled there. Raises what it raises if that is a
+        CotuneError, and ProcessGone."""
         return await _answer(self._actor.call.remote(method, *arguments))
+
+    async def aclose(self) -> None:
+        """Call the object's `aclose`, let its pending calls fail, and end the process, whatever comes of that."""
+        try:
+            await _answer(self._actor.aclose.remote())
+        except ProcessGone:
+            pass
+        finally:
+            await self.kill()
 
     async def kill(self) -> None:
         """End the process, also one that is stopped or busy, and wait until it has."""
         import ray
+        from ray.exceptions import RayError
 
         if self._actor is None:
             return
         ray.kill(self._actor)
-        await self._gone()
-        if self.pid is None or self.node != _this_node():
-            return
-        # Ray calls an actor gone while its process is still stopped or busy; it would kill that one much later.
-        with contextlib.suppress(OSError):
-            for number in (0, signal.SIGKILL):
-                deadline = time.monotonic() + GRACE_SECONDS
-                while time.monotonic() < deadline:
-                    os.kill(self.pid, number)
-                    await asyncio.sleep(0.02)
-
-    async def _gone(self) -> None:
-        """Wait until Ray says that the process has ended."""
-        from ray.exceptions import RayError
-
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(KILL_SECONDS):
                 await self._actor.place.remote()
+        if self.pid is not None and self.node == this_node():
+            await asyncio.to_thread(end_processes, [self.pid])
+
+
+def end_processes(pids: Collection[int]) -> None:
+    """Wait until these processes of this machine have ended, which Ray has told to: what a stopped or busy one does not
+    hear, SIGKILL does. Ray would send it much later."""
+    for force in (False, True):
+        deadline = time.monotonic() + GRACE_SECONDS
+        while (pids := [pid for pid in pids if _alive(pid)]) and time.monotonic() < deadline:
+            for pid in pids if force else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+def this_node() -> str:
+    """Ray's id of this machine."""
+    import ray
+
+    return ray.get_runtime_context().get_node_id()
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process or, once it has ended, any of its threads still runs and holds its sockets and memory."""
+    process = Path("/proc", str(pid))
+    try:
+        ended = (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return not ended or len(list((process / "task").iterdir())) > 1
+    except OSError:
+        return False
 
 
 def _uploaded(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,10 +185,14 @@ def _uploaded(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def _answer(answer: Any) -> Any:
+    import ray
     from ray.exceptions import RayError, RayTaskError
 
     try:
         return await answer
+    except asyncio.CancelledError:
+        ray.cancel(answer, recursive=False)
+        raise
     except RayTaskError as error:
         if isinstance(error.cause, CotuneError):
             raise error.cause from None
@@ -139,9 +209,3 @@ def _reason(error: Exception) -> str:
     if "connection error code 2" in reason:
         return "its process ended by itself or was killed (a crash, an exit, too little memory)"
     return reason.split(" Worker exit detail: ")[-1][:300].rstrip(".")
-
-
-def _this_node() -> str:
-    import ray
-
-    return ray.get_runtime_context().get_node_id()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cotune.errors import ConfigError, CotuneError
-from cotune.integrations.ray.sampler import resolve
+from cotune.integrations.ray.process import end_processes, this_node
+from cotune.user_objects import load_object
 
 Location = tuple[str, str, int]
 """Node id, address and process id of a worker."""
@@ -28,9 +27,6 @@ GRACE_SECONDS = 10.0
 PROBE_SECONDS = 5.0
 """How long an actor that hangs has to say where."""
 
-GONE_SECONDS = 10.0
-"""How long a killed process may take to disappear before it is killed harder, and before that is given up."""
-
 
 class WorkersLost(CotuneError):
     """A worker died, hangs or broke; all workers of its group are ended."""
@@ -41,16 +37,11 @@ class WorkersClosed(CotuneError):
 
 
 class Worker:
-    """What runs in each actor: one object, made by a factory with its rank and the size of the group.
+    """What runs in each actor: one object, made by a factory with its rank and the size of the group."""
 
-    While the object is in a file whose path contains `waits_in`, it waits for other ranks.
-    """
-
-    def __init__(self, factory: str, rank: int, size: int, waits_in: str = "") -> None:
-        make: Callable[[int, int], Any] = resolve(factory)
-        self._object = make(rank, size)
+    def __init__(self, factory: str, rank: int, size: int) -> None:
+        self._object = load_object("factory", factory, "my_module:Rank")(rank, size)
         self._rank = rank
-        self._waits_in = waits_in
         self._working: int | None = None
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -65,18 +56,16 @@ class Worker:
     def location(self) -> Location:
         import ray
 
-        context = ray.get_runtime_context()
-        return context.get_node_id(), ray.util.get_node_ip_address(), os.getpid()
+        return this_node(), ray.util.get_node_ip_address(), os.getpid()
 
-    def where(self) -> tuple[bool, str]:
-        """Whether the call in hand waits for other ranks, and the innermost line of cotune that it is in."""
+    def where(self) -> str:
+        """The innermost line outside of installed packages that the call in hand is in."""
         frame = sys._current_frames().get(self._working or 0)
         if frame is None:
-            return False, "no call"
+            return "no call"
         stack = traceback.extract_stack(frame)
-        waits = bool(self._waits_in) and any(self._waits_in in at.filename for at in stack)
         own = [at for at in stack if "site-packages" not in at.filename] or list(stack)
-        return waits, f"{own[-1].name} ({Path(own[-1].filename).name}:{own[-1].lineno})"
+        return f"{own[-1].name} ({Path(own[-1].filename).name}:{own[-1].lineno})"
 
 
 class WorkerGroup:
@@ -86,12 +75,11 @@ class WorkerGroup:
     breaks, with a WorkersLost that names it; then all actors are killed, as the others may wait for it for ever.
     """
 
-    def __init__(self, name: str, workers: Sequence[Any], placement_group: Any, peer_errors: Collection[str]) -> None:
+    def __init__(self, name: str, workers: Sequence[Any], placement_group: Any) -> None:
         self.name = name
         self.lost: str | None = None
         self._workers = list(workers)
         self._placement_group = placement_group
-        self._peer_errors = peer_errors
         self._locations: list[Location] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -108,16 +96,12 @@ class WorkerGroup:
         gpus: float,
         placement: str,
         timeout: float,
-        waits_in: str = "",
-        peer_errors: Collection[str] = (),
     ) -> WorkerGroup:
         """Reserve room for all actors at once and start them; `factory` is "module:Class", called with rank and size.
 
         `name` is what errors call the group ("the learners"), `setting` the field of the configuration that gave its
-        size. `placement` is one of Ray's strategies (PACK, SPREAD, STRICT_PACK, STRICT_SPREAD). A rank that stands in a
-        file whose path contains `waits_in` waits for others, and an error whose text has one of the words
-        `peer_errors` (in small letters) is about a peer: they tell the rank that broke from those that suffered. Raises
-        ConfigError when the cluster has no room for them, WorkersLost when they do not start.
+        size. `placement` is one of Ray's strategies (PACK, SPREAD, STRICT_PACK, STRICT_SPREAD). Raises ConfigError when
+        the cluster has no room for them, WorkersLost when they do not start.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -131,10 +115,10 @@ class WorkerGroup:
                 num_gpus=gpus,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-            ).remote(factory, rank, size, waits_in)
+            ).remote(factory, rank, size)
             for rank in range(size)
         ]
-        started = cls(name, workers, group, peer_errors)
+        started = cls(name, workers, group)
         try:
             refs = [worker.location.options(concurrency_group=WATCH).remote() for worker in workers]
             started._locations = started._collect("start", refs, timeout)
@@ -162,12 +146,6 @@ class WorkerGroup:
             sent = [ray.put(argument) if isinstance(argument, bytes) else argument for argument in arguments]
             return self._collect(method, [worker.call.remote(method, *sent) for worker in self._workers], timeout)[0]
 
-    def call_first(self, method: str, *arguments: Any, timeout: float) -> Any:
-        """Call `method` of rank 0 only."""
-        with self._lock:
-            self._check()
-            return self._collect(method, [self._workers[0].call.remote(method, *arguments)], timeout)[0]
-
     def close(self) -> None:
         """Kill all actors, give their room back, and wait until their processes are gone. May be called twice, and
         while a call runs, which then fails."""
@@ -178,7 +156,7 @@ class WorkerGroup:
         self._closed = True
         for worker in self._workers:
             ray.kill(worker, no_restart=True)
-        self._terminate()
+        end_processes([pid for node, _, pid in self._locations if node == this_node()])
         ray.util.remove_placement_group(self._placement_group)
 
     def _check(self) -> None:
@@ -215,11 +193,11 @@ class WorkerGroup:
         raise AssertionError
 
     def _fail(self, method: str, causes: Mapping[int, Exception], pending: Sequence[int], timeout: float) -> None:
-        """Kill what is left, and raise the fault that came first in the order of causes."""
+        """Kill what is left, and raise the fault that explains the others; `causes` are in the order they came in."""
         if not causes:
             self.lost = f"{self._title} did not end {method!r} within {timeout:.0f} s: {self._hung(pending)}"
         else:
-            rank = min(causes, key=lambda rank: (_order(causes[rank], self._peer_errors), rank))
+            rank = min(causes, key=lambda rank: _order(causes[rank]))
             self.lost = f"{self._who(rank)} {_describe(causes[rank])} in {method!r}."
         self.close()
         first = causes[rank] if causes else None
@@ -228,7 +206,7 @@ class WorkerGroup:
         raise WorkersLost(self.lost, "Start new ones.") from first
 
     def _hung(self, pending: Sequence[int]) -> str:
-        """What each rank that is not done is doing; those to blame first."""
+        """What each rank that is not done is doing; those that do not answer first."""
         import ray
         from ray.exceptions import RayError
 
@@ -237,8 +215,7 @@ class WorkerGroup:
         said = []
         for rank, ref in asked.items():
             try:
-                waits, place = ray.get(ref, timeout=0)
-                said.append((1 + waits, f"{self._who(rank)} {'waits for others' if waits else 'is'} in {place}"))
+                said.append((1, f"{self._who(rank)} is in {ray.get(ref, timeout=0)}"))
             except RayError:
                 said.append((0, f"{self._who(rank)} does not answer"))
         return "; ".join(text for _, text in sorted(said)) + "."
@@ -250,20 +227,6 @@ class WorkerGroup:
     @property
     def _title(self) -> str:
         return self.name[:1].upper() + self.name[1:]
-
-    def _terminate(self) -> None:
-        """Wait for the end of the processes on this machine; what a stopped process does not hear, SIGKILL does."""
-        import ray
-
-        here = ray.get_runtime_context().get_node_id()
-        left = [pid for node, _, pid in self._locations if node == here]
-        for force in (False, True):
-            deadline = time.monotonic() + GONE_SECONDS
-            while (left := [pid for pid in left if _alive(pid)]) and time.monotonic() < deadline:
-                time.sleep(0.02)
-            for pid in left if not force else ():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
 
 
 def _reserve(size: int, cpus: float, gpus: float, placement: str, timeout: float, setting: str) -> Any:
@@ -297,15 +260,11 @@ def _cause(error: Exception) -> Exception:
     return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
 
 
-def _order(cause: Exception, peer_errors: Collection[str]) -> int:
+def _order(cause: Exception) -> int:
     """A dead rank explains what the others say, and an error of cotune's what a broken connection does."""
     from ray.exceptions import RayError
 
-    if isinstance(cause, RayError):
-        return 0
-    if isinstance(cause, CotuneError):
-        return 1
-    return 3 if any(word in str(cause).lower() for word in peer_errors) else 2
+    return 0 if isinstance(cause, RayError) else 1 if isinstance(cause, CotuneError) else 2
 
 
 def _describe(cause: Exception) -> str:
@@ -316,13 +275,3 @@ def _describe(cause: Exception) -> str:
         reasons = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()] or lines
         return f"died ({type(cause).__name__}: {reasons[0]})"
     return f"failed ({type(cause).__name__}: {lines[0]})"
-
-
-def _alive(pid: int) -> bool:
-    """Whether a process or, once it has ended, any of its threads still runs and holds its sockets and memory."""
-    process = Path("/proc", str(pid))
-    try:
-        ended = (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        return not ended or len(list((process / "task").iterdir())) > 1
-    except OSError:
-        return False

@@ -6,28 +6,17 @@ import asyncio
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
 from cotune.errors import RequestRefused, SamplerError
-from cotune.integrations.models.meta_model import ModelSkeleton
+from cotune.integrations.samplers.versions import Version, Versions
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint, in_time
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, in_time
 
 T = TypeVar("T")
-
-
-@dataclass(eq=False)
-class LoadedVersion:
-    """A version in the engine. `target` is what the engine knows it by; `running` counts its unfinished requests."""
-
-    target: Any
-    fingerprint: str
-    running: int = 0
-    retired: bool = False
 
 
 class LoopSampler(ABC):
@@ -39,27 +28,27 @@ class LoopSampler(ABC):
 
     name: str
 
-    def __init__(self, skeleton: ModelSkeleton) -> None:
+    def __init__(self) -> None:
         self.max_model_len = 0
-        self._skeleton = skeleton
-        self._served: dict[str, LoadedVersion] = {}
-        self._base: LoadedVersion | None = LoadedVersion(target=None, fingerprint="")
-        self._publishing = asyncio.Lock()
+        self._versions = Versions()
         self._freed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._broken: SamplerError | None = None
         self._closing: asyncio.Task[None] | None = None
 
     @abstractmethod
-    async def _generate(self, prompt: Sequence[int], n: int, params: SamplingParams, target: Any) -> list[Completion]:
-        """Draw candidates; `params.max_tokens` fits the model. `target` None is the base. Cancelled, it aborts."""
+    async def _generate(
+        self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef, target: Any
+    ) -> list[Completion]:
+        """Draw candidates; `params.max_tokens` fits the model. `target` is that of the policy's version, None for the
+        base. Cancelled, it aborts."""
 
     @abstractmethod
-    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> LoadedVersion:
-        """Bring weights that fit the model into the engine. Nothing is left behind when it raises."""
+    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Version:
+        """Bring weights into the engine. Nothing is left behind when it raises."""
 
     @abstractmethod
-    async def _unload(self, served: LoadedVersion) -> None:
+    async def _unload(self, version: Version) -> None:
         """Free a version that nobody uses any more."""
 
     @abstractmethod
@@ -115,8 +104,13 @@ class LoopSampler(ABC):
             raise SamplerError(self._broken.cause, self._broken.remedy)
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # somebody waits for it, or nobody does any more
 
     def _check(self, task: asyncio.Task[Any]) -> None:
         """Raises SamplerError where it was the sampler's end that cancelled a task, and not its caller."""
@@ -138,72 +132,55 @@ class LoopSampler(ABC):
     async def _sample(
         self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
     ) -> list[Completion]:
-        length, room = len(prompt), self.max_model_len - len(prompt)
-        if not length or room < 1:
-            raise RequestRefused(
-                f"The prompt has {length} tokens; the model takes 1 to {self.max_model_len - 1} and one to answer.",
-                "Shorten the prompt, or use a model with a longer context.",
-            )
+        room = room_after(len(prompt), self.max_model_len)
         if n < 1 or params.max_tokens < 1:
             raise RequestRefused(f"n = {n} and max_tokens = {params.max_tokens} were asked for.", "Both are 1 or more.")
-        served = self._locate(policy)
-        served.running += 1
+        version = self._locate(policy)
+        version.running += 1
         drawn = n if params.temperature > 0 else 1  # vLLM draws one greedy candidate only; all would be equal
         try:
-            return await self._generate(prompt, drawn, fitted(params, room), served.target) * (n // drawn)
+            return await self._generate(prompt, drawn, fitted(params, room), policy, version.target) * (n // drawn)
         finally:
-            served.running -= 1
-            if served.retired and not served.running and self._broken is None:
-                self._start(self._drop(str(policy), served))
+            if self._versions.left(version) and self._broken is None:
+                self._start(self._drop(version))
 
-    def _locate(self, policy: PolicyRef) -> LoadedVersion:
-        served = self._served.get(str(policy))
-        if served is not None and not served.retired:
-            return served
-        if served is None and policy.version == 0 and self._base is not None:
-            return self._base
-        base = " and every unpublished policy at version 0" if self._base is not None else ""
-        raise RequestRefused(
-            f"{policy} is not served; served are {sorted(self._info_served())}{base}.",
-            "Publish this version before sampling from it.",
-        )
+    def _locate(self, policy: PolicyRef) -> Version:
+        return self._versions.locate(policy)
 
     async def _publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> str:
-        async with self._publishing:
-            known = self._served.get(str(policy))
-            if known is not None:
-                if not known.retired and known.fingerprint == fingerprint(weights):
-                    return known.fingerprint
-                raise RequestRefused(
-                    f"{policy} was published before with other weights.", "Publish under a new version."
-                )
-            self._skeleton.check(policy, weights, lora)
-            served = await self._load(policy, weights, lora)
-            self._served[str(policy)] = served
-            return served.fingerprint
+        async with self._versions.lock:
+            if (known := self._versions.known(policy, weights)) is not None:
+                return known
+            version = await self._load(policy, weights, lora)
+            self._versions.add(version)
+            return version.fingerprint
 
     async def _retire(self, policy: PolicyRef) -> None:
-        served = self._served.get(str(policy))
-        if served is None or served.retired:
-            raise RequestRefused(f"{policy} is not served, so it cannot be retired.", "Retire what was published.")
-        served.retired = True
-        if not served.running:
-            await self._drop(str(policy), served)
+        version = self._versions.retire(policy)
+        if not version.running:
+            await self._drop(version)
 
-    async def _drop(self, key: str, served: LoadedVersion) -> None:
-        if self._served.get(key) is not served:
+    async def _drop(self, version: Version) -> None:
+        if not self._versions.holds(version):
             return  # another version took its place in the engine
         try:
-            await self._unload(served)
+            await self._unload(version)
         finally:
-            del self._served[key]
+            self._versions.forget(version)
             self._freed.set()
 
     async def _info(self) -> SamplerInfo:
-        return SamplerInfo(name=self.name, max_model_len=self.max_model_len, served=self._info_served())
+        return SamplerInfo(name=self.name, max_model_len=self.max_model_len, served=self._versions.served())
 
-    def _info_served(self) -> dict[str, str]:
-        return {key: served.fingerprint for key, served in self._served.items() if not served.retired}
+
+def room_after(prompt: int, max_model_len: int) -> int:
+    """How many tokens may follow a prompt of so many. Raises RequestRefused when there is none, or no prompt."""
+    if not 1 <= prompt < max_model_len:
+        raise RequestRefused(
+            f"The prompt has {prompt} tokens; the model takes 1 to {max_model_len - 1} and one to answer.",
+            "Shorten the prompt, or use a model with a longer context.",
+        )
+    return max_model_len - prompt
 
 
 def fitted(params: SamplingParams, room: int) -> SamplingParams:

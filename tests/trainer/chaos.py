@@ -21,7 +21,7 @@ import psutil
 
 from cotune.storage.run_layout import read_metrics
 
-SAMPLER, LEARNER, WORKER = "SamplerActor", "Worker", "_Host"
+SAMPLER, LEARNER, WORKER = "SamplerActor", "Worker", "Host"
 """Classes of the actors: engines and their router, learner ranks, rollout workers."""
 
 

@@ -7,7 +7,7 @@ import os
 import psutil
 import pytest
 
-from cotune.integrations.ray.process import _Host
+from cotune.integrations.ray.process import Host
 from cotune.integrations.ray.runtime import RayRuntime
 from cotune.integrations.ray.sampler import SamplerActor
 from cotune.integrations.ray.worker_group import Worker
@@ -23,7 +23,7 @@ def test_rays_actors_have_the_titles_that_victims_are_found_by(ray_runtime: RayR
     made = {
         chaos.SAMPLER: ray.remote(SamplerActor).options(num_cpus=0).remote(),
         chaos.LEARNER: ray.remote(Worker).options(num_cpus=0).remote("builtins:slice", 0, 1),
-        chaos.WORKER: ray.remote(_Host).options(num_cpus=0).remote("builtins:object"),
+        chaos.WORKER: ray.remote(Host).options(num_cpus=0).remote(),
     }
     pids = {kind: ray.get(actor.__ray_call__.remote(lambda _: pid())) for kind, actor in made.items()}
     driver = psutil.Process()

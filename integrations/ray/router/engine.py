@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from cotune.errors import CotuneError, SamplerError
 from cotune.integrations.ray.router import limits
-from cotune.integrations.ray.router.versions import Published, Version, differences
+from cotune.integrations.ray.router.versions import differences, expected
+from cotune.integrations.samplers.versions import Version, Versions
 from cotune.sampling.protocol import Sampler, SamplerInfo
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class Engine:
     """
 
     def __init__(
-        self, name: str, sampler: Any, published: Published, health_timeout: float, failed: Callable[[str], None]
+        self, name: str, sampler: Any, versions: Versions, health_timeout: float, failed: Callable[[str], None]
     ) -> None:
         self.name = name
         self.sampler: Sampler = sampler
@@ -40,7 +41,7 @@ class Engine:
         self.idle_since = 0
         self.info: SamplerInfo | None = None
         """What it said at the last health check."""
-        self._published = published
+        self._versions = versions
         self._health_timeout = health_timeout
         self._failed = failed
         self._faults = 0
@@ -92,7 +93,7 @@ class Engine:
 
     async def publish(self, version: Version) -> str:
         """Serve a version; returns the fingerprint that arrived. Raises as `within`."""
-        work = self.sampler.publish(version.policy, version.weights, version.lora)
+        work = self.sampler.publish(version.policy, version.target.weights, version.target.lora)
         return await self.within(limits.CONTROL_SECONDS, work)
 
     async def retire(self, version: Version) -> None:
@@ -116,7 +117,7 @@ class Engine:
             self.fail("unhealthy", f"it did not {what}: {describe(error)}")
 
     async def _wrong(self) -> str | None:
-        before = self._published.expected()
+        before = expected(self._versions)
         try:
             self.info = await self.within(self._health_timeout, self.sampler.info())
         except TakenOut as gone:
@@ -125,7 +126,7 @@ class Engine:
             return f"it did not answer a health check within {self._health_timeout} s"
         except Exception as error:  # noqa: BLE001
             return describe(error)
-        now = self._published.expected()
+        now = expected(self._versions)
         missing = differences({k: v for k, v in before.items() if now.get(k) == v}, self.info.served)
         return f"it has lost what was published: {'; '.join(missing)}" if missing else None
 

@@ -7,7 +7,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from cotune.errors import EngineLost, SamplerError
+from cotune.errors import EngineLost
 from cotune.integrations.ray.router import limits
 from cotune.integrations.ray.router.affinity import BLOCK_TOKENS, Option, PrefixMap, choose, prefix_blocks
 from cotune.integrations.ray.router.engine import Engine
@@ -45,7 +45,6 @@ class Queue:
         self._given = 0
         self._enough: bool | None = None
         """Whether enough engines are healthy; None before they were for the first time."""
-        self._closed = False
         self._changes = asyncio.Event()
 
     def __len__(self) -> int:
@@ -57,7 +56,7 @@ class Queue:
     async def place(self, request: Request) -> Engine:
         """Wait until the request is given to an engine; one that comes again goes before the others.
 
-        Raises EngineLost, SamplerError when the router is closed.
+        Raises EngineLost.
         """
         request.placed = asyncio.get_running_loop().create_future()
         (self._waiting.appendleft if request.tried else self._waiting.append)(request)
@@ -83,7 +82,7 @@ class Queue:
         """A replica has changed its state."""
         healthy = len(self.healthy())
         enough = healthy >= self._min_healthy
-        if self._enough is not None and enough != self._enough and not self._closed:
+        if self._enough is not None and enough != self._enough:
             log.warning(
                 "%d of %d engines are healthy, at least %d must be. %s.", healthy, len(self._replicas),
                 self._min_healthy, "Requests go on" if enough else "Requests wait until more are back",
@@ -98,7 +97,7 @@ class Queue:
         self.dispatch()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition on the replicas. Raises EngineLost, SamplerError when the router is closed."""
+        """Wait for a condition on the replicas. Raises EngineLost."""
         while not condition():
             self.check()
             await self._changes.wait()
@@ -108,17 +107,13 @@ class Queue:
         """Wait until enough engines are healthy."""
         await self.until(lambda: bool(self._enough))
 
-    def close(self) -> None:
-        self._closed = True
-        self.changed()
-
     def dispatch(self) -> None:
         """Give every waiting request that an engine can take to one, in order."""
         hopeless = self._hopeless()
         if hopeless is not None:
             for request in self._waiting:
                 if not request.placed.done():
-                    request.placed.set_exception(type(hopeless)(hopeless.cause, hopeless.remedy))
+                    request.placed.set_exception(EngineLost(hopeless.cause, hopeless.remedy))
             self._waiting.clear()
             return
         kept = []
@@ -136,7 +131,7 @@ class Queue:
         self._waiting.extendleft(reversed(kept))
 
     def check(self) -> None:
-        """Raises EngineLost, or SamplerError when the router is closed."""
+        """Raises EngineLost."""
         if hopeless := self._hopeless():
             raise hopeless
 
@@ -158,10 +153,8 @@ class Queue:
         self._prefixes.add(request.blocks, engine.name)
         request.placed.set_result(engine)
 
-    def _hopeless(self) -> SamplerError | None:
+    def _hopeless(self) -> EngineLost | None:
         """Why no request will ever be served again."""
-        if self._closed:
-            return SamplerError("The sampler was closed.", "Open a new one.")
         lost = [r for r in self._replicas if r.state == "lost"]
         left = len(self._replicas) - len(lost)
         if left >= self._min_healthy:

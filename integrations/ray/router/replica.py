@@ -11,7 +11,7 @@ from typing import Any, Literal
 from cotune.errors import ConfigError, SyncError
 from cotune.integrations.ray.router import limits
 from cotune.integrations.ray.router.engine import Engine, describe
-from cotune.integrations.ray.router.versions import Published
+from cotune.integrations.samplers.versions import Versions
 from cotune.sampling.protocol import Sampler, SamplerInfo
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Replica:
         self,
         name: str,
         make: Make,
-        published: Published,
+        versions: Versions,
         counters: Counter[str],
         changed: Callable[[], None],
         *,
@@ -48,7 +48,7 @@ class Replica:
         """What its engine said when it was last healthy."""
         self._restarts = 0
         self._make = make
-        self._published = published
+        self._versions = versions
         self._counters = counters
         self._changed = changed
         self._max_restarts = max_restarts
@@ -96,9 +96,9 @@ class Replica:
     async def _start(self) -> None:
         async with asyncio.timeout(limits.START_SECONDS):
             sampler = await self._make()
-        engine = self.engine = Engine(self.name, sampler, self._published, self._health_timeout, self._taken_out)
-        async with self._published.lock:
-            versions = self._published.versions()
+        engine = self.engine = Engine(self.name, sampler, self._versions, self._health_timeout, self._taken_out)
+        async with self._versions.lock:
+            versions = self._versions.all()
             for version in versions:
                 arrived = await engine.publish(version)
                 if arrived != version.fingerprint:

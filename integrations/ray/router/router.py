@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -17,14 +15,19 @@ from cotune.integrations.ray.router.engine import Engine, TakenOut, describe
 from cotune.integrations.ray.router.queue import Queue, Request
 from cotune.integrations.ray.router.replica import Make, Replica
 from cotune.integrations.ray.router.validate import validate_completions
-from cotune.integrations.ray.router.versions import Published, Version, keep
+from cotune.integrations.ray.router.versions import Artifact, keep
+from cotune.integrations.samplers.base import LoopSampler
+from cotune.integrations.samplers.versions import Version
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint, in_time
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
 
-log = logging.getLogger(__name__)
+_ENDS = {SampleTimeout: "late", RequestRefused: "refused", asyncio.CancelledError: "cancelled"}
+"""Counters of requests that were not answered, by what was raised; all else is "failed"."""
 
-T = TypeVar("T")
+
+class NoEngine(Exception):
+    """No engine is healthy at this moment."""
 
 
 class Failed(Exception):
@@ -36,8 +39,8 @@ class Failed(Exception):
         super().__init__(reason)
 
 
-class RoutedSampler:
-    """The `Sampler` protocol over replicas of one engine; made by `open`, on whose event loop it lives.
+class RoutedSampler(LoopSampler):
+    """The `Sampler` protocol over replicas of one engine; made by `open`.
 
     For a whole cluster `start_sampler` hosts one in an actor: all processes then share one view of load and health.
 
@@ -50,20 +53,18 @@ class RoutedSampler:
     def __init__(
         self, makes: Sequence[Make], min_healthy: int, max_restarts: int, health_timeout: float, vocabulary: int | None
     ) -> None:
+        super().__init__()
         self.counters: Counter[str] = Counter(dict.fromkeys(limits.COUNTERS, 0))
         self._vocabulary = vocabulary
-        self._published = Published(self._drained)
         self._replicas = [
             Replica(
-                f"engine-{i}", make, self._published, self.counters, self._changed,
+                f"engine-{i}", make, self._versions, self.counters, self._changed,
                 max_restarts=max_restarts, health_timeout=health_timeout,
             )
             for i, make in enumerate(makes)
         ]  # fmt: skip
         self._queue = Queue(self._replicas, min_healthy, self.counters)
         self._supervisors: list[asyncio.Task[None]] = []
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._closing: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(
@@ -102,41 +103,13 @@ class RoutedSampler:
         attempts when none succeeded.
         """
         self.counters["requests"] += 1
-        request = Request(tuple(prompt_token_ids), n, params, policy)
         try:
-            with self._published.used(policy):
-                async with in_time(policy, params):
-                    answer = await self._answer(request)
-        except SampleTimeout:
-            self.counters["late"] += 1
-            raise
-        except RequestRefused:
-            self.counters["refused"] += 1
-            raise
-        except asyncio.CancelledError:
-            self.counters["cancelled"] += 1
-            raise
-        except BaseException:
-            self.counters["failed"] += 1
+            answer = await super().sample(prompt_token_ids, n, params, policy)
+        except BaseException as error:
+            self.counters[next((end for kind, end in _ENDS.items() if isinstance(error, kind)), "failed")] += 1
             raise
         self.counters["answered"] += 1
         return answer
-
-    async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
-        """Serve `policy` on all engines, and on those that are started later; return its fingerprint.
-
-        Goes on to its end when the caller is cancelled. Raises SyncError when an engine answers with another
-        fingerprint or alone refuses, RequestRefused when all refuse, EngineLost.
-        """
-        own = keep(weights)
-        version = Version(policy, own, lora, await asyncio.to_thread(fingerprint, own))
-        return await self._finish(self._publish(version))
-
-    async def retire(self, policy: PolicyRef) -> None:
-        """Refuse new requests at once; engines drop the version when the ones that were accepted have ended."""
-        version = self._published.retire(policy)
-        if version is not None:
-            await self._finish(self._drop(version))
 
     async def sleep(self) -> None:
         """Let all engines sleep; one that fails to is taken out and started anew."""
@@ -146,35 +119,31 @@ class RoutedSampler:
         """Wake all engines; one whose weights are not what they were is taken out and started anew."""
         await self._finish(self._on_all(Engine.wake))
 
-    async def info(self) -> SamplerInfo:
+    async def _info(self) -> SamplerInfo:
         """What every engine serves once it is healthy; the shortest of their context lengths."""
         self._queue.check()
-        infos = [replica.info for replica in self._replicas if replica.info is not None]
-        names = Counter(info.name for info in infos)
+        names = Counter(replica.info.name for replica in self._replicas if replica.info is not None)
         return SamplerInfo(
             name=f"router over {', '.join(f'{count} {name}' for name, count in names.items())}",
-            max_model_len=min(info.max_model_len for info in infos),
-            served=self._published.served(),
+            max_model_len=self.max_model_len,
+            served=self._versions.served(),
             counters=dict(self.counters),
         )
-
-    async def aclose(self) -> None:
-        """Fail what is pending and end all engines. Safe to call twice."""
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
-        await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
         for replica in self._replicas:
             replica.close()
-        self._queue.close()
-        for task in [*self._supervisors, *self._tasks]:
+        for task in self._supervisors:
             task.cancel()
-        await asyncio.gather(*self._supervisors, *self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
         await asyncio.gather(*(replica.end() for replica in self._replicas))
 
-    async def _answer(self, request: Request) -> list[Completion]:
+    async def _generate(
+        self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef, target: Any
+    ) -> list[Completion]:
         """Give the request to one engine after another until one answers."""
+        # The caller's time-out counts from when the request came.
+        request = Request(tuple(prompt), n, msgspec.structs.replace(params, timeout=None), policy)
         failures: list[tuple[Engine, Failed]] = []
         while len(failures) < limits.ATTEMPTS:
             engine = await self._queue.place(request)
@@ -200,8 +169,7 @@ class RoutedSampler:
 
     async def _attempt(self, engine: Engine, request: Request) -> list[Completion]:
         """One engine's answer, if it is one. Raises Failed, RequestRefused."""
-        params = msgspec.structs.replace(request.params, timeout=None)  # that one counts from when the request came
-        work = engine.sampler.sample(request.prompt, request.n, params, request.policy)
+        work = engine.sampler.sample(request.prompt, request.n, request.params, request.policy)
         try:
             answer = await engine.within(limits.REQUEST_SECONDS, work)
         except TakenOut as gone:
@@ -221,23 +189,38 @@ class RoutedSampler:
             raise Failed("garbage", f"garbage, {wrong}")
         return answer
 
-    async def _publish(self, version: Version) -> str:
+    async def _publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> str:
+        """Serve `policy` on all engines, and on those that are started later.
+
+        Raises SyncError when an engine answers with another fingerprint or alone refuses, RequestRefused when all
+        refuse, EngineLost.
+        """
+        own = keep(weights)
         while True:
             await self._queue.floor()
-            async with self._published.lock:
-                if self._published.known(version.policy, version.fingerprint):
-                    return version.fingerprint
-                engines = self._queue.healthy()
-                outcomes = await asyncio.gather(*(self._publish_to(engine, version) for engine in engines))
-                found = [(e, error) for e, error in zip(engines, outcomes, strict=True) if e.healthy]
-                errors = {e.name: error for e, error in found if error is not None}
-                if found and not errors:
-                    self._published.add(version)
-                    return version.fingerprint
-                has_it = [e for e, error in found if error is None or isinstance(error, SyncError)]
-                await asyncio.gather(*(engine.retire(version) for engine in has_it))
-            if errors:
-                raise _unpublished(version, errors, everywhere=not has_it)
+            try:
+                return await super()._publish(policy, own, lora)
+            except NoEngine:
+                continue
+
+    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Version:
+        version = Version(policy, await asyncio.to_thread(fingerprint, weights), Artifact(weights, lora))
+        engines = self._queue.healthy()
+        outcomes = await asyncio.gather(*(self._publish_to(engine, version) for engine in engines))
+        found = [(e, error) for e, error in zip(engines, outcomes, strict=True) if e.healthy]
+        errors = {e.name: error for e, error in found if error is not None}
+        if found and not errors:
+            return version
+        has_it = [e for e, error in found if error is None or isinstance(error, SyncError)]
+        await asyncio.gather(*(engine.retire(version) for engine in has_it))
+        raise _unpublished(version, errors, everywhere=not has_it) if errors else NoEngine
+
+    async def _unload(self, version: Version) -> None:
+        await asyncio.gather(*(engine.retire(version) for engine in self._queue.healthy()))
+
+    async def _drop(self, version: Version) -> None:
+        async with self._versions.lock:
+            await super()._drop(version)
 
     async def _publish_to(self, engine: Engine, version: Version) -> CotuneError | None:
         """Why a healthy engine does not serve the version; None when it does, or was taken out meanwhile."""
@@ -253,16 +236,8 @@ class RoutedSampler:
             return error if isinstance(error, CotuneError) else SamplerError(describe(error))
         return None if arrived == version.fingerprint else SyncError(f"it arrived with fingerprint {arrived}")
 
-    def _drained(self, version: Version) -> None:
-        self._spawn(self._drop(version))
-
-    async def _drop(self, version: Version) -> None:
-        async with self._published.lock:
-            self._published.forget(version)
-            await asyncio.gather(*(engine.retire(version) for engine in self._queue.healthy()))
-
     async def _on_all(self, deed: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
-        async with self._published.lock:
+        async with self._versions.lock:
             await asyncio.gather(*map(deed, self._queue.healthy()))
 
     def _begun(self) -> bool:
@@ -273,28 +248,9 @@ class RoutedSampler:
         return all(replica.state != "starting" for replica in self._replicas)
 
     def _changed(self) -> None:
+        lengths = [replica.info.max_model_len for replica in self._replicas if replica.info is not None]
+        self.max_model_len = min(lengths, default=0)
         self._queue.changed()
-
-    async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of work that goes on to its end when the caller is cancelled."""
-        task = self._spawn(work)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():
-                self._queue.check()
-            raise
-
-    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._spawned)
-        return task
-
-    def _spawned(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        with contextlib.suppress(asyncio.CancelledError):
-            task.exception()
 
 
 def _count_faults(failures: Sequence[tuple[Engine, Failed]]) -> None:

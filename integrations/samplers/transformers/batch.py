@@ -33,7 +33,6 @@ class Job:
     """One request inside the engine. `kind` is the number of its adapter, `limit` the most tokens per candidate."""
 
     id: int
-    policy: str
     prompt: tuple[int, ...]
     n: int
     params: SamplingParams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import queue
 from collections import deque
@@ -14,6 +15,8 @@ import torch
 
 from cotune.errors import SamplerError
 from cotune.integrations.models.folder import loading, loading_weights, reading
+from cotune.integrations.models.meta_model import check_finite, check_full
+from cotune.integrations.samplers.base import room_after
 from cotune.integrations.samplers.transformers.batch import BASE, Batch, Job
 from cotune.integrations.samplers.transformers.cache import attention_only
 from cotune.integrations.samplers.transformers.lora import read_adapter
@@ -32,21 +35,10 @@ from cotune.integrations.samplers.transformers.wire import (
     Retire,
     SampleRequest,
 )
+from cotune.integrations.samplers.versions import Version, Versions
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import SamplerInfo, Weights, fingerprint
-
-
-class LoadedVersion:
-    """A published version: its batch, its adapter's number in it, and how many of its jobs are unfinished."""
-
-    def __init__(self, batch: Batch, kind: int, fingerprint: str) -> None:
-        self.batch = batch
-        self.kind = kind
-        self.fingerprint = fingerprint
-        self.jobs = 0
-        self.retired = False
-
 
 PREFILL_TOKENS = 8192
 """Prompt tokens prefilled at most between two decode steps; one prompt always goes."""
@@ -77,11 +69,12 @@ class DecodingEngine:
         self._base = Batch(model.eval(), self._ends, tokenizer)
         self._batches = [self._base]
         self._waiting: dict[Batch, deque[Job]] = {self._base: deque()}
-        self._served: dict[str, LoadedVersion] = {}
-        self._jobs: dict[int, tuple[Job, Batch]] = {}
+        self._versions = Versions((self._base, BASE))
+        """Their targets are a batch and the number of the adapter in it."""
+        self._jobs: dict[int, tuple[Job, Version]] = {}
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._replies: list[Answer] = []
-        self._kinds = 0
+        self._kinds = itertools.count(1)
 
     def submit(self, command: Command) -> None:
         self._inbox.put(command)
@@ -131,14 +124,9 @@ class DecodingEngine:
             self._replies.append(Failure(command.id, error.cause, error.remedy))
 
     def _start(self, command: SampleRequest) -> None:
-        params, length = command.params, len(command.prompt)
-        batch, kind = self._locate(command.policy)
-        room = self.max_model_len - length
-        if not length or room < 1:
-            raise SamplerError(
-                f"The prompt has {length} tokens; the model takes 1 to {self.max_model_len - 1} and one to answer.",
-                "Shorten the prompt, or use a model with a longer context.",
-            )
+        params, version = command.params, self._versions.locate(command.policy)
+        batch, kind = version.target
+        room = room_after(len(command.prompt), self.max_model_len)
         if not 1 <= command.n <= self.source.max_batch_rows or params.max_tokens < 1:
             raise SamplerError(
                 f"n = {command.n} and max_tokens = {params.max_tokens} were asked for; n may be 1 to "
@@ -159,32 +147,10 @@ class DecodingEngine:
                 "Name tokens of the model that answers, by their ids.",
             )
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
-        job = Job(
-            command.id,
-            str(command.policy),
-            command.prompt,
-            command.n,
-            params,
-            kind,
-            min(params.max_tokens, room),
-            seed,
-        )
-        self._jobs[job.id] = job, batch
+        job = Job(command.id, command.prompt, command.n, params, kind, min(params.max_tokens, room), seed)
+        self._jobs[job.id] = job, version
         self._waiting[batch].append(job)
-        if served := self._served.get(job.policy):
-            served.jobs += 1
-
-    def _locate(self, policy: PolicyRef) -> tuple[Batch, int]:
-        served = self._served.get(str(policy))
-        if served is not None and not served.retired:
-            return served.batch, served.kind
-        if served is None and policy.version == 0:
-            return self._base, BASE
-        raise SamplerError(
-            f"{policy} is not served; served are {sorted(k for k, s in self._served.items() if not s.retired)} "
-            "and every unpublished policy at version 0.",
-            "Publish this version before sampling from it.",
-        )
+        version.running += 1
 
     def _admit(self, batch: Batch) -> list[Job]:
         """Move as many waiting jobs into the batch as fit, in order of arrival."""
@@ -210,16 +176,15 @@ class DecodingEngine:
             self._forget(job)
 
     def _forget(self, job: Job) -> None:
-        del self._jobs[job.id]
-        if served := self._served.get(job.policy):
-            served.jobs -= 1
-            if served.retired and not served.jobs:
-                self._drop(job.policy)
+        _, version = self._jobs.pop(job.id)
+        if self._versions.left(version):
+            self._drop(version)
 
     def _cancel(self, id: int) -> None:
         if id not in self._jobs:
             return
-        job, batch = self._jobs[id]
+        job, version = self._jobs[id]
+        batch, _ = version.target
         if job in self._waiting[batch]:
             self._waiting[batch].remove(job)
         else:
@@ -227,64 +192,48 @@ class DecodingEngine:
         self._forget(job)
 
     def _publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> str:
-        key, digest = str(policy), fingerprint(weights)
-        known = self._served.get(key)
-        if known is not None:
-            if known.fingerprint == digest and not known.retired:
-                return digest
-            raise SamplerError(f"{policy} was published before with other weights.", "Publish under a new version.")
-        broken = [name for name, array in weights.items() if not bool(torch.as_tensor(array).isfinite().all())]
-        if broken:
-            raise SamplerError(f"{policy} has values that are not finite, first in {broken[0]}.", "Do not publish it.")
+        if (known := self._versions.known(policy, weights)) is not None:
+            return known
+        check_finite(policy, weights)
         if lora is None:
-            batch = Batch(self._copy(weights), self._ends, self._tokenizer)
+            batch, kind = Batch(self._copy(weights), self._ends, self._tokenizer), BASE
             self._batches.append(batch)
             self._waiting[batch] = deque()
-            self._served[key] = LoadedVersion(batch, BASE, digest)
         else:
             adapter = read_adapter(weights, lora, self._base.model)
-            self._kinds += 1
-            self._base.add_adapter(self._kinds, adapter)
-            self._served[key] = LoadedVersion(self._base, self._kinds, digest)
-        return digest
+            batch, kind = self._base, next(self._kinds)
+            batch.add_adapter(kind, adapter)
+        version = Version(policy, fingerprint(weights), (batch, kind))
+        self._versions.add(version)
+        return version.fingerprint
 
     def _copy(self, weights: Weights) -> Any:
         """A model of its own with these weights."""
+        check_full(self._base.model, weights)
         with self._base.lora.removed():
             model = copy.deepcopy(self._base.model)
         own = dict(model.named_parameters(remove_duplicate=False))
-        unknown = sorted(set(weights) - set(own))
-        given = {own[name].data_ptr() for name in weights if name in own}
-        missing = sorted(name for name, p in own.items() if p.data_ptr() not in given)
-        if unknown or missing:
-            raise SamplerError(
-                f"The weights do not fit the model: unknown {unknown[:3]}, missing {missing[:3]}.",
-                "Publish all parameters of the sampler's own model, by their names.",
-            )
         with torch.no_grad():
             for name, array in weights.items():
                 own[name].copy_(torch.as_tensor(array))
         return model
 
     def _retire(self, policy: PolicyRef) -> None:
-        served = self._served.get(str(policy))
-        if served is None or served.retired:
-            raise SamplerError(f"{policy} is not served, so it cannot be retired.", "Retire what was published.")
-        served.retired = True
-        if not served.jobs:
-            self._drop(str(policy))
+        version = self._versions.retire(policy)
+        if not version.running:
+            self._drop(version)
 
-    def _drop(self, key: str) -> None:
-        served = self._served.pop(key)
-        if served.batch is self._base:
-            self._base.lora.remove(served.kind)
+    def _drop(self, version: Version) -> None:
+        self._versions.forget(version)
+        batch, kind = version.target
+        if batch is self._base:
+            batch.lora.remove(kind)
         else:
-            self._batches.remove(served.batch)
-            del self._waiting[served.batch]
+            self._batches.remove(batch)
+            del self._waiting[batch]
 
     def _info(self) -> SamplerInfo:
-        served = {k: s.fingerprint for k, s in self._served.items() if not s.retired}
-        return SamplerInfo(name="transformers", max_model_len=self.max_model_len, served=served)
+        return SamplerInfo(name="transformers", max_model_len=self.max_model_len, served=self._versions.served())
 
     def _flush(self) -> None:
         if self._replies:

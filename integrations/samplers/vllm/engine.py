@@ -14,7 +14,8 @@ from typing import Any, Literal
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.activation import NO_ACTIVATION
 from cotune.integrations.models.meta_model import ModelSkeleton
-from cotune.integrations.samplers.base import LoadedVersion, LoopSampler
+from cotune.integrations.samplers.base import LoopSampler
+from cotune.integrations.samplers.versions import BASE, Version
 from cotune.integrations.samplers.vllm.adapters import SharedFolders, write_adapter, write_weights
 from cotune.integrations.samplers.vllm.requests import completion, vllm_params
 from cotune.integrations.versions import require
@@ -63,7 +64,8 @@ class VllmSampler(LoopSampler):
     name = "vllm"
 
     def __init__(self, skeleton: ModelSkeleton, full: bool, adapters: int, rank: int, sleeps: bool = False) -> None:
-        super().__init__(skeleton)
+        super().__init__()
+        self._skeleton = skeleton
         self._full = full
         self._slots = adapters
         self._rank = rank
@@ -73,7 +75,7 @@ class VllmSampler(LoopSampler):
         self._folders = SharedFolders()
         self._requests_made = itertools.count(1)
         self._adapters_made = itertools.count(1)
-        self._replaced: set[str] = set()
+        self._replaced: set[PolicyRef] = set()
         self._llm: Any = None
 
     @classmethod
@@ -127,7 +129,7 @@ class VllmSampler(LoopSampler):
         try:
             self._llm = AsyncLLM.from_engine_args(arguments)
             self.max_model_len = self._llm.model_config.max_model_len
-            await self._generate([1], 1, SamplingParams(max_tokens=1), None)  # the first request compiles kernels
+            await self._generate([1], 1, SamplingParams(max_tokens=1), BASE, None)  # compiles kernels
             self._folders.adopt(await asyncio.to_thread(_shared_memory))
             if self._full:
                 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -169,7 +171,9 @@ class VllmSampler(LoopSampler):
             "max_lora_rank": self._rank,
         }
 
-    async def _generate(self, prompt: Sequence[int], n: int, params: SamplingParams, target: Any) -> list[Completion]:
+    async def _generate(
+        self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef, target: Any
+    ) -> list[Completion]:
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
 
@@ -185,9 +189,9 @@ class VllmSampler(LoopSampler):
             raise self._failed(error) from error
         return [completion(c) for c in sorted(final.outputs, key=lambda c: c.index)]
 
-    def _locate(self, policy: PolicyRef) -> LoadedVersion:
-        held = next(iter(self._served), None) if self._full else None
-        if held is not None and held != str(policy):
+    def _locate(self, policy: PolicyRef) -> Version:
+        held = next((version.policy for version in self._versions.all()), None) if self._full else None
+        if held is not None and held != policy:
             raise RequestRefused(
                 f"{policy} is not served: the engine holds the full weights of {held}, and of no other version.",
                 "Sample from the version that was published last.",
@@ -195,12 +199,13 @@ class VllmSampler(LoopSampler):
         return super()._locate(policy)
 
     async def _retire(self, policy: PolicyRef) -> None:
-        if str(policy) in self._replaced:
-            self._replaced.discard(str(policy))  # its successor took its place already
+        if policy in self._replaced:
+            self._replaced.discard(policy)  # its successor took its place already
         else:
             await super()._retire(policy)
 
-    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> LoadedVersion:
+    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Version:
+        self._skeleton.check(policy, weights, lora)
         if lora is None:
             return await self._load_full(policy, weights)
         if self._full:
@@ -217,15 +222,15 @@ class VllmSampler(LoopSampler):
         # vLLM keeps cached prefixes by adapter name: one that comes back after it was retired must have another.
         name = f"{policy}#{number}"
         folder = await asyncio.to_thread(write_adapter, self._folders, name, policy, weights, lora)
-        return await self._add(name, number, folder)
+        return await self._add(policy, name, number, folder)
 
-    async def _add(self, name: str, number: int, folder: Path) -> LoadedVersion:
+    async def _add(self, policy: PolicyRef, name: str, number: int, folder: Path) -> Version:
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(name, number, str(folder))
         try:
             await self._llm.add_lora(request)
-            return LoadedVersion(request, _same(await self._ask("cotune_adapter", number, str(folder))))
+            return Version(policy, _same(await self._ask("cotune_adapter", number, str(folder))), request)
         except Exception as error:
             self._folders.remove(name)
             failed = self._failed(error)
@@ -235,22 +240,22 @@ class VllmSampler(LoopSampler):
 
     async def _room(self) -> None:
         """Wait for a slot that a retired version still holds. Raises SamplerError when all are in use."""
-        while len(self._served) >= self._slots:
-            if not any(served.retired for served in self._served.values()):
+        while len(held := self._versions.all()) >= self._slots:
+            if not any(version.retired for version in held):
                 raise RequestRefused(
-                    f"The engine has room for {self._slots} adapters, and serves {sorted(self._served)}.",
+                    f"The engine has room for {self._slots} adapters, and serves {sorted(self._versions.served())}.",
                     "Retire versions that are not sampled from any more, or open it with more policies or staleness.",
                 )
             self._freed.clear()
             await self._freed.wait()
 
-    async def _load_full(self, policy: PolicyRef, weights: Weights) -> LoadedVersion:
+    async def _load_full(self, policy: PolicyRef, weights: Weights) -> Version:
         if not self._full:
             raise RequestRefused(
                 f"{policy} has full weights, and this engine serves adapters over its base.",
                 'Open one with weights="full" for each policy that is trained in full.',
             )
-        others = sorted(key for key in self._served if key.rpartition("@")[0] != policy.name)
+        others = [version.policy for version in self._versions.all() if version.policy.name != policy.name]
         if others:
             raise RequestRefused(
                 f"The engine serves {others[0]}: vLLM holds the full weights of one policy at a time.",
@@ -260,7 +265,7 @@ class VllmSampler(LoopSampler):
         try:
             await self._drained()
             await self._replace(folder)
-            return LoadedVersion(None, _same(await self._ask("cotune_weights")))
+            return Version(policy, _same(await self._ask("cotune_weights")))
         except Exception as error:
             lost = SamplerError(
                 f"{policy} arrived in part only, and the engine's weights are lost: {_reason(error)}.",
@@ -273,11 +278,9 @@ class VllmSampler(LoopSampler):
 
     async def _drained(self) -> None:
         """Refuse the version that is served, the base at first, and wait until nobody uses it."""
-        old = [*self._served.values(), *([self._base] if self._base else [])]
-        self._base = None
-        self._replaced |= set(self._served)
-        self._served.clear()
-        while any(served.running for served in old):
+        self._replaced |= {version.policy for version in self._versions.all()}
+        old = self._versions.clear()
+        while any(version.running for version in old):
             await asyncio.sleep(0.01)
 
     async def _replace(self, folder: Path) -> None:
@@ -347,10 +350,10 @@ class VllmSampler(LoopSampler):
             raise self._failed(error) from error
         return await super()._info()
 
-    async def _unload(self, served: LoadedVersion) -> None:
-        if served.target is not None:
-            await self._llm.remove_lora(served.target.lora_int_id)
-            self._folders.remove(served.target.lora_name)
+    async def _unload(self, version: Version) -> None:
+        if version.target is not None:
+            await self._llm.remove_lora(version.target.lora_int_id)
+            self._folders.remove(version.target.lora_name)
 
     async def _ask(self, method: str, *arguments: Any) -> list[str]:
         return await self._llm.collective_rpc(method, args=arguments)

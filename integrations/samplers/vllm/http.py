@@ -14,7 +14,8 @@ import msgspec
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.models.meta_model import ModelSkeleton
-from cotune.integrations.samplers.base import LoadedVersion, LoopSampler, spread
+from cotune.integrations.samplers.base import LoopSampler, spread
+from cotune.integrations.samplers.versions import BASE, Version
 from cotune.integrations.samplers.vllm.adapters import SharedFolders, read_weights, write_adapter
 from cotune.integrations.versions import check
 from cotune.policies import LoraSpec
@@ -66,7 +67,8 @@ class VllmHttpSampler(LoopSampler):
     name = "vllm-url"
 
     def __init__(self, url: str, skeleton: ModelSkeleton, api_key: str | None, folder: Path | None) -> None:
-        super().__init__(skeleton)
+        super().__init__()
+        self._skeleton = skeleton
         self._url = url.rstrip("/").removesuffix("/v1")
         self._key = api_key
         self._folders = SharedFolders(folder)
@@ -144,9 +146,9 @@ class VllmHttpSampler(LoopSampler):
     async def _load_base(self, rank: int) -> None:
         """The base is asked for as an adapter that changes nothing: on CPUs, vLLM gives requests without one whatever
         stands in its last slot, and a server's slots fill up."""
-        name, ref, lora = f"base#0-{self._mark}", PolicyRef("base"), LoraSpec(rank=rank, alpha=float(rank))
+        name, lora = f"base#0-{self._mark}", LoraSpec(rank=rank, alpha=float(rank))
         empty = self._skeleton.empty_adapter(rank)
-        folder = await asyncio.to_thread(write_adapter, self._folders, name, ref, empty, lora)
+        folder = await asyncio.to_thread(write_adapter, self._folders, name, BASE, empty, lora)
         try:
             await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, CONTROL_SECONDS)
         except SamplerError as error:
@@ -161,7 +163,7 @@ class VllmHttpSampler(LoopSampler):
     async def _check_logprobs(self) -> None:
         """The one token that top_k = 1 leaves has log-probability 0, unless the server reports the model's own."""
         how = SamplingParams(temperature=0.5, top_k=1, max_tokens=1)
-        (token,) = await self._generate([1, 2], 1, how, None)
+        (token,) = await self._generate([1, 2], 1, how, BASE, None)
         if abs(token.logprobs[0]) > 1e-3:
             raise ConfigError(
                 "url",
@@ -170,7 +172,9 @@ class VllmHttpSampler(LoopSampler):
                 "Start it with --logprobs-mode processed_logprobs.",
             )
 
-    async def _generate(self, prompt: Sequence[int], n: int, params: SamplingParams, target: Any) -> list[Completion]:
+    async def _generate(
+        self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef, target: Any
+    ) -> list[Completion]:
         body = {"model": target or self._base_name, "prompt": list(prompt), **_sampling(n, params)}
         answer = await self._post("/v1/completions", body)
         try:
@@ -179,7 +183,8 @@ class VllmHttpSampler(LoopSampler):
             raise SamplerError(f"{self._url} answered in another form: {error}.", "Read the server's log.") from None
         return [_completion(choice) for choice in sorted(choices, key=lambda c: c.index)]
 
-    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> LoadedVersion:
+    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Version:
+        self._skeleton.check(policy, weights, lora)
         if lora is None:
             raise RequestRefused(
                 f"{policy} has full weights; a vLLM server by URL takes adapters only.",
@@ -191,14 +196,14 @@ class VllmHttpSampler(LoopSampler):
             await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, CONTROL_SECONDS)
             if not any(c.id == name and c.root == str(folder) for c in (await self._get("/v1/models", _Models)).data):
                 raise SamplerError(f"{self._url} does not list {name} after it was loaded.", "Read the server's log.")
-            return LoadedVersion(name, fingerprint(await asyncio.to_thread(read_weights, folder)))
+            return Version(policy, fingerprint(await asyncio.to_thread(read_weights, folder)), name)
         except BaseException:
             self._folders.remove(name)
             raise
 
-    async def _unload(self, served: LoadedVersion) -> None:
-        await self._post("/v1/unload_lora_adapter", {"lora_name": served.target}, CONTROL_SECONDS)
-        self._folders.remove(served.target)
+    async def _unload(self, version: Version) -> None:
+        await self._post("/v1/unload_lora_adapter", {"lora_name": version.target}, CONTROL_SECONDS)
+        self._folders.remove(version.target)
 
     async def _info(self) -> SamplerInfo:
         await self._get("/v1/models", _Models)
@@ -207,7 +212,7 @@ class VllmHttpSampler(LoopSampler):
     async def _close(self) -> None:
         if self._client is not None:
             base = [self._base_name] if self._base_name else []
-            for name in [*base, *(served.target for served in self._served.values())]:
+            for name in [*base, *(version.target for version in self._versions.all())]:
                 try:
                     await self._post("/v1/unload_lora_adapter", {"lora_name": name}, CONTROL_SECONDS)
                 except SamplerError as error:

@@ -134,7 +134,7 @@ async def open_router_over_ray(model: str) -> RoutedSampler:
 
 def engine_actors(hosted: Any) -> list[Any]:
     """Handles of the engines' actors, asked of the router in its actor."""
-    return [replica.engine.sampler._actor for replica in hosted._sampler._replicas]
+    return [replica.engine.sampler._process._actor for replica in hosted._object._replicas]
 
 
 @pytest.mark.timeout(900)
@@ -148,7 +148,7 @@ def test_ray_actors_are_killed_and_stopped_in_the_middle_of_a_burst(
         path = f"{__name__}:open_router_over_ray"
         sampler = await start_sampler(path, {"model": str(reference.folder)}, num_cpus=0)
         await publish(sampler, reference)
-        engines = await asyncio.to_thread(ray.get, sampler._actor.__ray_call__.remote(engine_actors))
+        engines = await asyncio.to_thread(ray.get, sampler._process._actor.__ray_call__.remote(engine_actors))
         pids = [await engine.__ray_call__.remote(lambda hosted: os.getpid()) for engine in engines]
         for restarts, (how, victim) in enumerate(zip((signal.SIGKILL, signal.SIGSTOP), pids, strict=True), start=1):
             asked = asyncio.create_task(burst(sampler, 48, LONG))
@@ -176,11 +176,11 @@ async def cancelled_everywhere(sampler: RaySampler) -> None:
     """What is cancelled here ends in the router's process and in the engines'."""
     endless = SamplingParams(max_tokens=400)
     doomed = [asyncio.create_task(sampler.sample(prompt, 8, endless, BASE)) for prompt in PROMPTS[:8]]
-    engines = await sampler._actor.__ray_call__.remote(engine_actors)
+    engines = await sampler._process._actor.__ray_call__.remote(engine_actors)
 
     async def working() -> int:
         return sum(
-            [await engine.__ray_call__.remote(lambda hosted: len(hosted._sampler._pending)) for engine in engines]
+            [await engine.__ray_call__.remote(lambda hosted: len(hosted._object._pending)) for engine in engines]
         )
 
     async def begun() -> bool:
@@ -197,13 +197,13 @@ async def cancelled_everywhere(sampler: RaySampler) -> None:
 
 async def all_running(sampler: RaySampler) -> bool:
     def read(hosted: Any) -> bool:
-        return all(replica.engine.running for replica in hosted._sampler._replicas)
+        return all(replica.engine.running for replica in hosted._object._replicas)
 
-    return await sampler._actor.__ray_call__.remote(read)
+    return await sampler._process._actor.__ray_call__.remote(read)
 
 
 async def states(sampler: RaySampler) -> list[str]:
     def read(hosted: Any) -> list[str]:
-        return [replica.state for replica in hosted._sampler._replicas]
+        return [replica.state for replica in hosted._object._replicas]
 
-    return await sampler._actor.__ray_call__.remote(read)
+    return await sampler._process._actor.__ray_call__.remote(read)

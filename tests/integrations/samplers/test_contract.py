@@ -500,7 +500,7 @@ def test_closing_fails_what_is_pending_and_may_be_repeated(
     name: str, reference: Reference, request: pytest.FixtureRequest
 ) -> None:
     sampler = closable(request, name, reference)
-    policy = PolicyRef("alone", 2) if "alone@2" in run(sampler.info()).served else BASE
+    policy = PolicyRef("alone", 3) if name == "vllm-ray" else BASE
 
     async def scenario() -> None:
         pending = asyncio.create_task(sampler.sample(PROMPTS[0], 8, params(max_tokens=480), policy))
@@ -518,7 +518,9 @@ def test_closing_fails_what_is_pending_and_may_be_repeated(
 def closable(request: pytest.FixtureRequest, name: str, reference: Reference) -> Sampler:
     """A sampler that no later test needs: the engine for full weights, and another client of the server."""
     if name == "vllm-ray":
-        return request.getfixturevalue("vllm_full")
+        full = request.getfixturevalue("vllm_full")
+        run(full.publish(PolicyRef("alone", 3), parameters(tuned(reference, 3))))
+        return full
     if name == "vllm-url":
         url = request.getfixturevalue("vllm_url")
         return run(client_of(url, reference.folder))

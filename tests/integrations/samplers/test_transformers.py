@@ -208,7 +208,7 @@ def test_replies_do_not_depend_on_who_comes_and_goes(qwen: Any, plan: list[tuple
     def job(i: int) -> Job:
         _, length, n, limit, _ = plan[i]
         prompt = tuple(10 + (i + j) % 200 for j in range(length))
-        return Job(i, "any@0", prompt, n, SamplingParams(temperature=0.5), BASE, limit, seed=i)
+        return Job(i, prompt, n, SamplingParams(temperature=0.5), BASE, limit, seed=i)
 
     def alone(i: int) -> list[Completion | None]:
         batch, one = Batch(qwen, [2]), job(i)

@@ -4,10 +4,11 @@ import time
 from typing import Self
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
-from cotune.integrations.ray.worker_group import WorkerGroup
-from cotune.trainer.learner.fsdp.learner import PEER_ERRORS, WAITS_IN, FsdpLearner, Pool
+from cotune.trainer.config.cluster import ClusterConfig
+from cotune.trainer.learner.fsdp.learner import FsdpLearner, Pool
 from cotune.trainer.learner.fsdp.worker import FsdpWorker
 
 TIMEOUT = 120.0
@@ -42,39 +43,32 @@ class TestedRank(FsdpWorker):
         return sum(p.to_local().numel() for p in parameters) / sum(p.numel() for p in parameters)
 
 
+def open_learner(*arguments, **cluster) -> FsdpLearner:
+    """A learner on such ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cotune.trainer.learner.fsdp.learner.RANK", RANK)
+        settings = ClusterConfig(address="local", **{"learner_timeout": TIMEOUT, **cluster})
+        return FsdpLearner.open(*arguments, settings)
+
+
 class OpenRanks:
     """Workers for learners one after the other."""
 
     def __init__(self, workers: int) -> None:
-        self.workers = workers
-        self._pool: Pool | None = None
+        self.cluster = ClusterConfig(address="local", learners=workers, learner_timeout=TIMEOUT)
 
     def __enter__(self) -> Self:
-        self.group = WorkerGroup.start(
-            RANK,
-            self.workers,
-            name="the learners under test",
-            setting="cluster.learners",
-            cpus=1,
-            gpus=0,
-            placement="PACK",
-            timeout=TIMEOUT,
-            waits_in=WAITS_IN,
-            peer_errors=PEER_ERRORS,
-        )
-        port = self.group.call_first("listen", self.group.host, TIMEOUT, timeout=TIMEOUT)
-        self.group.call("join", self.group.host, port, "cpu", TIMEOUT, timeout=TIMEOUT)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("cotune.trainer.learner.fsdp.learner.RANK", RANK)
+            self.group = Pool.start(["under test"], self.cluster, "cpu").workers
         return self
 
     def __exit__(self, *_: object) -> None:
         self.group.close()
 
     def learner(self, model, policies, settings, loss) -> FsdpLearner:
-        """A learner on these ranks; the one before has no ranks any more."""
-        if self._pool is not None:
-            self._pool.workers = None
+        """A learner on these ranks; the one before serves no more."""
         specs = [spec for spec in policies.specs.values() if spec.trained]
-        self._pool = Pool([spec.name for spec in specs], lambda: self.group, (model, policies, settings, loss), TIMEOUT)
-        self._pool.workers = self.group
-        self._pool.call("open", model, policies, settings, loss, [spec.name for spec in specs])
-        return FsdpLearner(specs, [self._pool])
+        pool = Pool(self.group, [spec.name for spec in specs], TIMEOUT)
+        pool.call("open", model, policies, settings, loss, list(pool.names))
+        return FsdpLearner(specs, [pool])

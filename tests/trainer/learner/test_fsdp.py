@@ -19,11 +19,10 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError, LearnerLost, RunError
 from cotune.policies import LoraSpec, Policies, PolicySpec, policies_for
 from cotune.trainer.learner.batching import passes, rank_parts
-from cotune.trainer.learner.fsdp.learner import FsdpLearner
 from cotune.trainer.learner.fsdp.worker import pack_rows
 from cotune.trainer.learner.local import LocalLearner
 from tests.integrations.ray.group_worker import alive
-from tests.trainer.learner.fsdp_ranks import RANK, TIMEOUT
+from tests.trainer.learner.fsdp_ranks import TIMEOUT, open_learner
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, on_policy, same, snapshot
 
 pytestmark = pytest.mark.slow
@@ -228,11 +227,9 @@ def test_errors_of_all_workers_arrive_as_themselves(base, two_ranks):
 @pytest.mark.usefixtures("ray_runtime")
 def test_what_the_cluster_has_no_room_for_is_said_at_once(base):
     started = time.monotonic()
-    for extra in ({"workers": 1000}, {"gpus_per_worker": 1}):
+    for extra in ({"learners": 1000}, {"gpus_per_learner": 1}):
         with pytest.raises(ConfigError, match=r"cluster\.learners"):
-            FsdpLearner.open(base, BOTH, FAST, LossSpec(), **extra)
-    with pytest.raises(ConfigError, match="at least 1"):
-        FsdpLearner.open(base, BOTH, FAST, LossSpec(), workers=0)
+            open_learner(base, BOTH, FAST, LossSpec(), **extra)
     assert time.monotonic() - started < 10
     assert "CPU" in ray.available_resources()
 
@@ -248,38 +245,39 @@ def saved(base, tmp_path_factory):
     return folder
 
 
+class Pools:
+    """Learners that are lost and opened again, by how their policies share workers."""
+
+    def __init__(self, base):
+        self._base = base
+        self.opened = {}
+
+    def __call__(self, kind):
+        if kind not in self.opened:
+            workers = 2 if kind == "shared" else 1
+            self.opened[kind] = open_learner(self._base, BOTH, FINE, LossSpec(), learners=workers, pools=kind)
+        return self.opened[kind]
+
+    def check_reopened(self, kind, saved):
+        """The lost learner stays lost; a new one goes on from the checkpoint as a local learner does."""
+        lost = self.opened.pop(kind)
+        with pytest.raises(LearnerLost):
+            lost.weights("lora")
+        asyncio.run(lost.aclose())
+        learner = self(kind)
+        learner.load(saved)
+        local = LocalLearner.open(self._base, BOTH, FINE, LossSpec())
+        local.load(saved)
+        one, other = updated(local), updated(learner)
+        assert all(apart(one[policy], other[policy]) < 1e-5 for policy in one)
+
+
 @pytest.fixture(scope="module")
 def pools(base, ray_runtime):
-    """Learners that are lost and restarted, by how their policies share workers."""
-    opened = {}
-
-    def get(kind):
-        if kind not in opened:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("cotune.trainer.learner.fsdp.learner.RANK", RANK)
-                workers = 2 if kind == "shared" else 1
-                opened[kind] = FsdpLearner.open(
-                    base, BOTH, FINE, LossSpec(), workers=workers, pools=kind, timeout=TIMEOUT
-                )
-        return opened[kind]
-
-    yield get
-    for learner in opened.values():
+    made = Pools(base)
+    yield made
+    for learner in made.opened.values():
         asyncio.run(learner.aclose())
-
-
-def check_restarted(learner, saved, base):
-    """Fresh workers go on from the checkpoint as a local learner does."""
-    with pytest.raises(LearnerLost):
-        learner.weights("lora")  # still lost
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cotune.trainer.learner.fsdp.learner.RANK", RANK)
-        learner.restart()
-    learner.load(saved)
-    local = LocalLearner.open(base, BOTH, FINE, LossSpec())
-    local.load(saved)
-    one, other = updated(local), updated(learner)
-    assert all(apart(one[policy], other[policy]) < 1e-5 for policy in one)
 
 
 def slow_update(learner):
@@ -315,7 +313,7 @@ def test_a_worker_that_is_killed_in_an_update_is_named_and_the_other_does_not_ha
     assert "died" in str(error) and "'update'" in str(error)
     assert when - killed < 30
     assert not alive(first)
-    check_restarted(learner, saved, base)
+    pools.check_reopened("shared", saved)
 
 
 def test_a_worker_that_is_stopped_is_named_within_the_time_out(pools, saved, base):
@@ -328,8 +326,7 @@ def test_a_worker_that_is_stopped_is_named_within_the_time_out(pools, saved, bas
         learner.update("full", make_rows())
     assert time.monotonic() - started < 45
     assert not any(alive(pid) for pid in processes)
-    learner._pools[0]._timeout = TIMEOUT
-    check_restarted(learner, saved, base)
+    pools.check_reopened("shared", saved)
 
 
 def test_a_worker_that_breaks_alone_ends_the_others(pools):
@@ -360,9 +357,8 @@ def test_pools_of_their_own_update_at_once_and_are_lost_alone(pools, saved, base
     expected = local.update("full", make_rows(seed=8))
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
     assert apart(local.weights("full"), learner.weights("full")) < 1e-5
-    one._timeout = TIMEOUT
-    check_restarted(learner, saved, base)
     assert other.workers.processes == kept
+    pools.check_reopened("per_policy", saved)
 
 
 def test_nothing_is_left_after_closing(pools):

@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ from cotune.errors import ConfigError, LearnerError, LearnerLost
 from cotune.integrations.ray.worker_group import WorkerGroup, WorkersClosed, WorkersLost
 from cotune.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Weights
+from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.learner import LearnerSettings, check_loss
 from cotune.trainer.learner import files
 from cotune.trainer.learner.fsdp.worker import pack_rows
@@ -27,57 +27,43 @@ from cotune.trainer.learner.rows import check_rows
 T = TypeVar("T")
 
 RANK = "cotune.trainer.learner.fsdp.worker:FsdpWorker"
-WAITS_IN = "/torch/distributed/"
-PEER_ERRORS = ("gloo", "nccl", "connection", "tcpstore")
-"""What torch says where the other side of a connection is gone."""
 
 
 class Pool:
-    """The ranks that train some of the policies together."""
+    """The ranks that train the policies `names` together; calls of them take `timeout` seconds at most."""
 
-    def __init__(
-        self, names: Sequence[str], start: Callable[[], WorkerGroup], opening: Sequence[Any], timeout: float
-    ) -> None:
+    def __init__(self, workers: WorkerGroup, names: Sequence[str], timeout: float) -> None:
+        self.workers = workers
         self.names = tuple(names)
-        self._start = start
-        self._opening = opening
         self._timeout = timeout
-        self.workers: WorkerGroup | None = None
 
-    def open(self) -> None:
-        """Start the actors, let them find each other, and load the models."""
+    @classmethod
+    def start(cls, names: Sequence[str], cluster: ClusterConfig, device: str) -> Pool:
+        """Start the actors and let them find each other. Raises ConfigError, LearnerError."""
         with _as_learner_errors():
-            self.workers = self._opened()
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        if self.workers is None:
-            raise LearnerError(f"The workers of {', '.join(self.names)} are not started.", "Call open first.")
-        with _as_learner_errors():
-            return self.workers.call(method, *arguments, timeout=self._timeout)
-
-    def restart(self) -> None:
-        """Fresh actors in place of lost ones."""
-        if self.workers is not None and self.workers.lost is None:
-            return
-        if self.workers is not None:
-            self.workers.close()
-        self.open()
-
-    def close(self) -> None:
-        if self.workers is not None:
-            self.workers.close()
-
-    def _opened(self) -> WorkerGroup:
-        workers = self._start()
+            workers = WorkerGroup.start(
+                RANK,
+                cluster.learners,
+                name=f"the learners {', '.join(names)}",
+                setting="cluster.learners",
+                cpus=cluster.cpus_per_learner,
+                gpus=cluster.gpu_shares[1],
+                placement=cluster.placement.upper(),
+                timeout=cluster.learner_timeout,
+            )
+        pool = cls(workers, names, cluster.learner_timeout)
         try:
-            settings: LearnerSettings = self._opening[2]
-            port = workers.call_first("listen", workers.host, self._timeout, timeout=self._timeout)
-            workers.call("join", workers.host, port, settings.device, self._timeout, timeout=self._timeout)
-            workers.call("open", *self._opening, list(self.names), timeout=self._timeout)
+            port = pool.call("listen", workers.host, cluster.learner_timeout)
+            pool.call("join", workers.host, port, device, cluster.learner_timeout)
         except BaseException:
             workers.close()
             raise
-        return workers
+        return pool
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Rank 0's answer. Raises what the ranks raise, LearnerLost, LearnerError."""
+        with _as_learner_errors():
+            return self.workers.call(method, *arguments, timeout=self._timeout)
 
 
 @contextmanager
@@ -85,7 +71,7 @@ def _as_learner_errors() -> Iterator[None]:
     try:
         yield
     except WorkersLost as error:
-        raise LearnerLost(error.cause, "Restart the learner and load the last checkpoint.") from error
+        raise LearnerLost(error.cause, "Open a new learner and load the last checkpoint.") from error
     except WorkersClosed as error:
         raise LearnerError(error.cause, "Open a new learner.") from error
 
@@ -94,7 +80,7 @@ class FsdpLearner:
     """The `Learner` protocol over pools of Ray actors. Methods may be called from any thread.
 
     Calls for policies of one pool run one after the other, those of different pools at once. When a rank dies or
-    hangs, the call raises LearnerError within the time-out and names it; the pool stays lost until `restart`. The
+    hangs, the call raises LearnerLost within the time-out and names it, and so do all later ones of its pool. The
     folder of a checkpoint must be visible under one path on all machines.
     """
 
@@ -105,53 +91,26 @@ class FsdpLearner:
 
     @classmethod
     def open(
-        cls,
-        model: str,
-        policies: Policies,
-        settings: LearnerSettings,
-        loss: LossSpec,
-        *,
-        workers: int = 2,
-        pools: Literal["shared", "per_policy"] = "shared",
-        gpus_per_worker: float = 0,
-        cpus_per_worker: float = 1,
-        placement: str = "PACK",
-        timeout: float = 600,
+        cls, model: str, policies: Policies, settings: LearnerSettings, loss: LossSpec, cluster: ClusterConfig
     ) -> FsdpLearner:
-        """Start `workers` actors per pool in this process's Ray and load `model` for every trained policy.
+        """Start the pools of `cluster` in this process's Ray and load `model` for every trained policy.
 
-        `pools`: "shared" trains all policies in one pool (adapters of one base share its weights), "per_policy" gives
-        each a pool of its own, so that they train at once. `timeout` bounds every call, in seconds. Raises ConfigError
-        for what does not fit into the cluster or cannot be trained, LearnerError when a worker fails.
+        Raises ConfigError for what does not fit into the cluster or cannot be trained, LearnerError when a worker
+        fails.
         """
         check_loss(loss, settings)
-        if workers < 1:
-            raise ConfigError("cluster.learners", workers, "an integer of at least 1")
         specs = [spec for spec in policies.specs.values() if spec.trained]
         names = [spec.name for spec in specs]
-        groups = [names] if pools == "shared" else [[name] for name in names]
-
-        def start(group: Sequence[str]) -> WorkerGroup:
-            return WorkerGroup.start(
-                RANK,
-                workers,
-                name=f"the learners {', '.join(group)}",
-                setting="cluster.learners",
-                cpus=cpus_per_worker,
-                gpus=gpus_per_worker,
-                placement=placement,
-                timeout=timeout,
-                waits_in=WAITS_IN,
-                peer_errors=PEER_ERRORS,
-            )
-
-        opening = (model, policies, settings, loss)
-        made = [Pool(group, partial(start, group), opening, timeout) for group in groups]
-        learner = cls(specs, made)
+        groups = [names] if cluster.pools == "shared" else [[name] for name in names]
+        with ThreadPoolExecutor(len(groups)) as threads:
+            starting = [threads.submit(Pool.start, group, cluster, settings.device) for group in groups]
+        learner = cls(specs, [started.result() for started in starting if started.exception() is None])
         try:
-            learner._all(Pool.open)
+            for started in starting:
+                started.result()
+            learner._all(lambda pool: pool.call("open", model, policies, settings, loss, list(pool.names)))
         except BaseException:
-            learner._all(Pool.close)
+            learner._close()
             raise
         return learner
 
@@ -181,13 +140,12 @@ class FsdpLearner:
         files.check_identity(folder, [spec for spec in self._specs if spec.name not in new])
         self._all(lambda pool: pool.call("load", str(folder.absolute()), list(new)))
 
-    def restart(self) -> None:
-        """Fresh actors for the pools that lost one; then `load` the last checkpoint, which sets back all pools."""
-        self._all(Pool.restart)
-
     async def aclose(self) -> None:
         """End all actors; calls that still run fail."""
-        await asyncio.to_thread(self._all, Pool.close)
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._all(lambda pool: pool.workers.close())
 
     def _pool(self, policy: str) -> Pool:
         if policy not in self._of:

@@ -35,7 +35,9 @@ class FsdpWorker:
         self._store: dist.TCPStore | None = None
 
     def listen(self, host: str, seconds: float) -> int:
-        """Serve the address book of the group on a free port, which is returned. Rank 0 only."""
+        """Serve the address book of the group on a free port of rank 0, which is returned."""
+        if self._rank:
+            return 0
         wait = timedelta(seconds=seconds)
         self._store = dist.TCPStore(host, 0, self._size, is_master=True, timeout=wait, wait_for_workers=False)
         return int(self._store.port)
