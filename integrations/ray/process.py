@@ -30,7 +30,7 @@ GRACE_SECONDS = 2.0
 """How long a process may take to end when Ray tells it to, before it is sent SIGKILL."""
 
 KILL_SECONDS = 30.0
-"""How long to wait until Ray says that a killed process is gone."""
+"""How long to wait until Ray says that a killed process is gone, and until it is."""
 
 
 class ProcessGone(CotuneError):
@@ -140,8 +140,8 @@ class RayProcess:
 def end_processes(pids: Collection[int]) -> None:
     """Wait until these processes of this machine have ended, which Ray has told to: what a stopped or busy one does not
     hear, SIGKILL does. Ray would send it much later."""
-    for force in (False, True):
-        deadline = time.monotonic() + GRACE_SECONDS
+    for force, seconds in ((False, GRACE_SECONDS), (True, KILL_SECONDS)):
+        deadline = time.monotonic() + seconds
         while (pids := [pid for pid in pids if _alive(pid)]) and time.monotonic() < deadline:
             for pid in pids if force else ():
                 with contextlib.suppress(ProcessLookupError):
