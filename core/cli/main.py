@@ -1,4 +1,4 @@
-"""The command line: `cotune COMMAND`. The commands are in `train`, `serve` and `records` beside it."""
+"""The command line: `cotune COMMAND`. The commands are in `train`, `serve`, `records` and `rewards` beside it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from cotune.cli.command import Formatter
 from cotune.cli.records import add_otel, add_sft, add_show
+from cotune.cli.rewards import add_judge
 from cotune.cli.serve import add_export, add_gateway, add_serve
 from cotune.cli.train import add_check, add_doctor, add_eval, add_trace, add_train
 from cotune.errors import CotuneError
@@ -32,13 +33,14 @@ _DESCRIPTION = """Train the agents you already have.
   cotune serve  adapters/                                          OpenAI-compatible, one model name per role
   cotune gateway --upstream https://api.openai.com/v1              record applications in other processes and languages
   cotune show   runs/r1                                            episodes, calls, groups, what was left out
+  cotune judge  runs/r1 --labels labels.jsonl                      how far a judge agrees with people
 
 `app:solve` is the attribute `solve` of the module (or file) `app`: a function decorated with @cotune.workflow.
 """
 
 _APPLICATIONS = (add_check, add_doctor, add_trace, add_train, add_eval)
 _SERVICES = (add_export, add_serve, add_gateway)
-_RECORDS = (add_show, add_otel, add_sft)
+_RECORDS = (add_show, add_judge, add_otel, add_sft)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -103,12 +103,7 @@ async def judge_episodes(judge: EpisodeJudge, store: Store, episodes: Iterable[E
     A plain number is the reward `team`. Returns the number of episodes that got none, by the error, where there was
     one. Raises that error where it is of all of them.
     """
-    by_task: dict[str, list[Episode]] = {}
-    for episode in episodes:
-        if episode.status == "ok":
-            by_task.setdefault(episode.task.id, []).append(episode)
-    found = await asyncio.gather(*(_outcomes(judge, store, together) for together in by_task.values()))
-    outcomes = {episode: outcome for some in found for episode, outcome in some.items()}
+    outcomes = await outcomes_of(judge, store, episodes)
     errors = [outcome for outcome in outcomes.values() if isinstance(outcome, WorkflowError)]
     if errors and len(errors) == len(outcomes):
         raise errors[0]
@@ -118,6 +113,18 @@ async def judge_episodes(judge: EpisodeJudge, store: Store, episodes: Iterable[E
             store.write([RewardRecord(episode_id, name, value, now) for name, value in outcome.items()])
     store.flush()
     return Counter(map(str, errors))
+
+
+async def outcomes_of(
+    judge: EpisodeJudge | None, store: Store, episodes: Iterable[Episode]
+) -> Mapping[str, dict[str, float] | WorkflowError]:
+    """The outcomes of the episodes that ended well, by id, or why there is none; nothing without a judge."""
+    by_task: dict[str, list[Episode]] = {}
+    for episode in episodes:
+        if episode.status == "ok" and judge is not None:
+            by_task.setdefault(episode.task.id, []).append(episode)
+    found = await asyncio.gather(*(_outcomes(judge, store, together) for together in by_task.values() if judge))
+    return {episode: outcome for some in found for episode, outcome in some.items()}
 
 
 async def _outcomes(

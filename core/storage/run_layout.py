@@ -58,9 +58,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunDescription(msgspec.Struct, frozen=True):
-    """What of run.json is read again. `model` is a folder or Hugging Face id."""
+    """What of run.json is read again. `model` is a folder or Hugging Face id, `workflow` where the workflow is."""
 
     model: str | None = None
+    workflow: str | None = None
     config: RunConfig = RunConfig()
 
 

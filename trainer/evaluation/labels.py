@@ -1,0 +1,99 @@
+"""Labels that people give recorded candidates and episodes: read, looked up, and written to be filled in."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from cotune.errors import ConfigError
+from cotune.judging.shown import shown_message, shown_messages
+from cotune.recording.records import Call, Episode, Task, candidate_id
+from cotune.storage.protocol import Store
+from cotune.storage.sqlite_store import SqliteStore
+
+EXAMPLE = (
+    'One line for each candidate or episode: {"id": "01J....0", "score": 3}; ids are shown by cotune show --episode.'
+)
+
+
+class Label(msgspec.Struct, frozen=True):
+    """What a person thinks of a candidate (`<call id>.<index>`) or an episode (its id): more is better."""
+
+    id: str
+    score: float | None
+    """None: not labelled yet."""
+
+
+def load_labels(path: str | Path) -> dict[str, float]:
+    """Labels by id, without those that are null.
+
+    Raises ConfigError for a missing file, a broken line (with its number) or a repeated id.
+    """
+    if not Path(path).is_file():
+        raise ConfigError("labels", str(path), "a file of JSON lines", EXAMPLE)
+    found: dict[str, float] = {}
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            label = msgspec.json.decode(line, type=Label)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError("labels", f"{path}, line {number}", f"an id and a score ({error})", EXAMPLE) from None
+        if label.id in found:
+            raise ConfigError("labels", f"{path}, line {number}", f"unique ids; {label.id} is there twice", EXAMPLE)
+        if label.score is not None:
+            found[label.id] = label.score
+    if not found:
+        raise ConfigError("labels", str(path), "at least one label", EXAMPLE)
+    return found
+
+
+def write_blanks(run: str | Path, to: str | Path, *, groups: int = 20, role: str | None = None, seed: int = 0) -> int:
+    """Write a line for each candidate of some calls, at random, with the request and a score to fill in (null).
+
+    Only calls (of `role`) whose candidates differ are taken. Returns the number of lines.
+    """
+    with SqliteStore.open(run, read_only=True) as store, Path(to).open("xb") as file:
+        found = [
+            call
+            for episode in store.episodes()
+            for call in store.calls(episode.id)
+            if role in (None, call.role) and len({c.text or str(c.message) for c in call.candidates}) > 1
+        ]
+        chosen = random.Random(seed).sample(found, min(groups, len(found)))
+        lines = [
+            {
+                "id": candidate_id(call.id, candidate.index),
+                "score": None,
+                "role": call.role,
+                "request": shown_messages(store.message(name) for name in call.messages),
+                "answer": shown_message(candidate.message),
+            }
+            for call in chosen
+            for candidate in call.candidates
+        ]
+        file.writelines(msgspec.json.encode(line) + b"\n" for line in lines)
+    return len(lines)
+
+
+def labelled(store: Store, labels: Mapping[str, float], source: str) -> tuple[list[tuple[Call, Task]], list[Episode]]:
+    """The calls and the episodes that labels are of. Raises ConfigError for ids that are not on record."""
+    wanted = {one.rpartition(".")[0] for one in labels if "." in one}
+    calls, episodes, known = [], [], set()
+    for episode in store.episodes():
+        if episode.id in labels:
+            episodes.append(episode)
+            known.add(episode.id)
+        for call in store.calls(episode.id) if wanted else ():
+            if call.id in wanted:
+                calls.append((call, episode.task))
+                known.update(candidate_id(call.id, candidate.index) for candidate in call.candidates)
+    unknown = [one for one in labels if one not in known]
+    if unknown:
+        some = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+        allowed = f"labels of what is on record; {len(unknown)} of {len(labels)} ids are not: {some}"
+        raise ConfigError("labels", source, allowed, EXAMPLE)
+    return calls, episodes
