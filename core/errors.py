@@ -58,6 +58,15 @@ class RecordError(CotuneError):
     """A record breaks an invariant of the data model, or the store cannot serve it."""
 
 
+class ReplayDiverged(CotuneError):
+    """An episode that is run again does not ask what was recorded: `role` and `turn` are those of the call."""
+
+    def __init__(self, role: str, turn: int, cause: str, remedy: str = "") -> None:
+        self.role = role
+        self.turn = turn
+        super().__init__(cause, remedy)
+
+
 class GroupError(CotuneError):
     """Candidates were put into a group that they do not belong to, or a step has no usable group."""
 

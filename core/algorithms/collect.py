@@ -110,7 +110,7 @@ def failure_reward(on_failure: str) -> OnFailure:
 
 def is_outcome(episode: Episode) -> bool:
     """Whether the episode came to an end that says something of its policies: a good one, or a failure of theirs."""
-    return episode.status == "ok" or (episode.status == "error" and episode.blame != "infrastructure")
+    return episode.status == "ok" or (episode.status == "error" and episode.blame in ("policy", None))
 
 
 class _Failures:

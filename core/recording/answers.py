@@ -31,7 +31,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What answered a call: all candidates, which one goes on, and how it came about.
 
     `rewards[i]` are the components of candidate i, from before the selection; empty where no scorer ran, or
-    where it failed (`error`). `sampling` holds the parameters that were really used, the seed included.
+    where it failed (`error`). `sampling` holds the parameters that were really used, the seed included. `replayed` is
+    the recorded call whose answer this is, said again.
     """
 
     candidates: tuple[Candidate, ...]
@@ -42,6 +43,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     rewards: tuple[Mapping[str, float], ...] = ()
     sampling: Mapping[str, Any] = {}
     error: str | None = None
+    replayed: str | None = None
 
 
 class _Function(msgspec.Struct, gc=False):

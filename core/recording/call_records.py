@@ -168,4 +168,5 @@ def _call(
         chosen=answer.chosen if answer and answer.candidates else None,
         integration=call.caller.integration,
         redacted=redacted.changed or (prompt_tokens > 0 and prompt is None),
+        replayed=answer.replayed if answer else None,
     )

@@ -19,6 +19,7 @@ from cotune.recording.records import (
     CallStatus,
     Episode,
     EpisodeStatus,
+    Fork,
     Record,
     Reward,
     Task,
@@ -155,6 +156,8 @@ class LiveEpisode:
         """Working state of integrations, by integration; goes with the episode."""
         self.parts = parts
         """Where integrations add the parts of the application; None where they are not wanted."""
+        self.fork: Fork | None = None
+        """Where this episode leaves the one that it repeats, once it has."""
         self.ended = False
         # Reentrant, as the garbage collector may close a half-read stream, and so end a call, anywhere.
         self._lock = threading.RLock()
@@ -285,6 +288,7 @@ class LiveEpisode:
             latency=time.time() - self.started,
             calls=self._steps,
             metrics=dict(metrics or {}),
+            fork=self.fork,
         )
         now = time.time()
         self._write([*(Reward(self.id, k, v, now) for k, v in (rewards or {}).items()), record])

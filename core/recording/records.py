@@ -95,7 +95,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"):
     the SDK's retry of them, each as `<status>: <cause>`. `redacted` says whether a redactor changed anything of it.
     `params` is what the application asked, `sampling` what was really used; its `grammar` is a `Message` id.
     `parents` are the calls of this episode whose outputs the prompt contains. `policy` is None when an outside
-    provider answered.
+    provider answered. `replayed` is the id of the call of another episode whose recorded answer this one got.
     """
 
     id: str
@@ -123,6 +123,16 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"):
     chosen: int | None = None
     integration: str = ""
     redacted: bool = False
+    replayed: str | None = None
+
+
+class Fork(msgspec.Struct, frozen=True, gc=False):
+    """Where an episode leaves the one that it repeats: the recorded `call` of the episode `trunk`, and the id of the
+    call that stands `at` its place here."""
+
+    trunk: str
+    call: str
+    at: str
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
@@ -130,7 +140,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
 
     `phase` is what it was run for ("train", "eval", "trace", ...), `training_step` the step of the loop it
     belongs to, `rollout` its number among the episodes of the same task in that step. `blame` is the cause of a
-    failure: the policy or the infrastructure.
+    failure: the policy, the infrastructure, or a replay that diverged. `fork` is set where the episode repeats another.
     """
 
     id: str
@@ -146,6 +156,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     latency: float = 0.0
     calls: int = 0
     metrics: dict[str, float] = {}
+    fork: Fork | None = None
 
 
 class Reward(msgspec.Struct, frozen=True, gc=False, tag="reward"):

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
 from cotune.recording.episodes import run_episode
 from cotune.recording.recorder import Responder, Sink
 from cotune.recording.records import Episode, Task
+from cotune.replay.repeat import repeating
+from cotune.replay.script import Replay
 from cotune.workflows import Workflow
 
 
 class EpisodeBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Episodes to run: every task `rollouts` times, at most `concurrency` episodes at once."""
+    """Episodes to run: every task `rollouts` times, at most `concurrency` episodes at once.
+
+    Where there are `replays`, by task id and rollout, the batch is these, and each repeats a recorded episode.
+    """
 
     tasks: Sequence[Task]
     sink: Sink
@@ -22,6 +27,7 @@ class EpisodeBatch(msgspec.Struct, frozen=True, kw_only=True):
     phase: str
     training_step: int | None = None
     rollouts: int = 1
+    replays: Mapping[tuple[str, int], Replay] = {}
     concurrency: int = 64
     timeout: float | None = None
     """Seconds that one episode may take."""
@@ -38,11 +44,14 @@ async def rollout(workflow: Workflow, batch: EpisodeBatch, responder: Responder 
     """
 
     async def run_one(task: Task, number: int) -> Episode:
+        flow, answering = workflow, responder
+        if (replay := batch.replays.get((task.id, number))) is not None:
+            flow, answering = repeating(workflow, replay, responder)
         outcome = await run_episode(
-            workflow,
+            flow,
             task,
             sink=batch.sink,
-            responder=responder,
+            responder=answering,
             phase=batch.phase,
             training_step=batch.training_step,
             rollout=number,
@@ -68,10 +77,17 @@ async def run_batch(run_one: Callable[[Task, int], Awaitable[Episode]], batch: E
     async with asyncio.TaskGroup() as group:
         running = [
             group.create_task(gated(task, number))
-            for number in range(batch.rollouts)
-            for task in batch.tasks
+            for task, number in _places(batch)
             if (task.id, number) not in finished
         ]
     place = {task.id: position for position, task in enumerate(batch.tasks)}
     episodes = [*batch.done, *(task.result() for task in running)]
     return sorted(episodes, key=lambda episode: (episode.rollout, place.get(episode.task.id, len(place))))
+
+
+def _places(batch: EpisodeBatch) -> list[tuple[Task, int]]:
+    """Task and rollout of each episode of the batch."""
+    if not batch.replays:
+        return [(task, number) for number in range(batch.rollouts) for task in batch.tasks]
+    tasks = {task.id: task for task in batch.tasks}
+    return [(tasks[task], number) for task, number in batch.replays]

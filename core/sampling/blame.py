@@ -1,13 +1,14 @@
-"""Whose doing a failure is: the policy's, which learns from it, or the infrastructure's, which teaches nothing."""
+"""Whose doing a failure is: the policy's, which learns from it, the infrastructure's, which teaches nothing, or that of
+a replay that does not repeat what was recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Literal
 
-from cotune.errors import CotuneError, RequestRefused, WorkflowError
+from cotune.errors import CotuneError, ReplayDiverged, RequestRefused, WorkflowError
 
-Blame = Literal["policy", "infrastructure"]
+Blame = Literal["policy", "infrastructure", "divergence"]
 
 OUTAGES = frozenset(
     {"ConnectionError", "APIConnectionError", "TransportError", "ClientConnectionError", "NetworkError", "gaierror"}
@@ -20,6 +21,8 @@ _STATUS = frozenset({401, 402, 403, 404, 408, 425, 429})
 def blame(error: BaseException) -> Blame:
     """Infrastructure where `error`, or anything that it was raised from, is of an engine, a network, a service, the
     store or the set-up; else the policy: bad output, a prompt that is too long, too many calls, a time-out."""
+    if any(isinstance(found, ReplayDiverged) for found in _chain(error, set())):
+        return "divergence"
     return "infrastructure" if any(map(_outage, _chain(error, set()))) else "policy"
 
 

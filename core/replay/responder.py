@@ -1,0 +1,164 @@
+"""Answers calls from the record of another episode, up to the call at which that is left."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections import Counter, deque
+from collections.abc import Awaitable
+
+from cotune.errors import ReplayDiverged
+from cotune.ids import address, canonical
+from cotune.recording.answers import Answer
+from cotune.recording.recorder import LiveCall, Responder
+from cotune.recording.records import Fork
+from cotune.replay.divergence import first_difference, similarity
+from cotune.replay.script import Key, Replay, ScriptCall, request_digest
+
+PATIENCE = 1.0
+"""Seconds for which an answer waits for a call that had its own before it in the record and is not asked yet."""
+_CHANGED = "If the application was changed, record it anew; what else may differ from run to run is in docs/replay.md."
+
+
+class ReplayResponder:
+    """Answers the calls of one episode from a script; calls that come after its fork go to `others`.
+
+    A request is found by role and content (messages, tools, model, parameters); of equal ones the first recorded is
+    answered first, wherever it comes in time. Until the fork is answered any recorded call may come, and nothing else:
+    a request that was not recorded is a divergence, and so is any later one. Once it is answered, calls that began
+    before it ended in the record are still answered from there, as nothing new can have changed them. Where calls ran
+    side by side in the record, their answers come in the order in which they came there.
+    """
+
+    def __init__(self, replay: Replay, others: Responder | None = None) -> None:
+        self.replay = replay
+        self.others = others
+        self.diverged: ReplayDiverged | None = None
+        """The first divergence; no call is answered after it."""
+        self.repeated = 0
+        """Calls that were answered from the script."""
+        script = replay.script
+        self._before = script.before(replay.fork) if replay.fork else {call.id for call in script.calls}
+        self._entries = [_Entry(call) for call in script.calls]
+        self._queues: dict[Key, deque[_Entry]] = {}
+        for entry in sorted(self._entries, key=lambda entry: entry.call.turn):
+            self._queues.setdefault(entry.call.key, deque()).append(entry)
+        self._forked = False
+        self._new: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    async def respond(self, call: LiveCall) -> Answer | None:
+        """Answer from the script, or at the fork and after it as `others` do. Raises ReplayDiverged."""
+        entry = self._take(call)
+        if entry is None:
+            return await self._others(call)
+        try:
+            if entry.call.id == self.replay.fork:
+                return await self._fork(call, entry.call)
+            for other in self._entries:
+                if entry.call.started < other.call.ended < entry.call.ended:
+                    await _follow(other)
+            return entry.call.answer
+        finally:
+            entry.answered.set_result(None)
+
+    def require_followed(self) -> None:
+        """Raise the first divergence, if any: also one that the application has swallowed."""
+        if self.diverged is not None:
+            raise self.diverged
+
+    def require_complete(self) -> None:
+        """Raise ReplayDiverged also where recorded calls were not asked that must have been."""
+        self.require_followed()
+        left = [entry.call for entry in self._entries if not entry.asked.done()]
+        if self.replay.fork and not self._forked:
+            call = next(call for call in left if call.id == self.replay.fork)
+            raise ReplayDiverged(call.role, call.turn, f"{_place(call)} is not asked this time.", _CHANGED)
+        missing = [c for c in left if c.id in self._before and (not self.replay.fork or self._new[c.role])]
+        if missing:
+            more = f", nor are {len(missing) - 1} others" if len(missing) > 1 else ""
+            first = missing[0]
+            raise ReplayDiverged(first.role, first.turn, f"{_place(first)} is not asked this time{more}.", _CHANGED)
+
+    def _take(self, call: LiveCall) -> _Entry | None:
+        """The recorded call that `call` repeats; None for a new one."""
+        with self._lock:
+            self.require_followed()
+            queue = self._queues.get(_key(call))
+            entry = next((e for e in queue or () if not self._forked or e.call.id in self._before), None)
+            if entry is None and self._forked:
+                self._new[call.role] += 1
+                return None
+            if entry is None or queue is None:
+                self.diverged = self._divergence(call)
+                raise self.diverged
+            if entry.call.fault and entry.call.id != self.replay.fork:
+                why = f"{_place(entry.call)} cannot be answered again: {entry.call.fault}."
+                self.diverged = ReplayDiverged(call.role, call.turn, why, "Fork before it, or choose another episode.")
+                raise self.diverged
+            queue.remove(entry)
+            entry.asked.set_result(None)
+            return entry
+
+    async def _fork(self, call: LiveCall, recorded: ScriptCall) -> Answer | None:
+        self._forked = True
+        call.episode.fork = Fork(self.replay.script.episode, recorded.id, call.id)
+        if self.replay.answer is not None:
+            return self.replay.answer
+        answer = await self._others(call)
+        was = recorded.answer.prompt_ids
+        if answer is not None and was and answer.prompt_ids != was:
+            at = next((i for i, pair in enumerate(zip(was, answer.prompt_ids, strict=False)) if pair[0] != pair[1]), -1)
+            where = f"from token {at + 1} on" if at >= 0 else "in their number"
+            why = f"{_place(recorded)}: the messages are the same, but their token ids differ {where}."
+            self.diverged = ReplayDiverged(call.role, call.turn, why, "The model's template or tokenizer was changed.")
+            raise self.diverged
+        return answer
+
+    async def _others(self, call: LiveCall) -> Answer | None:
+        return None if self.others is None else await self.others.respond(call)
+
+    def _divergence(self, call: LiveCall) -> ReplayDiverged:
+        """What a request without a record differs in from the recorded one that is most like it."""
+        who = f"Turn {call.turn} of role {call.role!r}"
+        left = [entry.call for entry in self._entries if entry.call.role == call.role and not entry.asked.done()]
+        if not left:
+            count = sum(entry.call.role == call.role for entry in self._entries)
+            roles = ", ".join(sorted({entry.call.role for entry in self._entries}))
+            known = f"{count} calls of that role" if count else f"no call of that role, but of {roles}"
+            return ReplayDiverged(call.role, call.turn, f"{who} is not in the record, which has {known}.", _CHANGED)
+        script = self.replay.script
+        like = max(left, key=lambda c: (c.turn == call.turn, similarity(script, c, call)))
+        difference = first_difference(script, like, call)
+        return ReplayDiverged(call.role, call.turn, f"{who} differs from the record in {difference}.", _CHANGED)
+
+
+class _Entry:
+    """A call of the script, and whether it was asked and answered this time. The futures serve any thread or loop."""
+
+    def __init__(self, call: ScriptCall) -> None:
+        self.call = call
+        self.asked: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.answered: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+
+async def _follow(other: _Entry) -> None:
+    """Return once `other` is answered, or was not asked in time: something else than the model holds it up."""
+    if await _waited(asyncio.wrap_future(other.asked), PATIENCE):
+        await _waited(asyncio.wrap_future(other.answered), None)
+
+
+async def _waited(future: Awaitable[None], seconds: float | None) -> bool:
+    done, _ = await asyncio.wait({asyncio.ensure_future(future)}, timeout=seconds)
+    return bool(done)
+
+
+def _key(call: LiveCall) -> Key:
+    messages = [address(canonical(message)) for message in call.messages]
+    tools = address(canonical({"tools": call.tools})) if call.tools else None
+    return call.role, request_digest(messages, tools, call.model, call.params)
+
+
+def _place(call: ScriptCall) -> str:
+    return f"Turn {call.turn} of role {call.role!r}, which is in the record,"

@@ -1,0 +1,122 @@
+"""The calls of a recorded episode as they can be answered again: read from the store, sent between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cotune.errors import RecordError
+from cotune.ids import address, canonical
+from cotune.recording.answers import Answer
+from cotune.recording.records import Call
+from cotune.storage.protocol import Store
+
+Key = tuple[str, str]
+"""Role and digest of a request."""
+
+
+class ScriptCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A recorded call: its request, its answer, and when it started and ended (seconds since the epoch).
+
+    `messages` and `tools` are ids of bodies in the script. `fault` says why the answer cannot be given again; else "".
+    """
+
+    id: str
+    role: str
+    step: int
+    turn: int
+    model: str
+    params: dict[str, Any]
+    messages: tuple[str, ...]
+    tools: str | None
+    started: float
+    ended: float
+    answer: Answer
+    fault: str = ""
+
+    @property
+    def key(self) -> Key:
+        return self.role, request_digest(self.messages, self.tools, self.model, self.params)
+
+
+class Script(msgspec.Struct, frozen=True):
+    """The calls of a recorded episode in step order, and the bodies of their messages and tools by id."""
+
+    episode: str
+    calls: tuple[ScriptCall, ...]
+    bodies: Mapping[str, Any]
+
+    def before(self, fork: str) -> set[str]:
+        """Ids of the calls that no answer to the call `fork` can have changed: those that began before it ended."""
+        ended = next(call.ended for call in self.calls if call.id == fork)
+        return {call.id for call in self.calls if call.started < ended and call.id != fork}
+
+
+class Replay(msgspec.Struct, frozen=True, kw_only=True):
+    """How an episode repeats another: from the script up to the call `fork`, where `answer`, or else whoever answers
+    new calls, says something new. Without a fork all of it is from the script."""
+
+    script: Script
+    fork: str = ""
+    answer: Answer | None = None
+
+    @property
+    def forked(self) -> ScriptCall | None:
+        """The recorded call at the fork."""
+        return next((call for call in self.script.calls if call.id == self.fork), None)
+
+
+def read_script(store: Store, episode: str) -> Script:
+    """The script of a recorded episode. Raises RecordError for one that is unknown or lacks records."""
+    bodies: dict[str, Any] = {}
+    calls = store.calls(episode)
+    if not calls:
+        raise RecordError(f"Episode {episode!r} has no recorded call.", "See the episodes with: cotune show.")
+    for call in calls:
+        for id in (*call.messages, *([call.tools] if call.tools else [])):
+            if id not in bodies:
+                bodies[id] = store.message(id)
+    return Script(episode, tuple(_script_call(store, call) for call in calls), bodies)
+
+
+def request_digest(messages: Sequence[str], tools: str | None, model: str, params: Mapping[str, Any]) -> str:
+    """What tells two requests of a role apart; `messages` and `tools` are content addresses."""
+    return address(canonical([list(messages), tools, model, params]))
+
+
+def _script_call(store: Store, call: Call) -> ScriptCall:
+    sampling = dict(call.sampling)
+    if grammar := sampling.get("grammar"):
+        sampling["grammar"] = store.message(grammar)
+    return ScriptCall(
+        id=call.id,
+        role=call.role,
+        step=call.step,
+        turn=call.turn,
+        model=call.model,
+        params=call.params,
+        messages=call.messages,
+        tools=call.tools,
+        started=call.started,
+        ended=call.started + call.latency,
+        answer=Answer(
+            candidates=call.candidates,
+            chosen=call.chosen or 0,
+            prompt_ids=() if call.prompt is None else store.token_ids(call.prompt),
+            policy=call.policy,
+            usage=call.usage,
+            sampling=sampling,
+            replayed=call.id,
+        ),
+        fault=_fault(call),
+    )
+
+
+def _fault(call: Call) -> str:
+    if call.redacted:
+        return "a redactor changed what was stored of it"
+    if call.status != "ok" or not call.candidates:
+        return f"it had no answer ({call.error or call.status})"
+    return ""
