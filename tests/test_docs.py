@@ -86,7 +86,7 @@ def test_every_page_that_the_code_names_exists() -> None:
 
 def test_recipes_page_names_every_recipe() -> None:
     rows = re.findall(
-        r"^\| `(\w+)` \| (any|tree|independent) \|", (ROOT / "docs" / "recipes.md").read_text(), re.MULTILINE
+        r"^\| `(\w+)` \| (any|tree|independent|replay) \|", (ROOT / "docs" / "recipes.md").read_text(), re.MULTILINE
     )
     assert {name for name, _ in rows} == set(RECIPES)
     assert all(plan in ("any", RECIPES[name].plan) for name, plan in rows)

@@ -18,7 +18,7 @@ UNEVENTFUL = (
     "no_signal", "zero_variance", "zero_advantage", "mean_out_of_range", "group_of_one", "truncated", "consumed",
 )  # fmt: skip
 """Reasons to leave out sound candidates: a step that has some goes on without an update."""
-FAULTLESS = ("untrained_role", "not_chosen")
+FAULTLESS = ("untrained_role", "not_chosen", "not_forked")
 """Reasons that say nothing of a step: one in which nothing else went wrong had no call of its trained roles."""
 
 

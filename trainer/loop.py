@@ -18,6 +18,7 @@ from cotune.trainer.progress import Progress
 from cotune.trainer.restore import add_new_roles, mark_consumed, recovery
 from cotune.trainer.rollout.episodes import run_episodes
 from cotune.trainer.rollout.finished import finished_episodes
+from cotune.trainer.rollout.forks import run_forks
 from cotune.trainer.rollout.pipeline import RolloutPipeline
 from cotune.trainer.run import Run
 from cotune.trainer.step_report import StepReport
@@ -75,11 +76,15 @@ async def roll_out(run: Run, progress: Progress, step: int) -> list[Episode]:
         phase="train",
         training_step=step,
         rollouts=run.plan.episodes_per_task,
-        done=done,
+        done=[episode for episode in done if episode.fork is None],
         on_episode=progress.episode,
     )
-    episodes = await run_episodes(run, batch, plan=run.plan)
+    policies = run.served()
+    episodes = await run_episodes(run, batch, plan=run.plan, policies=policies)
     run.store.flush()
+    if run.plan.kind == "replay":
+        episodes += await run_forks(run, batch, episodes, done, policies)
+        run.store.flush()
     progress.scorer_errors(run.runner.scorer_errors)
     for role in run.runner.unlisted:
         progress.say_once(unlisted_said(role, run.config.other_roles))

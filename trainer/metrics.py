@@ -71,6 +71,10 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Trained policies without a new version, and why: `no sample` (its roles had no usable call), `no signal` (all its
     advantages are zero), `no gradient` (its rows moved nothing)."""
     notes: tuple[str, ...] = ()
+    replay: dict[str, int] = {}
+    """Under a replay plan: calls that were forked, those that could not be as the record cannot repeat what was before
+    (`unrepeatable`), branches, and how many of them diverged; calls of branches that the policies were expected to
+    answer (`budget`), did answer (`sampled`), and that were answered from the record (`repeated`)."""
 
 
 def moved(updates: Updates) -> list[str]:
@@ -82,7 +86,7 @@ def moved(updates: Updates) -> list[str]:
 
 def outcome_path(plan: Plan) -> str:
     """Whose outcome that of a step's episodes is: that of a path chosen among candidates is no success rate of one."""
-    if plan.kind == "independent":
+    if plan.kind != "tree":
         return "single samples"
     how = {"argmax": "best of {} by scorer", "sample": "one of {} at random", "first": "first of {}"}
     return how[plan.select].format(plan.k)

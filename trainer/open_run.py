@@ -20,6 +20,7 @@ from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.restore import restore
 from cotune.trainer.resume import tasks_per_step
+from cotune.trainer.rollout.forks import expected_budget
 from cotune.trainer.rollout.local import LocalRunner
 from cotune.trainer.rollout.preflight import preflight
 from cotune.trainer.rollout.protocol import EpisodeRunner
@@ -55,6 +56,9 @@ async def open_run(
             seen = await preflight(config, workflow, tasks, store, sampler, chat, say)
             policies = config.resolve_policies(seen.roles, scored=scored)
             notes = [*seen.notes, *filter(None, seen.lessons(policies, recipe))]
+            if plan.kind == "replay":
+                learning = [role for role in policies.roles if policies.of(role).trained]
+                notes.append(expected_budget(config, store, learning, plan.k, min(config.tasks_per_step, len(tasks))))
         else:
             before = saved[0].policies
             policies = config.join(before, [*saved[0].new_roles, *config.roles], scored=scored)

@@ -153,6 +153,12 @@ def summary(metrics: StepMetrics) -> str:
     seconds = ", ".join(f"{phase} {spent:.1f}s" for phase, spent in metrics.seconds.items() if spent >= 0.05)
     left_out = ", ".join(f"{reason} {count}" for reason, count in metrics.left_out.items())
     parts = [*reward_parts(metrics), f"groups {metrics.groups}", f"rows {metrics.rows}", seconds]
+    if metrics.replay:
+        parts.append(
+            "{forks} forks, {branches} branches, {diverged} diverged, {repeated} calls from the record".format(
+                **metrics.replay
+            )
+        )
     if metrics.failed:
         parts.append(f"failed episodes {metrics.failed} of {metrics.episodes}")
     if metrics.staleness.keys() - {"0"}:

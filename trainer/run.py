@@ -92,7 +92,7 @@ class Run:
         state.advantages = prepared.state
         state.metrics = metrics
         state.ledger.update({group.id: state.steps for group in prepared.groups})
-        if self.plan.kind == "independent":  # under a tree plan a group is a call, by its id
+        if self.plan.kind != "tree":  # under a tree plan a group is a call, by its id
             state.members.update({group.id: tuple(s.id for s in group.samples) for group in prepared.groups})
         self.consumed.update(state.ledger)
         state.steps += 1

@@ -25,6 +25,7 @@ from cotune.trainer.metrics import (
     stayed,
 )
 from cotune.trainer.progress import Progress
+from cotune.trainer.rollout.forks import replay_figures
 from cotune.trainer.run import Run
 from cotune.trainer.schedule import lr_scale
 
@@ -70,19 +71,20 @@ class StepReport:
         run, config, state = self._run, self._run.config, self._run.state
         collected, prepared = batch.collected, batch.prepared
         calls = collected.calls.values()
+        single = [e for e in batch.episodes if run.plan.kind != "replay" or e.rollout == 0]
         tokens = sum(len(candidate.token_ids) for call in calls for candidate in call.candidates)
         return StepMetrics(
             step=state.steps,
             episodes=len(batch.episodes),
-            failed=sum(episode.status != "ok" for episode in batch.episodes),
+            failed=sum(e.status != "ok" and e.blame != "divergence" for e in batch.episodes),
             calls=sum(episode.calls for episode in batch.episodes),
             candidates=sum(len(call.candidates) for call in calls),
             groups=len(prepared.groups),
             rows=sum(map(len, batch.rows.values())),
             path=outcome_path(run.plan),
             outcome=outcome_means(
-                batch.episodes,
-                run.store.rewards(episode.id for episode in batch.episodes),
+                single,
+                run.store.rewards(episode.id for episode in single),
                 failed=failure_reward(config.on_failure),
             ),
             candidate_reward=candidate_mean(prepared),
@@ -97,6 +99,7 @@ class StepReport:
             tokens_per_s=tokens / max(sum(self._seconds.values()), 1e-9),
             updated=bool(moved(updates)),
             stayed=stayed(state.policies, updates, batch.rows, collected.samples),
+            replay=replay_figures(run, batch.episodes),
             notes=(*prepared.warnings, *replaced(calls), *_rounded_away(updates)),
         )
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import msgspec
 
 from cotune.algorithms.published import PUBLISHED
-from cotune.algorithms.recipes import Attribution, Filters, LossSpec, Recipe, Shaping, Term
+from cotune.algorithms.recipes import USUAL, Attribution, Filters, LossSpec, Recipe, Shaping, Term
 from cotune.errors import ConfigError, field_and_fault
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -73,7 +73,8 @@ RECIPES: Mapping[str, Recipe] = {
 }
 
 ANY_PLAN = ("gspo", "dapo", "cispo")
-"""Recipes that are a loss for any grouping: under a tree plan they take the groups of at_grpo."""
+"""Recipes that are a loss for any grouping: under a tree plan they take the groups of at_grpo, under a replay plan
+those of replay."""
 
 _PARTS: dict[str, type[msgspec.Struct]] = {
     "loss": LossSpec,
@@ -90,8 +91,8 @@ def recipe(name: str, **overrides: Any) -> Recipe:
 
     `alpha`, `weights`, `horizon`, ... and `baseline`, `scale`, ... apply to every term. `weights` without `other`
     leaves unlisted components out. `plan` takes the groups with it: gspo, dapo and cispo compare siblings under a
-    tree plan, and own-turn rewards take in the outcome under independent rollouts. Raises ConfigError for an
-    unknown name, setting or value.
+    tree or replay plan, and own-turn rewards take in the outcome where each episode has one of its own. Raises
+    ConfigError for an unknown name, setting or value.
     """
     if name not in RECIPES:
         raise ConfigError("recipe", name, f"one of {', '.join(sorted(RECIPES))}")
@@ -125,14 +126,16 @@ def takes_a_tree(name: str) -> bool:
 
 
 def _under(chosen: Recipe, plan: Any) -> Recipe:
-    if plan not in ("tree", "independent"):
-        raise ConfigError("recipe.plan", plan, "tree or independent")
+    if plan not in USUAL:
+        raise ConfigError("recipe.plan", plan, f"one of {', '.join(USUAL)}")
+    if chosen.plan == "replay" and plan != "replay":
+        raise ConfigError("plan.kind", plan, f"replay under recipe {chosen.name}", f"Or use recipe {USUAL[plan]}.")
     terms, loss = chosen.terms, chosen.loss
-    if plan == "tree" and chosen.name in ANY_PLAN:
-        terms = RECIPES["at_grpo"].terms
+    if plan != "independent" and chosen.name in ANY_PLAN:
+        terms = RECIPES[USUAL[plan]].terms
         if loss.aggregation == "trajectory_mean":
             loss = _REPLACE(loss, aggregation="sequence_mean")
-    if plan == "independent" and chosen.plan == "tree":
+    if plan != "tree" and chosen.plan == "tree":
         terms = tuple(_REPLACE(t, attribution=_REPLACE(t.attribution, outcome=True)) for t in terms)
     return _REPLACE(chosen, plan=plan, terms=terms, loss=loss)
 

@@ -42,6 +42,9 @@ def collect(
 ) -> Collected:
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
 
+    Under a replay plan samples are the calls at which an episode is forked: of the episode itself, and in each of its
+    branches (`Episode.fork`) the call in its place. What a branch repeats from the record is no candidate of its own.
+
     Under a tree plan all candidates of a call are samples and need rewards of their own; under independent rollouts
     only the chosen one is, and the episode's outcome will do. `roles` are the trained roles (None: all); where they are
     mapped to the policies that play them, what another one has answered is not trained on. `versions`
@@ -58,12 +61,24 @@ def collect(
     usable: list[tuple[Episode, Call]] = []
     timed_out: set[str] = set()
     seen: set[str] = set()
+    episodes = list(episodes)
+    trunk_calls = {e.fork.at: e.fork.call for e in episodes if e.fork is not None}
+    trunk_calls |= {call: call for call in trunk_calls.values()}
+    turns: dict[str, int] = {}
     for episode in episodes:
+        if episode.blame == "divergence":
+            left_out["diverged"] += 1
+            continue
         for call in store.calls(episode.id):
+            if call.replayed is not None:
+                continue
+            turns[call.id] = call.turn
             seen.add(call.role)
             if call.status == "timeout" and (roles is None or call.role in roles):
                 timed_out.add(episode.id)
             reason = _episode_reason(episode, plan, on_failure) or _call_reason(call, roles, versions or {}, max_lag)
+            if reason is None and plan == "replay" and call.id not in trunk_calls:
+                reason = "not_forked"
             if reason is None:
                 usable.append((episode, call))
             else:
@@ -83,7 +98,11 @@ def collect(
             reason = _candidate_reason(candidate, call, plan) or _reward_reason(own, outcome, call, plan)
             if reason is None:
                 late = episode.id in timed_out
-                samples.append(_sample(episode, call, candidate, own, outcome, plan, timed_out=late))
+                sample = _sample(episode, call, candidate, own, outcome, plan, timed_out=late)
+                if plan == "replay":
+                    branch = trunk_calls[call.id]
+                    sample = msgspec.structs.replace(sample, branch=branch, turn=turns.get(branch, call.turn))
+                samples.append(sample)
             else:
                 left_out[reason] += 1
     calls = {call.id: call for _, call in usable}
@@ -138,7 +157,7 @@ def _episode_reason(episode: Episode, plan: PlanKind, on_failure: OnFailure) -> 
         return None
     if episode.status == "cancelled" or on_failure == "exclude":
         return "failed_episode"
-    return "outage" if plan == "independent" and not is_outcome(episode) else None
+    return "outage" if plan != "tree" and not is_outcome(episode) else None
 
 
 _FAILED = {"timeout": "timed_out_call", "cancelled": "cancelled_call", "malformed": "malformed_call"}
@@ -162,7 +181,7 @@ def _call_reason(call: Call, roles: Collection[str] | None, versions: Mapping[st
 
 
 def _candidate_reason(candidate: Candidate, call: Call, plan: PlanKind) -> str | None:
-    if plan == "independent" and candidate.index != call.chosen:
+    if plan != "tree" and candidate.index != call.chosen:
         return "not_chosen"
     if not candidate.token_ids and call.redacted and (candidate.text or candidate.tool_calls):
         return "redacted"

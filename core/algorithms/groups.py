@@ -16,7 +16,8 @@ from cotune.errors import GroupError
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Samples that agree in the recipe's key.
 
-    `id` depends on nothing but what is grouped: the call under a tree plan, else the key and the training step.
+    `id` depends on nothing but what is grouped: the call under a tree or replay plan, else the key and the training
+    step.
     """
 
     id: str
@@ -60,13 +61,13 @@ def build_groups(samples: Sequence[Sample], recipe: Recipe) -> Groups:
 
 def one_prompt(recipe: Recipe) -> bool:
     """Whether all members of a group of this recipe must have identical prompt token ids."""
-    return recipe.plan == "tree" or "branch" in recipe.key or "prompt" in recipe.key
+    return recipe.plan != "independent" or "branch" in recipe.key or "prompt" in recipe.key
 
 
 def explain_alone(recipe: Recipe, alone: int, total: int) -> str:
     """A sentence that says how many samples stood alone, why, and what to do."""
     share = f"{alone} of {total} candidates ({alone / total:.0%}) stood alone in their group."
-    if recipe.plan == "tree":
+    if recipe.plan != "independent":
         return f"{share} Their siblings were left out, for the reasons counted beside."
     if one_prompt(recipe):
         return (
@@ -93,5 +94,7 @@ def _assert_one_prompt(key: Hashable, group: Sequence[Sample], recipe: Recipe) -
 def _group_id(key: tuple[Hashable, ...], group: Sequence[Sample], recipe: Recipe) -> str:
     if recipe.plan == "tree":
         return group[0].call
+    if recipe.plan == "replay":
+        return group[0].branch
     content = [group[0].training_step, list(recipe.key), [str(value) for value in key]]
     return hashlib.blake2b(msgspec.json.encode(content), digest_size=16).hexdigest()

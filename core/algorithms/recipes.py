@@ -32,6 +32,9 @@ MASK_BOUNDS: Mapping[Mask, tuple[float, float]] = {
 }
 """Where pi_old / pi_sampler is believed, by `mask`: IcePop's for tokens (arXiv 2510.18855), verl's for sequences."""
 
+USUAL: Mapping[PlanKind, str] = {"tree": "at_grpo", "independent": "dr_mas", "replay": "replay"}
+"""The recipe of each plan where none is named."""
+
 PROMPT_KEY = ("task", "role", "turn", "branch")
 """Key under which all members share one prompt: the siblings of one call."""
 
@@ -256,12 +259,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.terms:
             raise ConfigError("terms", self.terms, "at least one term")
-        if self.plan == "tree" and not {"role", "turn", "branch"} <= set(self.key):
+        if self.plan != "independent" and not {"role", "turn", "branch"} <= set(self.key):
             raise ConfigError(
                 "plan",
                 self.plan,
                 f"independent, as {self.name} compares whole rollouts (key {', '.join(self.key)})",
-                "Leave the plan out, or use at_grpo, gspo, dapo or cispo under a tree plan.",
+                f"Leave the plan out, or use {USUAL[self.plan]}, gspo, dapo or cispo under a {self.plan} plan.",
             )
         for term in self.terms if self.plan == "tree" else ():
             if term.attribution.takes_outcome:

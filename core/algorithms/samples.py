@@ -16,8 +16,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One candidate with everything that a recipe may group, weigh or normalise by.
 
     `prompt` is the segment id of the prompt path: equal ids mean identical prompt token ids. `branch` names the
-    history the call happened in: under a tree plan the episode, whose chosen prefix all siblings share; under
-    independent rollouts the prompt, as equal prompts are all that two episodes can have in common.
+    history the call happened in: under a tree plan the episode, whose chosen prefix all siblings share; under a replay
+    plan the call that was forked, whose `turn` all siblings have; under independent rollouts the prompt, as equal
+    prompts are all that two episodes can have in common.
     `observation` is what the role saw last: the id of the prompt's last message, its anchor state (GiGPO).
     `entropy` is the mean of -log pi_sampler over the tokens, in nats, as estimate of the mean token entropy.
     `rollout` is the episode. `rewards` are the candidate's own components, from before the selection; `outcome`

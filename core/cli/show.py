@@ -204,6 +204,9 @@ def _episode_line(store: SqliteStore, id: str, calls: Sequence[Call]) -> Text:
         line.append(f"\n{episode.calls} calls were made, {len(calls)} are recorded", style=BAD)
     if episode.error:
         line.append(f"\n{episode.error}", style=BAD)
+    if fork := episode.fork:
+        step = next((call.step for call in calls if call.id == fork.at), None)
+        line.append(f"\nrepeats episode {fork.trunk} up to call {step}", style=QUIET)
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(episode.started))
     return line.append(f"\n{began}  input {snippet(episode.task.input)}", style=QUIET)
 
@@ -218,6 +221,8 @@ def _call_line(call: Call, known: Mapping[str, Call]) -> Text:
     written = sum(len(c.token_ids) for c in call.candidates) or call.usage.completion_tokens
     line.append(f" · {call.prompt_tokens or call.usage.prompt_tokens}+{written} tokens · {call.latency:.3f} s")
     line.append(f" · {call.policy or call.model or 'no model name'}", style=QUIET)
+    if call.replayed:
+        line.append(" · from the record", style=QUIET)
     if call.attempts:
         line.append(f" · {plural(len(call.attempts), 'retry', 'retries')}", style=QUIET)
     if call.status != "ok":

@@ -16,7 +16,7 @@ from cotune.algorithms.collect import collect, failure_reward
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.groups import build_groups
 from cotune.algorithms.prepare import prepare
-from cotune.algorithms.recipes import Recipe
+from cotune.algorithms.recipes import USUAL, Recipe
 from cotune.errors import GroupError
 from cotune.sampling.plans import PlanKind
 from cotune.storage.run_layout import RunConfig, is_run, read_run
@@ -79,7 +79,7 @@ def recipe_of(store: SqliteStore) -> tuple[Recipe, str]:
     plan: PlanKind = "tree" if several else "independent"
     config = config_of(store)
     plan = config.plan.kind or plan
-    name = config.recipe or ("at_grpo" if plan == "tree" else "dr_mas")
+    name = config.recipe or USUAL[plan]
     settings = {"plan": plan, "alpha": config.alpha, **config.overrides}
     source = "as the run was configured" if is_run(store.path.parent) else "as the records suggest"
     return recipe(name, **settings), f"plan {plan}, recipe {name}, {source}"

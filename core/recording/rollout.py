@@ -44,7 +44,8 @@ async def rollout(workflow: Workflow, batch: EpisodeBatch, responder: Responder 
     """
 
     async def run_one(task: Task, number: int) -> Episode:
-        flow, answering = workflow, responder
+        flow: Workflow = workflow
+        answering: Responder | None = responder
         if (replay := batch.replays.get((task.id, number))) is not None:
             flow, answering = repeating(workflow, replay, responder)
         outcome = await run_episode(

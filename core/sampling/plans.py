@@ -12,13 +12,14 @@ import msgspec
 
 from cotune.errors import ConfigError
 
-PlanKind = Literal["tree", "independent"]
+PlanKind = Literal["tree", "independent", "replay"]
 Select = Literal["argmax", "sample", "first"]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """`tree`: `k` candidates per call, all scored, one goes on. `independent`: `k` episodes per task, one
-    candidate per call.
+    candidate per call. `replay`: one episode per task, and at some of its calls `k` - 1 more candidates, each with an
+    episode of its own that goes on from it.
 
     `select` picks the candidate that goes on: the best by the reward that is trained on, a random one, or the first
     sampled.

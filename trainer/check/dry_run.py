@@ -24,7 +24,7 @@ from cotune.policies import Policies
 from cotune.recording.episodes import Outcome
 from cotune.recording.records import Call, Reward, candidate_id
 from cotune.runtime.run_sync import run_sync
-from cotune.sampling.plans import Plan
+from cotune.sampling.plans import Plan, PlanKind
 from cotune.sampling.stub import StubResponder
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunLayout
@@ -197,7 +197,8 @@ def _groups(
     trained = [role.role for role in roles if role.trained]
     shown = {call.episode for call in seen}
     episodes = [outcome.episode for outcome in outcomes if outcome.episode.id in shown]
-    collected = collect(store, episodes, plan=plan.kind, roles=trained)
+    plan_kind: PlanKind = "tree" if plan.kind == "tree" else "independent"  # nothing is forked here
+    collected = collect(store, episodes, plan=plan_kind, roles=trained)
     kept = {call.id for call in seen}
     collected = msgspec.structs.replace(collected, samples=[one for one in collected.samples if one.call in kept])
     built = build_groups(list(_repeated(collected, plan)), recipe)
@@ -214,12 +215,16 @@ def _groups(
 
 
 def _repeated(collected: Collected, plan: Plan) -> Iterable[Sample]:
-    """Under independent rollouts the samples of all episodes of a task; what was read from other calls differs."""
+    """Under independent rollouts the samples of all episodes of a task; what was read from other calls differs. Under a
+    replay plan those of all forks, as if every call were forked."""
     if plan.kind == "tree":
         yield from collected.samples
         return
     for number in range(plan.k):
         for sample in collected.samples:
+            if plan.kind == "replay":
+                yield msgspec.structs.replace(sample, id=f"{number}{sample.id}", branch=sample.call)
+                continue
             own = f"{sample.prompt}-{number}" if collected.calls[sample.call].parents else sample.prompt
             rollout = f"{sample.rollout}-{number}"
             yield msgspec.structs.replace(sample, id=f"{number}{sample.id}", rollout=rollout, prompt=own, branch=own)

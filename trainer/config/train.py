@@ -13,13 +13,14 @@ import msgspec
 
 from cotune.algorithms.catalogue import RECIPES, recipe, takes_a_tree
 from cotune.algorithms.collect import failure_reward
-from cotune.algorithms.recipes import Recipe
+from cotune.algorithms.recipes import USUAL, Recipe
 from cotune.errors import ConfigError, field_and_fault
 from cotune.integrations.chat.tool_formats import check_tool_format
 from cotune.policies import ALL_LINEAR, LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
 from cotune.sampling.plans import Plan, PlanKind, Select
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.learner import LearnerSettings, check_anchor
+from cotune.trainer.config.replay import ReplayConfig
 
 Layout = Literal["shared", "lora", "full"]
 
@@ -51,10 +52,10 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """[plan] How candidates come about."""
 
     kind: PlanKind | None = None
-    """tree | independent; without a value: tree when the workflow has scorers and the recipe takes it, else
-    independent."""
+    """tree | independent | replay (see docs/replay.md); without a value: replay for the recipe replay, tree when the
+    workflow has scorers and the recipe takes it, else independent."""
     k: int = 4
-    """Candidates per call (tree) or episodes per task (independent)."""
+    """Candidates per call (tree), per forked call (replay), or episodes per task (independent)."""
     select: Select = "argmax"
     """Which candidate the application goes on with: argmax | sample | first."""
 
@@ -114,8 +115,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How the model writes tool calls: auto (as its chat template does) | hermes | qwen3_coder | mistral |
     mistral_v11 | llama3_json | vllm:NAME (a tool parser of vLLM)."""
     recipe: str | None = None
-    """at_grpo | dr_mas | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system, see docs/recipes.md;
-    without a value: at_grpo under a tree plan, dr_mas under independent rollouts."""
+    """at_grpo | dr_mas | replay | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system, see docs/recipes.md;
+    without a value: at_grpo under a tree plan, dr_mas under independent rollouts, replay under a replay plan."""
     overrides: dict[str, Any] = {}
     """[overrides] Single settings of the recipe, such as clip_high or entropy."""
     alpha: float = 1.0
@@ -152,6 +153,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Largest mean gap between sampler and learner log-probabilities after a publish, in nats."""
     lora: LoraConfig = LoraConfig()
     plan: PlanConfig = PlanConfig()
+    replay: ReplayConfig = ReplayConfig()
     sampling: SamplingConfig = SamplingConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -186,19 +188,24 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Plan and recipe, with a sentence that says why. Raises ConfigError for a tree plan without a scorer, and for
         settings that do not fit the recipe's loss."""
         branches = bool(scorers) and (self.recipe is None or takes_a_tree(self.recipe))
-        kind: PlanKind = self.plan.kind or ("tree" if branches else "independent")
+        usual: PlanKind = "tree" if branches else "independent"
+        if self.recipe is not None and recipe(self.recipe).plan == "replay":
+            usual = "replay"
+        kind = self.plan.kind or usual
         plan = Plan(kind=kind, k=self.plan.k, select=self.plan.select)
         if kind == "tree" and not scorers:
             raise ConfigError(
                 "plan.kind",
                 kind,
                 "independent, as the workflow has no scorer",
-                "Add @workflow.scorer(role) for at least one role, or use --plan independent.",
+                "Add @workflow.scorer(role) for at least one role, or use --plan replay or independent.",
             )
-        name = self.recipe or ("at_grpo" if kind == "tree" else "dr_mas")
+        name = self.recipe or USUAL[kind]
         chosen = recipe(name, **{"plan": kind, "alpha": self.alpha, **self.overrides})
         check_anchor(self.learner, chosen.loss)
-        if scorers:
+        if kind == "replay":
+            why = "a call is judged by the outcome of the episode that goes on from it"
+        elif scorers:
             why = f"scorers for {', '.join(sorted(scorers))}"
         else:
             why = "the workflow has no scorer, so only the outcome of whole episodes can be compared"

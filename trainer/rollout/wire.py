@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from cotune.recording.records import Call, Episode, Message, Record, Task
+from cotune.replay.script import Replay
 from cotune.trainer.rollout.app_source import AppSource
 from cotune.trainer.rollout.protocol import ResponderConfig
 
@@ -36,7 +37,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One episode to run. `timeout` is in seconds."""
+    """One episode to run. `timeout` is in seconds; with a `replay` it repeats a recorded one."""
 
     id: str
     task: Task
@@ -45,6 +46,7 @@ class EpisodeRequest(msgspec.Struct, frozen=True, kw_only=True):
     rollout: int
     timeout: float | None
     responder: ResponderConfig | None
+    replay: Replay | None = None
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):

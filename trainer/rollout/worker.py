@@ -17,8 +17,9 @@ from typing import Any
 from cotune.context import current_episode
 from cotune.judging.ledger import run_folder
 from cotune.recording.episodes import Outcome, activators, run_episode
-from cotune.recording.recorder import LiveEpisode
+from cotune.recording.recorder import LiveEpisode, Responder
 from cotune.recording.records import Record
+from cotune.replay.repeat import repeating
 from cotune.runtime.loop_watch import running_context
 from cotune.runtime.user_code import place
 from cotune.sampling.protocol import ChatFormat, Sampler
@@ -120,12 +121,16 @@ class RolloutWorker:
         sink, responder = _Records(), None
         if request.responder is not None:  # of this episode alone, and so is what it counts
             responder = request.responder.responder(self._sampler, self._chat, self._workflow)
+        workflow: Workflow = self._workflow
+        answering: Responder | None = responder
+        if request.replay is not None:
+            workflow, answering = repeating(workflow, request.replay, responder)
         episode = self._episodes[request.id] = asyncio.ensure_future(
             run_episode(
-                self._workflow,
+                workflow,
                 request.task,
                 sink=sink,
-                responder=responder,
+                responder=answering,
                 phase=request.phase,
                 training_step=request.training_step,
                 rollout=request.rollout,

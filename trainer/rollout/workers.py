@@ -108,6 +108,7 @@ class RolloutWorkers:
                 rollout=number,
                 timeout=batch.timeout,
                 responder=responder,
+                replay=batch.replays.get((task.id, number)),
             )
             return await self._episode(request, batch.sink)
 

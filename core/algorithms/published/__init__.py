@@ -14,11 +14,13 @@ from cotune.algorithms.published import (
     marshal,
     mmedagent_rl,
     reinforce_pp,
+    replay,
     self_redteam,
     spiral,
 )
 
 PUBLISHED = (
+    replay.RECIPE,
     magrpo.RECIPE,
     m_grpo.RECIPE,
     marshal.RECIPE,

@@ -115,6 +115,37 @@ def test_dr_mas():
     assert of("dr_mas", rollouts()) == [1.0, 1.0, 1.7321, -1.0, -0.5774, -1.0, -0.5774, -0.5774]
 
 
+def forks() -> list[Sample]:
+    """A fork with siblings in three episodes, whose outcomes are 1, 0.5 and 0."""
+    return [
+        Sample(
+            id=f"{rollout}.0",
+            task="q",
+            rollout=rollout,
+            role="a",
+            turn=1,
+            step=1,
+            branch="e.call",
+            prompt="p",
+            policy=PolicyRef("a"),
+            tokens=4,
+            rewards={"local": 9.0},
+            outcome={"team": team},
+        )
+        for rollout, team in (("e", 1.0), ("f", 0.5), ("g", 0.0))
+    ]
+
+
+def test_replay():
+    # leave one out: 1 - 0.25, 0.5 - 0.5, 0 - 0.75; mean: 1 - 0.5, 0, -0.5; std of 1, .5, 0 is 0.5
+    assert of("replay", forks()) == [0.75, 0.0, -0.75]
+    assert of("replay", forks(), baseline="mean") == [0.5, 0.0, -0.5]
+    assert of("replay", forks(), baseline="mean", scale="std") == [1.0, 0.0, -1.0]
+    assert of("gspo", forks(), plan="replay") == [0.75, 0.0, -0.75]
+    # at_grpo adds the outcome's components to the candidate's own: 10, 9.5, 9 around 9.5 with std 0.5
+    assert of("at_grpo", forks(), plan="replay") == [1.0, 0.0, -1.0]
+
+
 @pytest.mark.parametrize("name", ["gspo", "dapo", "cispo"])
 def test_recipes_of_a_loss_take_the_advantages_of_grpo(name):
     assert of(name, rollouts()) == [1.1547, 1.1547, 1.1547, -0.5774, -0.5774, -0.5774, -0.5774, -0.5774]
@@ -139,6 +170,7 @@ def test_loss_settings():
         "dr_grpo": LossSpec(aggregation="constant", constant_length=None),
         "rloo": LossSpec(aggregation="constant", constant_length=None),
         "dr_mas": LossSpec(aggregation="token_mean"),
+        "replay": LossSpec(aggregation="token_mean"),
         "gspo": LossSpec(ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="trajectory_mean"),
         "dapo": LossSpec(clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
         "cispo": LossSpec(style="cispo", clip_low=1.0, clip_high=4.0, aggregation="token_mean"),
@@ -152,6 +184,7 @@ def test_plans_keys_and_filters():
         "dr_grpo": ("independent", ("task",), False),
         "rloo": ("independent", ("task",), False),
         "dr_mas": ("independent", ("task", "role"), False),
+        "replay": ("replay", ("task", "role", "turn", "branch"), True),
         "gspo": ("independent", ("task",), False),
         "dapo": ("independent", ("task",), True),
         "cispo": ("independent", ("task",), True),
@@ -196,7 +229,9 @@ def test_at_grpo_over_independent_rollouts_takes_in_the_outcome():
         ),
         ("grpo", {"clip": 0.2}, r"recipe.clip = 0.2: allowed is one of absent, aggregation, align_to, alpha, "),
         ("grpo", {"plan": "tree"}, "compares whole rollouts"),
-        ("grpo", {"plan": "forest"}, "recipe.plan = 'forest': allowed is tree or independent"),
+        ("grpo", {"plan": "forest"}, "recipe.plan = 'forest': allowed is one of tree, independent, replay"),
+        ("grpo", {"plan": "replay"}, "use replay, gspo, dapo or cispo under a replay plan."),
+        ("replay", {"plan": "tree"}, "plan.kind = 'tree': allowed is replay under recipe replay"),
         ("grpo", {"baseline": "median"}, "recipe.baseline = 'median': allowed is one of none, mean, leave_one_out"),
         ("grpo", {"key": ["task", "rolle"]}, "key = 'rolle': allowed is one of task, rollout, role"),
         ("grpo", {"clip_low": 1.5}, "clip_low = 1.5: allowed is between 0 and 1"),

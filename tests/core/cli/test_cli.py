@@ -150,12 +150,12 @@ def test_flags_of_train_become_its_configuration(trained, capsys):
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("train", "-k K candidates per call (tree) or episodes per task (independent) (default: 4)"),
+        ("train", "-k K candidates per call (tree), per forked call (replay), or episodes per task (independent)"),
         (
             "train",
             "--policies {shared,lora,full} shared: one adapter for all roles | lora: one adapter per role | full:",
         ),
-        ("train", "--plan {tree,independent} tree | independent; without a value: tree when the workflow has scorers"),
+        ("train", "--plan {tree,independent,replay} tree | independent | replay (see docs/replay.md); without"),
         ("train", "--lr LR learning rate of AdamW; without a value: 5e-6 for a LoRA, 1e-6 for all weights"),
         ("train", "--tasks-per-step N tasks of a step (default: 32)"),
         ("train", "--eval-tasks FILE JSON-lines file of held-out tasks"),
@@ -199,7 +199,7 @@ def test_a_stopped_run_is_status_130(trained, capsys):
         ({"model": "m", "recipe": "ppo"}, "recipe", "ppo", "at_grpo, cispo"),
         ({"model": "m", "steps": 0}, "steps", 0, "a number above 0"),
         ({"model": "m", "steps": "many"}, "steps", "many", "Expected `int`"),
-        ({"model": "m", "plan": {"kind": "bush"}}, "plan.kind", "bush", "one of independent, tree"),
+        ({"model": "m", "plan": {"kind": "bush"}}, "plan.kind", "bush", "one of independent, replay, tree"),
         ({"model": "m", "sampling": {"temperature": 0}}, "sampling.temperature", 0, "above 0"),
         ({"model": "m", "learner": {"lr": -1.0}}, "learner.lr", -1.0, "above 0"),
         ({"model": "m", "stepz": 3}, "stepz", 3, "unknown field"),

@@ -1,0 +1,101 @@
+"""Which calls of a recorded episode are forked, and how many calls that takes."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+import msgspec
+
+from cotune.errors import ConfigError
+from cotune.recording.records import Call
+
+_FORM = re.compile(r"(all)|(first|every|entropy):([1-9][0-9]*)|(role):(.+)")
+
+
+class ForkRule(msgspec.Struct, frozen=True):
+    """`all` calls; the `first` `count` calls; `every` `count`-th call, from the first on; the `count` calls of highest
+    mean token `entropy`; or all calls of one `role`."""
+
+    kind: Literal["all", "first", "every", "entropy", "role"]
+    count: int = 0
+    role: str = ""
+
+
+def fork_rule(text: str) -> ForkRule:
+    """The rule that `replay.forks` names. Raises ConfigError for anything else."""
+    found = _FORM.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(
+            "replay.forks",
+            text,
+            "all, first:N, every:N, entropy:N or role:NAME",
+            "For example: --set replay.forks=first:2",
+        )
+    if found[1]:
+        return ForkRule("all")
+    if found[4]:
+        return ForkRule("role", role=found[5].strip())
+    return ForkRule(found[2], int(found[3]))  # type: ignore[arg-type]
+
+
+def choose_forks(calls: Sequence[Call], rule: ForkRule, most: int, seed: int) -> list[Call]:
+    """The calls that are forked, of those that can be (`calls`, in step order); at most `most`, in step order.
+
+    Where the rule takes more, `first` and `entropy` take the first in their order, and the others a random choice
+    that `seed` fixes.
+    """
+    match rule.kind:
+        case "first":
+            return list(calls[: min(rule.count, most)])
+        case "entropy":
+            ranked = sorted(calls, key=lambda call: (-mean_entropy(call), call.step))[: min(rule.count, most)]
+            return sorted(ranked, key=lambda call: call.step)
+        case "every":
+            found = list(calls[:: rule.count])
+        case "role":
+            found = [call for call in calls if call.role == rule.role]
+        case "all":
+            found = list(calls)
+    if len(found) <= most:
+        return found
+    return sorted(random.Random(seed).sample(found, most), key=lambda call: call.step)
+
+
+def mean_entropy(call: Call) -> float:
+    """Mean of -log p over the tokens of the answer that went on, in nats: what a record has of the mean token entropy,
+    whose expectation under the policy it shares. 0 where log-probabilities are not known."""
+    if call.chosen is None or not (logprobs := call.candidates[call.chosen].logprobs):
+        return 0.0
+    return -sum(logprobs) / len(logprobs)
+
+
+def repeatable(calls: Sequence[Call], fork: Call) -> bool:
+    """Whether all calls that began before `fork` ended can be answered from the record."""
+    return all(
+        call.status == "ok" and bool(call.candidates) and not call.redacted
+        for call in calls
+        if call.id != fork.id and call.started < fork.started + fork.latency
+    )
+
+
+class Budget(msgspec.Struct, frozen=True):
+    """Calls of the branches of an episode, if they go on for as long as it did: answered by policies, and repeated."""
+
+    branches: int = 0
+    sampled: int = 0
+    repeated: int = 0
+
+    def __add__(self, other: Budget) -> Budget:
+        return Budget(self.branches + other.branches, self.sampled + other.sampled, self.repeated + other.repeated)
+
+
+def budget(calls: Sequence[Call], forks: Collection[Call], k: int) -> Budget:
+    """What `k` - 1 branches at each of `forks` take, in an episode of these calls."""
+    total = Budget()
+    for fork in forks:
+        repeated = sum(c.id != fork.id and c.started < fork.started + fork.latency for c in calls)
+        total += Budget(k - 1, (k - 1) * (len(calls) - repeated), (k - 1) * repeated)
+    return total

@@ -1,0 +1,67 @@
+"""Which calls are forked, by rule, and what that costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from cotune.errors import ConfigError
+from cotune.recording.records import Call, Candidate
+from cotune.replay.forks import Budget, ForkRule, budget, choose_forks, fork_rule, mean_entropy, repeatable
+
+
+def call(step: int, role: str = "a", logprob: float = -0.5, started: float | None = None, **more) -> Call:
+    """A call of one second that starts at its step, with an answer of two tokens."""
+    said = Candidate(index=0, text="x", message={}, token_ids=(1, 2), logprobs=(logprob, logprob))
+    at = float(step) if started is None else started
+    made = {"id": f"c{step}", "episode": "e", "turn": 0, "candidates": (said,), "chosen": 0, "latency": 0.5, **more}
+    return Call(role=role, step=step, started=at, **made)
+
+
+SIX = [call(i, "ab"[i % 2], -0.1 * (1 + (i * 7) % 6)) for i in range(6)]
+"""Mean entropies 0.1, 0.2, 0.3, 0.4, 0.5, 0.6 of steps 0, 1, 2, 3, 4, 5."""
+
+
+def steps(rule: str, most: int = 9, seed: int = 0) -> list[int]:
+    return [c.step for c in choose_forks(SIX, fork_rule(rule), most, seed)]
+
+
+def test_rules():
+    assert [round(mean_entropy(c), 3) for c in SIX] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    assert steps("all") == [0, 1, 2, 3, 4, 5]
+    assert steps("first:2") == [0, 1] and steps("first:9") == [0, 1, 2, 3, 4, 5]
+    assert steps("every:2") == [0, 2, 4] and steps("every:4") == [0, 4]
+    assert steps("entropy:2") == [4, 5]
+    assert steps("role:b") == [1, 3, 5] and steps("role: b ") == [1, 3, 5] and steps("role:c") == []
+
+
+def test_at_most_so_many_by_chance_that_the_seed_fixes_or_in_the_rules_own_order():
+    assert steps("first:5", 2) == [0, 1]
+    assert steps("entropy:5", 2) == [4, 5]
+    chosen = {tuple(steps("all", 2, seed)) for seed in range(20)}
+    assert steps("all", 2, 3) == steps("all", 2, 3)
+    assert len(chosen) > 5 and all(len(pair) == 2 and pair[0] < pair[1] for pair in chosen)
+
+
+@pytest.mark.parametrize("text", ["", "some", "first", "first:-1", "every:0", "entropy:x", "role:", "all:2"])
+def test_other_rules_are_refused(text: str):
+    with pytest.raises(ConfigError, match=r"replay.forks = .*all, first:N, every:N, entropy:N or role:NAME"):
+        fork_rule(text)
+
+
+def test_a_role_may_have_any_name():
+    assert fork_rule("role:team/head writer: final") == ForkRule("role", role="team/head writer: final")
+
+
+def test_budget():
+    # forks at steps 1 and 3 of six, k = 4: 3 (6 - 1) + 3 (6 - 3) sampled, 3 (1 + 3) from the record
+    assert budget(SIX, [SIX[1], SIX[3]], 4) == Budget(branches=6, sampled=24, repeated=12)
+    assert budget(SIX, [], 4) == Budget()
+    beside = [call(0), call(1, started=0.2), call(2)]  # 1 began while 0 was answered
+    assert budget(beside, [beside[0]], 2) == Budget(branches=1, sampled=2, repeated=1)
+
+
+def test_what_cannot_be_repeated_stops_later_forks():
+    failed = [call(0), call(1, status="error", candidates=(), chosen=None), call(2)]
+    assert [repeatable(failed, c) for c in failed] == [True, True, False]
+    hidden = [call(0, redacted=True), call(1)]
+    assert [repeatable(hidden, c) for c in hidden] == [True, False]

@@ -1,0 +1,196 @@
+"""The replay plan end to end: forks, branches with outcomes of their own, groups of one prompt, and resuming."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.collect import collect
+from cotune.algorithms.prepare import prepare
+from cotune.errors import ConfigError
+from cotune.recording.records import Call, Episode
+from cotune.storage.sqlite_store import SqliteStore
+from tests.trainer.conftest import Trainer
+from tests.trainer.tiny_app import application, ask
+
+SETTINGS: dict[str, Any] = {"policies": "shared", "plan": {"kind": "replay", "k": 3}}
+
+
+async def relay(task: dict[str, str]) -> dict[str, float]:
+    """Three calls, each on what the one before said; the outcome counts the letters a to h of all."""
+    said = ""
+    for role in ("first", "second", "third"):
+        said += await ask(role, f"say {task['letter']} {said}")
+    return {"team": sum(letter in "abcdefgh" for letter in said) / 12}
+
+
+class Records:
+    """What a run has recorded of its steps."""
+
+    def __init__(self, trainer: Trainer, run: str = "run") -> None:
+        self.store = SqliteStore.open(trainer.folder / run / "records.db", read_only=True)
+        self.episodes = list(self.store.episodes(phase="train"))
+        self.calls: dict[str, list[Call]] = {e.id: self.store.calls(e.id) for e in self.episodes}
+
+    def of(self, step: int) -> tuple[list[Episode], list[Episode]]:
+        """Trunks and branches of a step."""
+        found = [e for e in self.episodes if e.training_step == step]
+        return [e for e in found if e.fork is None], [e for e in found if e.fork is not None]
+
+
+@pytest.fixture(scope="module")
+def ran(module_trainer: Trainer) -> tuple[Trainer, Records]:
+    module_trainer(application(relay), steps=2, replay={"forks_per_episode": 2}, to="ran", **SETTINGS)
+    return module_trainer, Records(module_trainer, "ran")
+
+
+def test_every_fork_has_k_candidates_of_one_prompt_and_outcomes_of_their_own(ran: tuple[Trainer, Records]):
+    _, records = ran
+    for step in (0, 1):
+        trunks, branches = records.of(step)
+        assert (len(trunks), len(branches)) == (3, 3 * 2 * 2)
+        forks = Counter(e.fork.call for e in branches)
+        assert set(forks.values()) == {2} and len(forks) == 6
+        by_id = {call.id: call for e in (*trunks, *branches) for call in records.calls[e.id]}
+        for branch in branches:
+            fork, at = by_id[branch.fork.call], by_id[branch.fork.at]
+            assert (at.prompt, at.role, at.messages) == (fork.prompt, fork.role, fork.messages)
+            before = [c for c in records.calls[branch.id] if c.step < at.step]
+            assert len(before) == fork.step and all(c.replayed for c in before)
+            assert all(c.replayed is None and c.policy == fork.policy for c in records.calls[branch.id][fork.step :])
+            said = "".join(c.candidates[0].text for c in records.calls[branch.id])
+            team = sum(letter in "abcdefgh" for letter in said) / 12
+            assert records.store.rewards([branch.id])[branch.id] == {"team": pytest.approx(team)}
+
+
+def test_the_groups_are_the_forks_and_are_trained_once(ran: tuple[Trainer, Records]):
+    trainer, records = ran
+    consumed = records.store.consumed()
+    lines = trainer.metrics("ran")
+    assert set(consumed) <= {e.fork.call for e in records.episodes if e.fork}
+    assert Counter(consumed.values()) == {line["step"]: line["groups"] for line in lines if line["groups"]}
+    for line in lines:
+        left = line["left_out"]
+        assert line["rows"] + left.get("zero_variance", 0) + left.get("no_signal", 0) == 6 * 3
+        trunks, branches = records.of(line["step"])
+        asked = sum(len(records.calls[e.id]) for e in trunks)
+        branch_calls = [c for e in branches for c in records.calls[e.id]]
+        figures = line["replay"]
+        assert figures == {
+            "forks": 6, "unrepeatable": 0, "branches": 12, "diverged": 0,
+            "budget": figures["sampled"], "sampled": sum(c.replayed is None for c in branch_calls),
+            "repeated": sum(c.replayed is not None for c in branch_calls),
+        }  # fmt: skip
+        assert left["not_forked"] == asked + figures["sampled"] - 18
+        assert line["outcome"]["team"] == pytest.approx(
+            sum(records.store.rewards([e.id])[e.id]["team"] for e in trunks) / 3
+        )
+
+
+def test_the_budget_is_told_before_the_first_step(ran: tuple[Trainer, Records]):
+    said = " ".join(ran[0].said.split())
+    assert "plan replay (k=3), recipe replay" in said
+    # 3 calls, of which 2 are forked, each twice: 2 (3 - s) calls for a fork at step s
+    assert "replay: an episode of 3.0 calls is forked at 2.0 of them, which makes 4.0 branches: about" in said
+    assert said.index("replay: an episode of") < said.index("step 1/2")
+    assert "6 forks, 12 branches, 0 diverged" in said
+
+
+def test_a_killed_run_loses_no_branch_and_trains_no_group_twice(trainer: Trainer):
+    left = [16]
+
+    async def stopped(task: dict[str, str]) -> dict[str, float]:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return await relay(task)
+
+    first = trainer(application(stopped), steps=2, concurrency=2, **SETTINGS)
+    assert not first.finished
+    before = {e.id for e in Records(trainer).episodes if e.status == "ok"}
+    assert len(before) > 3 and left[0] <= 0
+    assert trainer.resume(application(relay)).finished
+    records = Records(trainer)
+    kept = [e for e in records.episodes if e.status == "ok"]
+    assert before <= {e.id for e in kept}
+    for step in (0, 1):
+        trunks, branches = records.of(step)
+        good = [e for e in branches if e.status == "ok"]
+        assert len([e for e in trunks if e.status == "ok"]) == 3 and len(good) == 3 * 3 * 2
+        assert len({(e.task.id, e.rollout) for e in good}) == len(good)
+    lines = trainer.metrics()
+    assert Counter(records.store.consumed().values()) == {n["step"]: n["groups"] for n in lines if n["groups"]}
+
+
+def test_an_application_that_is_not_repeatable_is_counted_and_shown(trainer: Trainer):
+    count = [0]
+
+    async def counting(task: dict[str, str]) -> dict[str, float]:
+        count[0] += 1
+        said = await ask("first", f"say {task['letter']}")
+        number = count[0] % 7 if task["letter"] == "a" else 0
+        said += await ask("second", f"number {'x' * number} {said}")
+        return {"team": sum(letter in "abcdefgh" for letter in said) / 8}
+
+    trainer(application(counting), steps=1, replay={"forks": "role:second"}, **SETTINGS)
+    (line,) = trainer.metrics()
+    assert line["replay"]["branches"] == 6 and line["replay"]["diverged"] in (1, 2)
+    assert line["left_out"]["diverged"] == line["replay"]["diverged"] and line["failed"] == 0
+    said = " ".join(trainer.said.split())
+    assert "Turn 0 of role 'second' differs from the record in message 1 (user), character" in said
+
+
+async def game(task: dict[str, str]) -> float:
+    """Two moves, each good where its answer begins with one of the letters a to p: the first is worth 1, the second
+    0.3, whatever the other is."""
+    moves = [await ask(role, f"{role} {task['letter']}") for role in ("first", "second")]
+    good = [move[:1] in tuple("abcdefghijklmnop") for move in moves]
+    return 1.0 * good[0] + 0.3 * good[1]
+
+
+def wrong_signs(trainer: Trainer, kind: str) -> tuple[int, int]:
+    """Trained moves of the second role, and how many of them have an advantage of the wrong sign."""
+    settings = {**SETTINGS, "plan": {"kind": kind, "k": 4}}
+    trainer(
+        application(game), [{"id": x, "letter": x} for x in "abcdefgh"], to=kind, steps=1, tasks_per_step=8, **settings
+    )
+    store = SqliteStore.open(trainer.folder / kind / "records.db", read_only=True)
+    chosen = recipe("replay" if kind == "replay" else "dr_mas")
+    collected = collect(store, store.episodes(phase="train"), plan=chosen.plan)
+    prepared = prepare(collected.samples, chosen)
+    total = wrong = 0
+    for sample, advantage in zip(prepared.samples, prepared.advantages.tolist(), strict=True):
+        if sample.role == "second" and advantage:
+            text = collected.calls[sample.call].candidates[0].text
+            total += 1
+            wrong += (advantage > 0) != (text[:1] in tuple("abcdefghijklmnop"))
+    return total, wrong
+
+
+def test_the_best_move_is_told_from_others_where_the_shared_outcome_hides_it(trainer: Trainer):
+    total, wrong = wrong_signs(trainer, "replay")
+    assert total >= 16 and wrong == 0
+    total, wrong = wrong_signs(trainer, "independent")
+    assert total >= 16 and wrong / total > 0.1
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"replay": {"forks": "best:2"}}, "replay.forks = 'best:2': allowed is all, first:N"),
+        ({"replay": {"forks": "first:0"}}, "replay.forks = 'first:0'"),
+        ({"replay": {"forks": "role:nobody"}}, "replay.forks = 'role:nobody'"),
+        ({"replay": {"forks_per_episode": 0}}, "replay.forks_per_episode = 0: allowed is 1 or more"),
+        ({"recipe": "dr_mas"}, "plan = 'replay': allowed is independent"),
+        ({"recipe": "replay", "plan": {"kind": "independent"}}, "plan.kind = 'independent': allowed is replay"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_training(trainer: Trainer, settings: Any, text: str):
+    with pytest.raises(ConfigError) as raised:
+        trainer(application(relay), **{**SETTINGS, **settings})
+    assert text in str(raised.value)

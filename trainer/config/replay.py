@@ -1,0 +1,23 @@
+"""The configuration of the replay plan."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cotune.errors import ConfigError
+from cotune.replay.forks import fork_rule
+
+
+class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[replay] Under `plan.kind = "replay"`: which calls of an episode are forked; see docs/replay.md."""
+
+    forks: str = "all"
+    """all | first:N (the first N calls) | every:N (each Nth) | entropy:N (the N of highest mean token entropy) |
+    role:NAME (all calls of a role). Only calls of trained roles count."""
+    forks_per_episode: int = 4
+    """Most calls of an episode that are forked. Where `forks` takes more, a random choice, new in each step."""
+
+    def __post_init__(self) -> None:
+        fork_rule(self.forks)
+        if self.forks_per_episode < 1:
+            raise ConfigError("replay.forks_per_episode", self.forks_per_episode, "1 or more")

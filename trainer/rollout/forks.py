@@ -1,0 +1,127 @@
+"""The branches of the replay plan: each recorded episode of a step runs again from some of its calls on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from cotune.algorithms.collect import COMPLETE, is_outcome, temperature
+from cotune.errors import ConfigError
+from cotune.recording.records import Call, Episode, PolicyRef
+from cotune.recording.rollout import EpisodeBatch
+from cotune.replay.forks import Budget, budget, choose_forks, fork_rule, repeatable
+from cotune.replay.script import Replay, read_script
+from cotune.sampling.plans import seed_of
+from cotune.storage.protocol import Store
+from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.rollout.episodes import run_episodes
+from cotune.trainer.run import Run
+
+
+class Forks(NamedTuple):
+    """The calls of an episode at which it is forked, how many more could not be, and what their branches take."""
+
+    calls: Sequence[Call]
+    unrepeatable: int
+    budget: Budget
+
+
+def forks_of(run: Run, trunk: Episode) -> Forks:
+    """Where an episode of a step is forked: the same whenever it is asked."""
+    if not is_outcome(trunk):
+        return Forks((), 0, Budget())
+    calls = run.store.calls(trunk.id)
+    able = [call for call in calls if _trainable(call, run.trained_roles)]
+    forkable = [call for call in able if repeatable(calls, call)]
+    config = run.config.replay
+    seed = seed_of(run.config.seed, "forks", trunk.training_step, trunk.task.id)
+    chosen = choose_forks(forkable, fork_rule(config.forks), config.forks_per_episode, seed)
+    return Forks(chosen, len(able) - len(forkable), budget(calls, chosen, run.plan.k))
+
+
+async def run_forks(
+    run: Run,
+    batch: EpisodeBatch,
+    trunks: Sequence[Episode],
+    done: Collection[Episode],
+    policies: Mapping[str, PolicyRef],
+) -> list[Episode]:
+    """The branches of the episodes of a step, `done` ones from before an interruption included.
+
+    The branches of fork number f are the rollouts 1 + f (k - 1) and following, so that a resumed run finds them.
+    """
+    more = run.plan.k - 1
+    replays: dict[tuple[str, int], Replay] = {}
+    for trunk in trunks:
+        if forks := forks_of(run, trunk).calls:
+            script = read_script(run.store, trunk.id)
+            for number, fork in enumerate(forks):
+                replay = Replay(script=script, fork=fork.id)
+                replays.update({(trunk.task.id, 1 + number * more + i): replay for i in range(more)})
+    if not replays:
+        return []
+    kept = [e for e in done if e.fork and _repeats(e, replays.get((e.task.id, e.rollout)))]
+    return await run_episodes(
+        run, msgspec.structs.replace(batch, replays=replays, done=kept), plan=run.plan, policies=policies
+    )
+
+
+def replay_figures(run: Run, episodes: Sequence[Episode]) -> dict[str, int]:
+    """What the forks of a step were planned to take, and what they took; nothing under another plan."""
+    if run.plan.kind != "replay":
+        return {}
+    found = [forks_of(run, episode) for episode in episodes if episode.rollout == 0]
+    planned = sum((forks.budget for forks in found), Budget())
+    branches = [episode for episode in episodes if episode.rollout > 0]
+    calls = [call for episode in branches for call in run.store.calls(episode.id)]
+    repeated = sum(call.replayed is not None for call in calls)
+    return {
+        "forks": sum(len(forks.calls) for forks in found),
+        "unrepeatable": sum(forks.unrepeatable for forks in found),
+        "branches": len(branches),
+        "diverged": sum(episode.blame == "divergence" for episode in branches),
+        "budget": planned.sampled,
+        "sampled": len(calls) - repeated,
+        "repeated": repeated,
+    }
+
+
+def expected_budget(config: TrainConfig, store: Store, trained: Collection[str], k: int, tasks: int) -> str:
+    """A sentence that says what a step takes, going by the episodes of the preflight. Raises ConfigError where the rule
+    names a role that is not trained."""
+    rule, seen = fork_rule(config.replay.forks), []
+    if rule.kind == "role" and rule.role not in {*trained, *config.roles}:
+        raise ConfigError(
+            "replay.forks", config.replay.forks, f"role: and a trained role: {', '.join(sorted(trained))}"
+        )
+    for episode in store.episodes(phase="check"):
+        calls = store.calls(episode.id)
+        able = [call for call in calls if call.role in trained and call.status == "ok" and repeatable(calls, call)]
+        forks = choose_forks(able, rule, config.replay.forks_per_episode, 0)
+        seen.append((len(calls), len(forks), budget(calls, forks, k)))
+    count = max(1, len(seen))
+    calls_mean = sum(calls for calls, _, _ in seen) / count
+    forked = sum(forks for _, forks, _ in seen) / count
+    total = sum((taken for _, _, taken in seen), Budget())
+    per_step = tasks * (calls_mean + total.sampled / count)
+    return (
+        f"replay: an episode of {calls_mean:.1f} calls is forked at {forked:.1f} of "
+        f"them, which makes {total.branches / count:.1f} branches: about {per_step:.0f} calls to policies in a step of "
+        f"{tasks} tasks, {per_step * config.steps:.0f} in the run; {tasks * total.repeated / count:.0f} a step are "
+        "answered from the record"
+    )
+
+
+def _trainable(call: Call, roles: Mapping[str, str]) -> bool:
+    if call.status != "ok" or call.chosen is None or call.prompt is None or call.redacted or call.policy is None:
+        return False
+    answered = call.candidates[call.chosen].finish_reason in COMPLETE
+    return answered and roles.get(call.role) == call.policy.name and temperature(call) > 0.0
+
+
+def _repeats(branch: Episode, replay: Replay | None) -> bool:
+    """Whether a branch that was run before is the one that is planned: of this trunk, at this call."""
+    fork = branch.fork
+    return replay is not None and fork is not None and (fork.trunk, fork.call) == (replay.script.episode, replay.fork)
