@@ -115,8 +115,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How the model writes tool calls: auto (as its chat template does) | hermes | qwen3_coder | mistral |
     mistral_v11 | llama3_json | vllm:NAME (a tool parser of vLLM)."""
     recipe: str | None = None
-    """at_grpo | dr_mas | replay | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system, see docs/recipes.md;
-    without a value: at_grpo under a tree plan, dr_mas under independent rollouts, replay under a replay plan."""
+    """at_grpo | dr_mas | replay | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system, see
+    docs/recipes.md; without a value: at_grpo under a tree plan, dr_mas under independent rollouts, replay under a
+    replay plan."""
     overrides: dict[str, Any] = {}
     """[overrides] Single settings of the recipe, such as clip_high or entropy."""
     alpha: float = 1.0

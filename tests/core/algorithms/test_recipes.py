@@ -137,6 +137,7 @@ def forks() -> list[Sample]:
 
 
 def test_replay():
+    assert recipe("replay").filters == Filters(zero_variance=True) and recipe("replay").loss == LossSpec()
     # leave one out: 1 - 0.25, 0.5 - 0.5, 0 - 0.75; mean: 1 - 0.5, 0, -0.5; std of 1, .5, 0 is 0.5
     assert of("replay", forks()) == [0.75, 0.0, -0.75]
     assert of("replay", forks(), baseline="mean") == [0.5, 0.0, -0.5]
@@ -170,7 +171,6 @@ def test_loss_settings():
         "dr_grpo": LossSpec(aggregation="constant", constant_length=None),
         "rloo": LossSpec(aggregation="constant", constant_length=None),
         "dr_mas": LossSpec(aggregation="token_mean"),
-        "replay": LossSpec(aggregation="token_mean"),
         "gspo": LossSpec(ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="trajectory_mean"),
         "dapo": LossSpec(clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
         "cispo": LossSpec(style="cispo", clip_low=1.0, clip_high=4.0, aggregation="token_mean"),
@@ -184,7 +184,6 @@ def test_plans_keys_and_filters():
         "dr_grpo": ("independent", ("task",), False),
         "rloo": ("independent", ("task",), False),
         "dr_mas": ("independent", ("task", "role"), False),
-        "replay": ("replay", ("task", "role", "turn", "branch"), True),
         "gspo": ("independent", ("task",), False),
         "dapo": ("independent", ("task",), True),
         "cispo": ("independent", ("task",), True),
