@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from cotune.ids import message_id, ulid
+from cotune.ids import ulid
 from cotune.integrations.otel import names as names
 from cotune.integrations.otel import otlp_json as otlp_json
 from cotune.integrations.otel.conventions import (
@@ -25,7 +26,9 @@ from cotune.integrations.otel.conventions import (
 )
 from cotune.integrations.otel.messages import decoded
 from cotune.integrations.otel.spans import Span
-from cotune.recording.prompt_tree import PromptTree
+from cotune.recording.answers import Answer
+from cotune.recording.call_records import CallRecords
+from cotune.recording.pending_call import CallerContext, PendingCall
 from cotune.recording.recorder import Sink
 from cotune.recording.records import (
     Call,
@@ -33,11 +36,9 @@ from cotune.recording.records import (
     Candidate,
     Episode,
     EpisodeStatus,
-    Message,
     PolicyRef,
     Record,
     Reward,
-    Segment,
     Task,
     Usage,
     candidate_id,
@@ -115,9 +116,7 @@ class _Reading:
         self.id = str(root.attributes.get(names.EPISODE) or _ulid(root))
         self.ids = {chat.id: str(chat.attributes.get(names.CALL) or _ulid(chat)) for chat in self.chats}
         self.turns: Counter[str] = Counter()
-        self.answers: dict[Hashable, str] = {}
-        self.prompts = PromptTree()
-        self.messages: dict[str, Any] = {}
+        self.made = CallRecords(None, nullcontext(), lambda kind, text: left_out.update([kind]))
         self.rewards: list[Reward] = []
 
     def records(self) -> list[Record]:
@@ -126,8 +125,7 @@ class _Reading:
         for step, chat in enumerate(self.chats):
             made += self._call(step, chat)
         self._rewards(self.root, self.id)
-        messages = [Message(id, body) for id, body in self.messages.items()]
-        return [*messages, *made, *self.rewards, self._episode()]
+        return [*made, *self.rewards, self._episode()]
 
     def _episode(self) -> Episode:
         found = self.root.attributes
@@ -161,45 +159,27 @@ class _Reading:
         if not asked:
             self.left_out["call_without_messages"] += 1
         candidates = self._candidates(chat, answers)
-        tools = tools_of(found)
-        id = self.ids[chat.id]
-        prompt_ids = tuple(found.get(names.PROMPT_IDS) or ())
-        chosen = self._chosen(found, candidates)
-        prompt: str | None = None
-        segments: list[Segment] = []
-        if prompt_ids:
-            ids = candidates[chosen].token_ids if chosen is not None else ()
-            prompt, segments = self.prompts.add(role, prompt_ids, ids)
-        status = self._status(chat, candidates)
-        made = Call(
-            id=id,
-            episode=self.id,
-            role=role,
-            step=step,
-            turn=turn,
-            parents=self._parents(chat, asked),
-            messages=tuple(self._keep(message) for message in asked),
-            tools=self._keep({"tools": tools}, tools) if tools else None,
-            model=model_of(found),
-            params=params_of(found),
-            prompt=prompt,
-            prompt_tokens=len(prompt_ids),
-            policy=_policy(found),
-            status=status,
-            error=None if status == "ok" else chat.failed or "no answer was recorded",
-            attempts=("unknown",) * int(found.get(names.ATTEMPTS) or 0),
-            streamed=bool(found.get(names.REQUEST_STREAM)),
-            started=chat.start / 1e9,
-            latency=(chat.end - chat.start) / 1e9,
-            usage=Usage(*usage_of(found)),
+        caller = CallerContext(role, str(found.get(names.INTEGRATION) or "opentelemetry"))
+        body = {**params_of(found), "messages": asked, "tools": tools_of(found), "model": model_of(found)}
+        body["stream"] = bool(found.get(names.REQUEST_STREAM))
+        call = PendingCall(self.id, caller, step, turn, body)
+        call.id, call.started = self.ids[chat.id], chat.start / 1e9
+        call.attempts = ["unknown"] * int(found.get(names.ATTEMPTS) or 0)
+        linked = tuple(self.ids[link] for link in chat.links if link in self.ids)
+        call.parents = linked or self.made.outputs.read_by((), call.messages)
+        answer = Answer(
             candidates=candidates,
-            chosen=chosen,
-            integration=str(found.get(names.INTEGRATION) or "opentelemetry"),
+            chosen=_chosen(found, len(candidates)),
+            prompt_ids=tuple(found.get(names.PROMPT_IDS) or ()),
+            policy=_policy(found),
+            usage=Usage(*usage_of(found)),
         )
-        if chosen is not None:
-            self.answers[_answer_key(candidates[chosen].message)] = id
-        self._rewards(chat, id)
-        return [*segments, made]
+        status = self._status(chat)
+        error = None if status == "ok" else chat.failed or "no answer was recorded"
+        *others, made = self.made.ended(call, answer, status, error)
+        assert isinstance(made, Call)
+        self._rewards(chat, call.id)
+        return [*others, msgspec.structs.replace(made, latency=(chat.end - chat.start) / 1e9)]
 
     def _candidates(self, chat: Span, answers: Sequence[Mapping[str, Any]]) -> tuple[Candidate, ...]:
         reasons = finish_reasons(chat.attributes)
@@ -223,13 +203,7 @@ class _Reading:
             )
         return tuple(made)
 
-    def _chosen(self, found: Mapping[str, Any], candidates: Sequence[Candidate]) -> int | None:
-        if not candidates:
-            return None
-        chosen = found.get(names.CHOSEN)
-        return chosen if isinstance(chosen, int) and 0 <= chosen < len(candidates) else 0
-
-    def _status(self, chat: Span, candidates: Sequence[Candidate]) -> CallStatus:
+    def _status(self, chat: Span) -> CallStatus:
         """As recorded; else by the span's own status. A call without content but without error ended well."""
         recorded = chat.attributes.get(names.STATUS)
         if recorded in _STATUSES:
@@ -238,19 +212,6 @@ class _Reading:
             return "ok"
         kind = str(chat.attributes.get(names.ERROR_TYPE) or "").lower()
         return "timeout" if "timeout" in kind else "cancelled" if "cancel" in kind else "error"
-
-    def _parents(self, chat: Span, asked: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """The calls that it links to; else those whose answers stand in its prompt."""
-        linked = [self.ids[link] for link in chat.links if link in self.ids]
-        if linked:
-            return tuple(linked)
-        read = (_answer_key(message) for message in asked if message.get("role") == "assistant")
-        return tuple(dict.fromkeys(self.answers[key] for key in read if key in self.answers))
-
-    def _keep(self, hashed: Mapping[str, Any], body: Any = None) -> str:
-        id = message_id(hashed)
-        self.messages[id] = hashed if body is None else body
-        return id
 
     def _rewards(self, span: Span, target: str) -> None:
         for event in span.events:
@@ -270,11 +231,9 @@ def _policy(found: Mapping[str, Any]) -> PolicyRef | None:
     return PolicyRef(str(name), int(found.get(names.POLICY_VERSION) or 0)) if name else None
 
 
-def _answer_key(message: Mapping[str, Any]) -> Hashable:
-    """What an answer says, for finding it again in a later prompt."""
-    functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-    calls = [(function.get("name"), function.get("arguments")) for function in functions]
-    return message_id({"content": message.get("content") or None, "calls": calls})
+def _chosen(found: Mapping[str, Any], candidates: int) -> int:
+    chosen = found.get(names.CHOSEN)
+    return chosen if isinstance(chosen, int) and 0 <= chosen < candidates else 0
 
 
 def _ulid(span: Span) -> str:
