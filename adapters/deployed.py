@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import Token
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.records import Call, Record, Task
 from cotune.recording.role_functions import RolesFunction, roles_function
+from cotune.runtime.run_sync import run_sync
 from cotune.runtime.threads import carry_context
 
 
@@ -65,7 +64,6 @@ class Deployment:
         self._base = base
         self._override = override
         self._roles = roles
-        self._loop: _Loop | None = None
         self._local: LocalPolicies | None = None
         self._responder: LocalResponder | None = None
         self._lock = threading.Lock()
@@ -81,22 +79,20 @@ class Deployment:
             current_episode.reset(token)
 
     def __enter__(self) -> Deployment:
-        with self._opening() as loop:
-            self._ready(loop.run(open_local(self.source, base=self._base)).result())
+        self._require_closed()
+        self._ready(run_sync(open_local(self.source, base=self._base)))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with self._closing() as (loop, local):
-            loop.run(local.aclose()).result()
+        run_sync(self._left().aclose())
 
     async def __aenter__(self) -> Deployment:
-        with self._opening() as loop:
-            self._ready(await asyncio.wrap_future(loop.run(open_local(self.source, base=self._base))))
+        self._require_closed()
+        self._ready(await open_local(self.source, base=self._base))
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        with self._closing() as (loop, local):
-            await asyncio.wrap_future(loop.run(local.aclose()))
+        await self._left().aclose()
 
     def write(self, records: Sequence[Record]) -> None:
         """Count calls by how they ended, and keep nothing of them."""
@@ -109,28 +105,9 @@ class Deployment:
             provided = self._local is None or self._local.others is None
             self.passed_through.update(role for role in outside if provided or role in left)
 
-    @contextlib.contextmanager
-    def _opening(self) -> Iterator[_Loop]:
-        if self._loop is not None:
+    def _require_closed(self) -> None:
+        if self._local is not None:
             raise CotuneError(f"{self.source} is already deployed by this object.", "Use deployment.here() inside it.")
-        self._loop = _Loop()
-        try:
-            yield self._loop
-        except BaseException:
-            self._loop.close()
-            self._loop = None
-            raise
-
-    @contextlib.contextmanager
-    def _closing(self) -> Iterator[tuple[_Loop, LocalPolicies]]:
-        assert self._loop is not None and self._local is not None and self._entered is not None
-        current_episode.reset(self._entered)
-        loop, local = self._loop, self._local
-        self._loop = self._local = self._entered = None
-        try:
-            yield loop, local
-        finally:
-            loop.close()
 
     def _ready(self, local: LocalPolicies) -> None:
         self._local = local
@@ -141,12 +118,17 @@ class Deployment:
         carry_context()
         self._entered = current_episode.set(self._episode())
 
+    def _left(self) -> LocalPolicies:
+        assert self._local is not None and self._entered is not None
+        current_episode.reset(self._entered)
+        local, self._local = self._local, None
+        return local
+
     def _episode(self) -> LiveEpisode:
-        if self._responder is None or self._local is None or self._loop is None:
+        if self._local is None:
             raise CotuneError(f"{self.source} is not open.", "Enter it first: with cotune.deployed(...) as deployment.")
         task = Task(id="deployed", input=None)
-        answering: dict[str, Any] = {"responder": self._responder, "loop": self._loop.loop, "roles": self._roles}
-        return _Unrecorded(self, task, workflow="deployed", **answering)
+        return _Unrecorded(self, task, workflow="deployed", responder=self._responder, roles=self._roles)
 
 
 class _Unrecorded(LiveEpisode):
@@ -160,25 +142,6 @@ class _Unrecorded(LiveEpisode):
             self.task,
             workflow=self.workflow,
             responder=self.responder,
-            loop=self.loop,
-            phase=self.phase,
             roles=self.roles,
         )
         return alone.start(caller, body)
-
-
-class _Loop:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="cotune-deployed", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, LocalPolicies | None]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
-
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()

@@ -118,7 +118,7 @@ def _elsewhere(made: Deployment) -> Iterator[Deployment]:
 
 
 def threads() -> int:
-    return sum(thread.name == "cotune-deployed" for thread in threading.enumerate())
+    return sum(thread.name.startswith("cotune") for thread in threading.enumerate())
 
 
 def test_roles_of_the_export_are_answered_and_others_pass_through(
@@ -182,7 +182,6 @@ def test_an_async_deployment_ends_with_its_block(app: App, monkeypatch: pytest.M
 
     async def run() -> tuple[list[str], list[str]]:
         async with made:
-            assert threads() == before + 1
             inside = await app.run()
         return inside, await app.run()
 
