@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cotune.adapters.fingerprint import base_fingerprint
-from cotune.adapters.hashes import hashes_of
+from cotune.adapters.fingerprint import base_fingerprint, hashes_of
 from cotune.adapters.manifest import (
     ADAPTER_FILE,
     FORMAT,
@@ -25,9 +24,10 @@ from cotune.adapters.manifest import (
     ExportedRole,
     Manifest,
     is_export,
+    model_card,
+    serve_commands,
     write_manifest,
 )
-from cotune.adapters.model_card import model_card, serve_commands
 from cotune.adapters.trained import TrainedPolicy, latest_policies
 from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.models.folder import locate_model, write_model

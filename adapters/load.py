@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cotune.adapters.fingerprint import base_fingerprint
-from cotune.adapters.hashes import changed
+from cotune.adapters.fingerprint import base_fingerprint, changed
 from cotune.adapters.manifest import ADAPTER_FILE, MANIFEST, Base, ExportedPolicy, Manifest, read_manifest
 from cotune.adapters.trained import read_weights
 from cotune.errors import AdapterError, ConfigError

@@ -26,11 +26,13 @@ from cotune.integrations.http.requests import (
     Access,
     ClientGone,
     RequestError,
+    application,
     decode_body,
+    json_response,
     read_body,
+    refusal,
     unless_gone,
 )
-from cotune.integrations.http.responses import application, json_response, refusal
 from cotune.integrations.http.server import RunningServer, running, stopped_by_signals
 from cotune.integrations.openai.chat_request import ChatRequest
 from cotune.integrations.openai.completions import completion_of

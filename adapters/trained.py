@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cotune.adapters.hashes import changed
+from cotune.adapters.fingerprint import changed
 from cotune.errors import AdapterError, RunError
 from cotune.policies import LoraSpec, PolicyKind
 from cotune.sampling.protocol import Weights

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from cotune.adapters.hashes import changed, write_hashes
+from cotune.adapters.fingerprint import changed, write_hashes
 from cotune.algorithms.advantages import AdvantageState
 from cotune.errors import RunError
 from cotune.policies import Policies

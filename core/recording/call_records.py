@@ -3,27 +3,70 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from cotune.ids import address, canonical
+from cotune.ids import address, canonical, message_id
 from cotune.recording.answers import Answer
-from cotune.recording.lineage import BYTES, Outputs
 from cotune.recording.pending_call import PendingCall
 from cotune.recording.prompt_tree import PromptTree
 from cotune.recording.records import Call, CallStatus, Message, Record, Reward, Segment, Usage, candidate_id
 from cotune.recording.redaction import RedactedCall, Redaction
-from cotune.runtime.bounded_cache import bytes_of
+from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
 _SHORT = 512
-"""Bytes from which on a message is remembered by its address: looking it up costs more, keeping it less."""
+"""Bytes of a message, or characters of a text, from which on it is remembered by its address: looking that up costs
+more, keeping it less."""
+OUTPUTS, OUTPUT_BYTES = 100_000, 8 << 20
+"""Most answers that are kept, and most bytes of all of them."""
+_OVERHEAD = 200
+"""Bytes of an entry beside its key and value, about."""
 NAMES = 8 << 20
 """Most bytes of messages and addresses that are remembered as stored; then all are, and are stored again when met."""
 _FORGOTTEN = (
-    f"The answers of one episode take more than {BYTES >> 20} MiB: the least recently read are forgotten. "
+    f"The answers of one episode take more than {OUTPUT_BYTES >> 20} MiB: the least recently read are forgotten. "
     "A call that reads one of them is recorded without that parent."
 )
+
+
+class Outputs:
+    """The answers of the calls that have ended; beyond the limits the least recently read are dropped."""
+
+    def __init__(self) -> None:
+        self._calls: BoundedCache[str] = BoundedCache(OUTPUTS, OUTPUT_BYTES)
+
+    def add(self, call: str, message: Mapping[str, Any], name: str | None) -> int:
+        """Keep a call's answer (an assistant message), also under the `name` a framework gives it.
+
+        Returns how many kept answers were dropped for want of room.
+        """
+        keys = [*([name] if name else ()), _key(message)]
+        return sum(self._calls.put(key, call, bytes_of((key, call)) + _OVERHEAD) for key in keys)
+
+    def read_by(self, names: Iterable[str], messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """Calls whose outputs a prompt contains: by the framework's names, else by its assistant messages."""
+        if not len(self._calls):
+            return ()
+        found: dict[str, None] = {}
+        for name in names:
+            if call := self._calls.get(name):
+                found[call] = None
+        if not found:
+            for message in messages:
+                if message.get("role") == "assistant" and (call := self._calls.get(_key(message))):
+                    found[call] = None
+        return tuple(found)
+
+
+def _key(message: Mapping[str, Any]) -> Hashable:
+    """Key of an assistant message: its content and tool calls, without the optional fields that clients add or drop."""
+    content, tools = message.get("content") or None, message.get("tool_calls")
+    if not tools and (content is None or (isinstance(content, str) and len(content) < _SHORT)):
+        return (content,)
+    functions = [tool.get("function") for tool in tools or []]
+    calls = [(f.get("name"), f.get("arguments")) if isinstance(f, Mapping) else None for f in functions]
+    return message_id({"content": content, "calls": calls})
 
 
 class CallRecords:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cotune.integrations.chat.hermes import REASONING, is_call, split_reasoning, tool_call
-from cotune.integrations.chat.tool_formats import HERMES, ToolFormat
+from cotune.integrations.chat.tool_formats import HERMES, REASONING, ToolFormat, is_call, split_reasoning, tool_call
 
 Tools = Sequence[Mapping[str, Any]]
 TAIL = 16

@@ -10,7 +10,7 @@ from typing import Any
 
 from cotune.errors import RequestRefused
 from cotune.integrations.chat.grammar import reason
-from cotune.integrations.chat.hermes import TOOL_CALL, call_grammar
+from cotune.integrations.chat.tool_formats import TOOL_CALL, call_grammar
 from cotune.sampling.request_params import fixes_form, form_type, function_of
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}

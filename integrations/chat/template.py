@@ -19,12 +19,20 @@ import msgspec
 from cotune.errors import ConfigError, PromptTooLong, SamplerError
 from cotune.ids import pack_ids, unpack_ids
 from cotune.integrations.chat.grammar import Grammars
-from cotune.integrations.chat.hermes import REASONING
 from cotune.integrations.chat.replies import Replies
 from cotune.integrations.chat.reply_grammar import Syntax, reply_grammar
 from cotune.integrations.chat.time_limit import TookTooLong, time_limit
 from cotune.integrations.chat.token_reuse import EarlierIds
-from cotune.integrations.chat.tool_formats import AUTO, HERMES, VLLM, ToolFormat, recognised, spelled_by, tool_format
+from cotune.integrations.chat.tool_formats import (
+    AUTO,
+    HERMES,
+    REASONING,
+    VLLM,
+    ToolFormat,
+    recognised,
+    spelled_by,
+    tool_format,
+)
 from cotune.integrations.models.folder import loading, reading
 from cotune.runtime.bounded_cache import BoundedCache
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cotune.integrations.chat.hermes import REASONING
+from cotune.integrations.chat.tool_formats import REASONING
 
 _PLACE = "\ue000reply {}\ue001"
 Path = Sequence[int]

@@ -15,8 +15,7 @@ from starlette.routing import Route
 from cotune.errors import CotuneError
 from cotune.integrations.gateway.episodes import EndEpisode, Episodes, Name, OpenEpisode
 from cotune.integrations.gateway.proxy import Proxy
-from cotune.integrations.http.requests import Access, RequestError, decode_body, read_body
-from cotune.integrations.http.responses import application, json_response
+from cotune.integrations.http.requests import Access, RequestError, application, decode_body, json_response, read_body
 from cotune.storage.sqlite_store import SqliteStore
 
 T = TypeVar("T")

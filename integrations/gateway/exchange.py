@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from cotune.integrations.http.requests import RequestError, decode_body, invalid_value
-from cotune.integrations.openai.answers import finish, part_of
-from cotune.integrations.openai.forms import Form
+from cotune.integrations.openai.forms import Form, finish, part_of
 from cotune.recording.answers import Answer
 from cotune.recording.recorder import LiveCall
 from cotune.recording.records import CallStatus

@@ -28,8 +28,7 @@ from cotune.integrations.gateway.control import control_app
 from cotune.integrations.gateway.episodes import Episodes
 from cotune.integrations.gateway.proxy import KEYS, Proxy
 from cotune.integrations.gateway.settings import GatewayConfig
-from cotune.integrations.http.requests import Access, RequestError
-from cotune.integrations.http.responses import refusal
+from cotune.integrations.http.requests import Access, RequestError, refusal
 from cotune.integrations.http.server import RunningServer, running, stopped_by_signals
 from cotune.storage.sqlite_store import SqliteStore
 

@@ -16,8 +16,7 @@ import msgspec
 
 from cotune.context import current_episode, identify, opened_call
 from cotune.errors import RecordError, SamplerError
-from cotune.integrations.openai.answers import finish, part_of
-from cotune.integrations.openai.forms import TEXT_COMPLETION, TEXT_COMPLETIONS, Form, asked_in, form_of
+from cotune.integrations.openai.forms import TEXT_COMPLETION, TEXT_COMPLETIONS, Form, asked_in, finish, form_of, part_of
 from cotune.integrations.openai.tee import package_of, tee
 from cotune.integrations.patching import replace_method
 from cotune.integrations.versions import missing_hook

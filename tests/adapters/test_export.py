@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cotune.adapters.export import export_run, write_export
-from cotune.adapters.hashes import write_hashes
+from cotune.adapters.fingerprint import write_hashes
 from cotune.adapters.load import load_export
 from cotune.adapters.manifest import read_manifest
 from cotune.adapters.trained import TrainedPolicy

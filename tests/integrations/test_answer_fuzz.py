@@ -27,8 +27,7 @@ import cotune
 from cotune.cli.show import show_run
 from cotune.integrations.autogen import messages as autogen_messages
 from cotune.integrations.crewai import messages as crewai_values
-from cotune.integrations.openai.answers import finish
-from cotune.integrations.openai.forms import FORMS
+from cotune.integrations.openai.forms import FORMS, finish
 from cotune.integrations.openai.response_events import to_events
 from cotune.integrations.openai.sse import to_stream
 from cotune.integrations.otel.exporter import export_file

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cotune.adapters.export import export_run
-from cotune.adapters.hashes import hashes_of, write_hashes
+from cotune.adapters.fingerprint import hashes_of, write_hashes
 from cotune.adapters.load import load_export
 from cotune.algorithms.recipes import LossSpec
 from cotune.cli.main import main

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from cotune.errors import ConfigError, SamplerError
-from cotune.integrations.chat.hermes import read_hermes, split_reasoning
 from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.chat.tool_formats import read_hermes, split_reasoning
 from tests.integrations import tiny_models
 
 TOOLS = [{"type": "function", "function": {"name": "go", "parameters": {"type": "object"}}}]

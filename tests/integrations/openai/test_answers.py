@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cotune.integrations.openai.answers import finish, part_of
-from cotune.integrations.openai.forms import FORMS
+from cotune.integrations.openai.forms import FORMS, finish, part_of
 from cotune.recording.model_calls import open_call
 from tests.integrations.provider import completion, event
 from tests.integrations.recorded import Recorded
