@@ -46,6 +46,17 @@ def load_object(
     return found
 
 
+def takes(fn: Callable[..., Any], count: int) -> bool:
+    """Whether `fn` can be called with `count` positional arguments; True where Python cannot tell."""
+    try:
+        inspect.signature(fn).bind(*range(count))
+    except ValueError:
+        return True
+    except TypeError:
+        return False
+    return True
+
+
 def _load_module(field: str, spec: str, name: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path:

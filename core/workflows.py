@@ -14,7 +14,7 @@ from cotune.judging.episodes import EpisodeJudge
 from cotune.recording.redaction import Redactor, check_redactor, load_redactor
 from cotune.recording.role_functions import CALLER, MODEL, RolesFunction, roles_function
 from cotune.sampling.scoring import AnyScorer, GroupScorer, OfGroup, Reward, Scorer
-from cotune.user_objects import load_object
+from cotune.user_objects import load_object, takes
 
 Outcome = Reward | Awaitable[Reward]
 P = ParamSpec("P")
@@ -105,7 +105,7 @@ class Workflow:
         def add(fn: Any) -> Any:
             if role in self.scorers:
                 raise WorkflowError(f"Role {role!r} of workflow {self.name!r} has two scorers.", "Remove one of them.")
-            if not _takes(fn, 3):
+            if not takes(fn, 3):
                 name = getattr(fn, "__name__", repr(fn))
                 remedy = f"Define it as: def {name}({first}, call, task) -> {'list[float]' if group else 'float'}."
                 raise WorkflowError(f"The scorer {name} of role {role!r} does not take three arguments.", remedy)
@@ -174,7 +174,7 @@ def workflow(
         raise WorkflowError(f"{app!r} is not a workflow: accepted is {_ACCEPTED}.", f"For example: {_EXAMPLE}")
     if inputs is not None or reward is not None:
         raise WorkflowError("A function takes no inputs= or reward=.", "Return the reward from the function.")
-    if not _takes(app, 1):
+    if not takes(app, 1):
         remedy = "Take the task's input as the only required argument."
         raise WorkflowError(f"The workflow {_name(app)} cannot be called with one argument.", remedy)
     return _attach(app, _name(app), naming)
@@ -248,17 +248,6 @@ def _of_graph(
             current_episode.reset(token)
 
     return run
-
-
-def _takes(fn: Callable[..., Any], count: int) -> bool:
-    """Whether `fn` can be called with `count` positional arguments; True where Python cannot tell."""
-    try:
-        inspect.signature(fn).bind(*range(count))
-    except ValueError:
-        return True
-    except TypeError:
-        return False
-    return True
 
 
 def _name(fn: Any) -> str:

@@ -22,7 +22,6 @@ MALFORMED = "malformed"
 """Key of a stored message under which stands what was taken out of it, by field."""
 MOST = 2**53
 """Counts are below it: whole numbers that any reader of JSON keeps exact."""
-_PLAIN = {"role", "content"}
 _NAMED = 5
 """Faults that are named; the others are counted."""
 
@@ -65,7 +64,6 @@ class _Message(msgspec.Struct, gc=False):
 
 
 _encode = msgspec.json.Encoder().encode
-_typed = msgspec.json.Decoder(_Message).decode
 _fields = {field.name: msgspec.json.Decoder(field.type).decode for field in msgspec.structs.fields(_Message)}
 
 
@@ -79,13 +77,11 @@ def counts(found: Any, read: str, written: str) -> Usage:
 
 
 def well_formed(answer: Answer) -> tuple[Answer, str | None]:
-    """`answer` as records can hold it, and what was wrong with it; itself and None where nothing was.
+    """`answer` as records can hold it, and what was wrong with it; None where nothing was.
 
     What is no text, number or list where one belongs is replaced by an empty one; what is wrong in a message is kept
     under its key `malformed`.
     """
-    if _is_sound(answer):
-        return answer, None
     faults: list[str] = []
     candidates = tuple(_candidate(i, candidate, faults) for i, candidate in enumerate(answer.candidates))
     usage = Usage(
@@ -101,30 +97,6 @@ def well_formed(answer: Answer) -> tuple[Answer, str | None]:
         return fixed, None
     more = f" and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
     return fixed, f"the provider's answer is malformed: {', '.join(faults[:_NAMED])}{more}"
-
-
-def _is_sound(answer: Answer) -> bool:
-    usage = answer.usage
-    if not (_is_count(usage.prompt_tokens) and _is_count(usage.completion_tokens) and _are_ids(answer.prompt_ids)):
-        return False
-    try:
-        return all(map(_is_sound_candidate, answer.candidates))
-    except (ValueError, TypeError, OverflowError, RecursionError):
-        return False
-
-
-def _is_sound_candidate(candidate: Candidate) -> bool:
-    message, text, finish = candidate.message, candidate.text, candidate.finish_reason
-    if not (type(text) is type(finish) is str and type(candidate.index) is int and type(message) is dict):
-        return False
-    if MALFORMED in message or not (_are_ids(candidate.token_ids) and _are_logprobs(candidate.logprobs)):
-        return False
-    raw = _encode(message)  # which raises for what is no JSON
-    if message.keys() - _PLAIN or type(message.get("role")) is not str or type(message.get("content")) is not str:
-        _typed(raw)
-    if text is not message.get("content"):
-        _encode(text)
-    return finish.isascii()
 
 
 def _candidate(index: int, candidate: Candidate, faults: list[str]) -> Candidate:
@@ -168,6 +140,8 @@ def _message(given: Any, where: str, faults: list[str]) -> dict[str, Any]:
         except msgspec.ValidationError:
             faults.append(f"{where}message.{name} is {_kind(plain[name])}")
             wrong[name] = plain.pop(name)
+    if not wrong and "role" in plain:
+        return plain
     message = {"role": "assistant", "content": None, **plain}
     return {**message, MALFORMED: wrong} if wrong else message
 

@@ -14,7 +14,7 @@ import msgspec
 from cotune.errors import CotuneError, WorkflowError
 from cotune.recording.answers import Answer
 from cotune.recording.records import Candidate, Task
-from cotune.user_objects import load_object
+from cotune.user_objects import load_object, takes
 
 Redactor = Callable[[dict[str, Any]], Mapping[str, Any]]
 """A message in, the message to store out. What is no chat message comes as one too: see `docs/privacy.md`."""
@@ -50,13 +50,9 @@ def check_redactor(fn: Any) -> Redactor:
     name = getattr(fn, "__name__", repr(fn))
     if not callable(fn) or inspect.iscoroutinefunction(fn):
         raise WorkflowError(f"The redactor {name} is not a plain function.", "Define it as: def redact(message): ...")
-    try:
-        inspect.signature(fn).bind({})
-    except TypeError:
+    if not takes(fn, 1):
         remedy = "Define it as: def redact(message): ... and return the message to store."
-        raise WorkflowError(f"The redactor {name} does not take one argument.", remedy) from None
-    except ValueError:
-        return fn  # type: ignore[no-any-return]
+        raise WorkflowError(f"The redactor {name} does not take one argument.", remedy)
     return fn  # type: ignore[no-any-return]
 
 

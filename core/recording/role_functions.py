@@ -11,6 +11,7 @@ from typing import Any
 from cotune.errors import WorkflowError
 from cotune.recording.pending_call import CallerContext
 from cotune.runtime.callers import Function, functions_around
+from cotune.user_objects import takes
 
 CALLER, MODEL = "caller", "model"
 LONGEST = 200
@@ -74,12 +75,8 @@ def roles_function(given: Any) -> RolesFunction | None:
     remedy = 'Define it as: def roles(call): return "planner", or give "caller" or "model".'
     if not callable(given) or inspect.iscoroutinefunction(given):
         raise WorkflowError(f"roles = {given!r} is not a plain function.", remedy)
-    try:
-        inspect.signature(given).bind(None)
-    except TypeError:
-        raise WorkflowError(f"The roles function {_name(given)} does not take one argument.", remedy) from None
-    except ValueError:
-        pass
+    if not takes(given, 1):
+        raise WorkflowError(f"The roles function {_name(given)} does not take one argument.", remedy)
     return given  # type: ignore[no-any-return]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
+from cotune.integrations.openai.responses import hosted_tools, text_of
 from cotune.recording.recorder import LiveEpisode
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
@@ -14,7 +15,6 @@ ENTRIES, BYTES = 100_000, 8 << 20
 """Most arguments of tool calls, and bytes of all, that are kept of one episode as they were written."""
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "metadata", "service_tier", "thinking")
 _PLAIN_TOOL = (None, "custom")
-_NONE: Mapping[str, str] = {}
 _FORGOTTEN = (
     f"The arguments of one episode's tool calls take more than {BYTES >> 20} MiB: the least recently used are "
     "forgotten. A later prompt may have them in another spelling than the model's."
@@ -61,9 +61,7 @@ def chat_of(asked: Mapping[str, Any], episode: LiveEpisode) -> dict[str, Any]:
 def unsupported_reason(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
     """What in a request, given also as chat, only a provider can serve; "" when a policy can answer it."""
     found = [what for field, what in _UNANSWERED.items() if asked.get(field)]
-    hosted = [str(tool.get("type")) for tool in chat.get("tools") or () if tool.get("type") != "function"]
-    if hosted:
-        found.append(f"tools that the provider runs ({', '.join(dict.fromkeys(hosted))})")
+    found += hosted_tools(chat)
     unread = [
         str(part.get("type"))
         for message in chat["messages"]
@@ -73,12 +71,6 @@ def unsupported_reason(asked: Mapping[str, Any], chat: Mapping[str, Any], episod
     if unread:
         found.append(f"blocks of type {', '.join(dict.fromkeys(unread))}")
     return " and ".join(found)
-
-
-class WrittenArguments(Protocol):
-    """Arguments of tool calls as the model wrote them, by the id of the call."""
-
-    def get(self, name: str, /) -> str | None: ...
 
 
 def arguments_in(episode: LiveEpisode) -> BoundedCache[str]:
@@ -93,7 +85,7 @@ def keep_arguments(episode: LiveEpisode, name: str, arguments: str) -> None:
         episode.warn("forgotten_arguments", _FORGOTTEN)
 
 
-def messages_of(given: Iterable[Mapping[str, Any]], written: WrittenArguments) -> list[dict[str, Any]]:
+def messages_of(given: Iterable[Mapping[str, Any]], written: BoundedCache[str]) -> list[dict[str, Any]]:
     """Messages of blocks as chat messages: results of tools become messages of their own, before the text beside them.
 
     A block that no chat message can say is kept as it is, as a part of its message's content.
@@ -119,7 +111,7 @@ def messages_of(given: Iterable[Mapping[str, Any]], written: WrittenArguments) -
     return found
 
 
-def assistant_of(blocks: Iterable[Mapping[str, Any]], written: WrittenArguments = _NONE) -> dict[str, Any]:
+def assistant_of(blocks: Iterable[Mapping[str, Any]], written: BoundedCache[str] | None = None) -> dict[str, Any]:
     """The blocks of one assistant turn as a chat message; those that it cannot say are under `items`.
 
     `written` are arguments of tool calls as they were written, for those that come back as objects.
@@ -133,7 +125,8 @@ def assistant_of(blocks: Iterable[Mapping[str, Any]], written: WrittenArguments 
         elif kind == "thinking":
             message["reasoning_content"] = message.get("reasoning_content", "") + (block.get("thinking") or "")
         elif kind == "tool_use":
-            text = _arguments(block.get("input"), written.get(str(block.get("id"))))
+            known = None if written is None else written.get(str(block.get("id")))
+            text = _arguments(block.get("input"), known)
             call = {
                 "id": block.get("id"),
                 "type": "function",
@@ -153,11 +146,6 @@ def _arguments(given: Any, written: str | None) -> str:
     if written is not None and msgspec.json.decode(written) == given:
         return written
     return msgspec.json.encode(given or {}).decode()
-
-
-def text_of(content: Any) -> str:
-    """The text of a content: a string, or its text blocks."""
-    return content if isinstance(content, str) else "".join(str(block.get("text") or "") for block in content)
 
 
 def _blocks(content: Any) -> list[Mapping[str, Any]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +19,11 @@ CACHE_SIZE = 128
 
 
 class Matcher:
-    """Follows one reply through its grammar."""
+    """Follows one reply through its grammar. `words` is the length of the bits of a position."""
 
     def __init__(self, matcher: Any, words: int) -> None:
         self._matcher = matcher
-        self._words = words
+        self.words = words
 
     def allowed(self, into: Bits) -> None:
         """Write the tokens that may come next; only the end token once the grammar is complete."""
@@ -32,11 +32,6 @@ class Matcher:
     def consume(self, token: int) -> bool:
         """Go on by a token; False where the grammar does not allow it. After the grammar's end nothing changes."""
         return self._matcher.is_stopped() or self._matcher.consume_token(token)
-
-    @property
-    def words(self) -> int:
-        """Length of the bits of a position."""
-        return self._words
 
 
 class Grammars:
@@ -49,24 +44,15 @@ class Grammars:
         self._source = tokenizer
         self._vocabulary = max(vocabulary, len(tokenizer))
         self._tokenizer: Any = None
-        self._known: OrderedDict[str, Any] = OrderedDict()
+        self._compiled = functools.lru_cache(CACHE_SIZE)(self._compile)
         self._lock = threading.Lock()
-
-    @property
-    def words(self) -> int:
+        self.words = -(-self._vocabulary // 32)
         """int32 words that hold the bits of all tokens."""
-        return -(-self._vocabulary // 32)
 
     def start(self, grammar: str) -> Matcher:
         """A matcher at the beginning of a reply. Raises RequestRefused for a grammar that cannot be compiled."""
         with self._lock:
-            known = self._known.get(grammar)
-            if known is None:
-                known = self._known[grammar] = self._compile(grammar)
-                if len(self._known) > CACHE_SIZE:
-                    self._known.popitem(last=False)
-            self._known.move_to_end(grammar)
-            return Matcher(known.deep_copy(), self.words)
+            return Matcher(self._compiled(grammar).deep_copy(), self.words)
 
     def supports(self, grammar: str) -> bool:
         """Whether a grammar can be compiled."""
@@ -149,7 +135,7 @@ class _Plain:
         self.eos_token_id = tokenizer.eos_token_id
         self.bos_token_id = tokenizer.bos_token_id
         self.special_token_ids = sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
-        texts = [self._text(i) for i in range(len(tokenizer))]
+        texts = [self._decode([i]) for i in range(len(tokenizer))]
         plain = [i for i in range(len(tokenizer)) if i not in self.special_token_ids]
         if self._decode(plain) != "".join(texts[i] for i in plain):
             raise ValueError("the text of several tokens is not the tokens' texts one after the other")
@@ -157,9 +143,6 @@ class _Plain:
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def _text(self, token: int) -> str:
-        return self._decode([token])
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

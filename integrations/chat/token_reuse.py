@@ -7,22 +7,13 @@ reply of the role said, the reply's own text stands in its place before the text
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cotune.integrations.chat.tool_formats import REASONING
 
 _PLACE = "\ue000reply {}\ue001"
 Path = Sequence[int]
-
-
-@dataclass(frozen=True)
-class EarlierReply:
-    """What an earlier reply said, and the text that the model wrote for it, without reasoning and end token."""
-
-    said: str
-    text: str
 
 
 class EarlierIds:
@@ -63,13 +54,13 @@ class EarlierIds:
         canonical: str,
     ) -> str | None:
         """The prompt's text with earlier replies spelled as the model wrote them; None where that changes nothing."""
-        known: dict[str, list[EarlierReply]] = {}
-        for reply in self._replies():
-            known.setdefault(reply.said, []).append(reply)
+        known: dict[str, list[str]] = {}
+        for said, text in self._replies():
+            known.setdefault(said, []).append(text)
         at = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and _said(message) in known]
         if not at:
             return None
-        choices = [[reply.text for reply in known[_said(messages[i])]] for i in at]
+        choices = [known[_said(messages[i])] for i in at]
         chosen = self._fitting(template(_placed(messages, at)), choices)
         if not chosen:
             return None
@@ -82,9 +73,9 @@ class EarlierIds:
             text = text.replace(_PLACE.format(i), spelled)
         return text
 
-    def _replies(self) -> list[EarlierReply]:
-        """Every path that goes on from another one, read as prompt and reply."""
-        found = []
+    def _replies(self) -> Iterator[tuple[str, str]]:
+        """What each reply said (a path that goes on from another), and the text that the model wrote for it, without
+        reasoning and end token."""
         for i, path in enumerate(self.paths):
             shorter = zip(self.paths[i + 1 :], self._texts[i + 1 :], strict=True)
             prompt = next(((p, t) for p, t in shorter if p and path[: len(p)] == p), None)
@@ -98,8 +89,7 @@ class EarlierIds:
             message = self._parse(prompt[0], ids)
             if message.get("reasoning_content"):
                 text = text.partition(REASONING[1])[2].lstrip("\n")
-            found.append(EarlierReply(_said(message), text))
-        return found
+            yield _said(message), text
 
     def _fitting(self, text: str, choices: Sequence[Sequence[str]]) -> list[str]:
         """For each place in turn the spelling with which an earlier path goes on; ends where none does."""

@@ -115,7 +115,7 @@ def answer_of(response: Any) -> Answer:
     _require_end(response)
     sound, broken = readable(response["output"])
     message: dict[str, Any] = {"role": "assistant", "content": None}
-    for turn in messages_of((item for item in sound if item.get("type") in _READ), {}):
+    for turn in messages_of(item for item in sound if item.get("type") in _READ):
         for key, value in turn.items():
             if key != "role" and value is not None:
                 message[key] = value if message.get(key) is None else message[key] + value

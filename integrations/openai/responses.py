@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
@@ -28,12 +28,6 @@ _FORGOTTEN = (
     "used, or that one, are forgotten. "
     "A call that goes on from one of them is recorded without what was said before."
 )
-
-
-class KnownItems(Protocol):
-    """Items by id."""
-
-    def get(self, item_id: Any, /) -> Mapping[str, Any] | None: ...
 
 
 class Conversation(NamedTuple):
@@ -62,7 +56,7 @@ class EarlierResponses:
             call.episode.warn("cut_conversation", _CUT)
         output, _ = readable(response.get("output") or ())
         history = call.messages[1:] if asked.get("instructions") else call.messages
-        messages = (*history, *messages_of(output, {}))
+        messages = (*history, *messages_of(output))
         kept = Conversation(messages, whole)
         forgotten = self._kept.put(("response", str(response.get("id"))), kept, bytes_of(messages))
         for item in output:
@@ -76,7 +70,7 @@ class EarlierResponses:
         name = asked.get("previous_response_id")
         return (self._kept.get(("response", name)) or Conversation(whole=False)) if name else Conversation()
 
-    def get(self, item_id: Any, /) -> Mapping[str, Any] | None:
+    def get(self, item_id: Any) -> Mapping[str, Any] | None:
         """The item of this id."""
         found: Mapping[str, Any] | None = self._kept.get(("item", item_id))
         return found
@@ -111,16 +105,20 @@ def unsupported_reason(asked: Mapping[str, Any], chat: Mapping[str, Any], episod
     if not earlier_in(episode).before(asked).whole:
         before = asked["previous_response_id"]
         found.append(f"the response {before!r}, which was not made in this episode, or goes on from what is not known")
-    hosted = [str(tool.get("type")) for tool in chat.get("tools") or () if tool.get("type") != "function"]
-    if hosted:
-        found.append(f"tools that the provider runs ({', '.join(dict.fromkeys(hosted))})")
+    found += hosted_tools(chat)
     unread = [str(message.get("type")) for message in chat["messages"] if "role" not in message]
     if unread:
         found.append(f"input items of type {', '.join(dict.fromkeys(unread))}")
     return " and ".join(found)
 
 
-def messages_of(items: Iterable[Mapping[str, Any]], known: KnownItems) -> list[dict[str, Any]]:
+def hosted_tools(chat: Mapping[str, Any]) -> list[str]:
+    """A phrase for the tools of a request that are no functions, if there are any."""
+    kinds = [str(tool.get("type")) for tool in chat.get("tools") or () if tool.get("type") != "function"]
+    return [f"tools that the provider runs ({', '.join(dict.fromkeys(kinds))})"] if kinds else []
+
+
+def messages_of(items: Iterable[Mapping[str, Any]], known: EarlierResponses | None = None) -> list[dict[str, Any]]:
     """Items of an input or an output as chat messages. What belongs to one assistant turn becomes one message.
 
     An item that no chat message can say is kept as it is.
@@ -146,7 +144,7 @@ def readable(output: Iterable[Any]) -> tuple[list[Mapping[str, Any]], list[Any]]
     sound, broken = [], []
     for item in output:
         try:
-            messages_of((item,), {})
+            messages_of((item,))
             sound.append(item)
         except (TypeError, AttributeError, KeyError, ValueError):
             broken.append(item)
@@ -171,9 +169,9 @@ def _items(asked: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return given
 
 
-def _resolved(item: Mapping[str, Any], known: KnownItems) -> Mapping[str, Any]:
+def _resolved(item: Mapping[str, Any], known: EarlierResponses | None) -> Mapping[str, Any]:
     if item.get("type") in (_REFERENCE, None) and "id" in item and "content" not in item:
-        return known.get(item["id"]) or {**item, "type": _REFERENCE}
+        return (known.get(item["id"]) if known is not None else None) or {**item, "type": _REFERENCE}
     return item
 
 

@@ -394,7 +394,7 @@ def test_items_of_one_assistant_turn_are_one_message():
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "why"}], "summary": []}
     texts = [{"role": "assistant", "content": text} for text in ("a", "b")]
-    found = messages_of([*texts, call, call, thought, texts[0], {"role": "user", "content": "x"}, call], {})
+    found = messages_of([*texts, call, call, thought, texts[0], {"role": "user", "content": "x"}, call])
     assert [(m["role"], m["content"], len(m.get("tool_calls", ())), m.get("reasoning_content")) for m in found] == [
         ("assistant", "a", 0, None),
         ("assistant", "b", 2, None),
@@ -410,7 +410,7 @@ def test_pictures_and_files_are_parts_of_a_message():
         {"type": "input_image", "image_url": "data:x", "detail": "low"},
         {"type": "input_file", "file_id": "f"},
     ]
-    assert messages_of([{"role": "user", "content": parts}], {})[0]["content"] == [
+    assert messages_of([{"role": "user", "content": parts}])[0]["content"] == [
         {"type": "text", "text": "see"},
         {"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}},
         {"type": "file", "file": {"file_id": "f"}},
