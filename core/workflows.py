@@ -62,7 +62,7 @@ class Workflow:
         """
         if self.episode_judge is not None:
             raise WorkflowError(f"The workflow {self.name!r} has two judges.", "Remove one of them.")
-        if not _takes(fn, 2):
+        if not takes(fn, 2):
             remedy = f"Define it as: def {_name(fn)}(episodes, task) -> list[float]."
             raise WorkflowError(f"The judge {_name(fn)} does not take two arguments.", remedy)
         self.episode_judge = fn
