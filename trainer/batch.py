@@ -55,11 +55,11 @@ def collect_samples(run: Run, episodes: Sequence[Episode]) -> Collected:
 def group_and_weigh(run: Run, episodes: Sequence[Episode], collected: Collected) -> Batch:
     """Samples in groups, with advantages, as rows by policy. Raises GroupError where faults have left nothing."""
     decays = run.config.learner.weight_decay > 0
-    state = run.state
-    prepared = prepare(collected.samples, run.recipe, state.advantages, consumed=run.consumed, decays=decays)
+    policies = run.policies_at(run.state.steps)
+    prepared = prepare(collected.samples, run.recipe, run.state.advantages, consumed=run.consumed, decays=decays)
     rows: dict[str, list[TrainRow]] = {}
     for role, its_rows in train_rows(prepared, collected, run.store, run.recipe.loss.entropy_by).items():
-        rows.setdefault(state.policies.of(role).name, []).extend(its_rows)
+        rows.setdefault(policies.of(role).name, []).extend(its_rows)
     batch = Batch(
         episodes=episodes, collected=collected, prepared=prepared, rows=rows, versions=dict(run.state.versions)
     )

@@ -79,7 +79,7 @@ async def roll_out(run: Run, progress: Progress, step: int) -> list[Episode]:
         done=[episode for episode in done if episode.fork is None],
         on_episode=progress.episode,
     )
-    policies = run.served()
+    policies = run.served(step)
     episodes = await run_episodes(run, batch, plan=run.plan, policies=policies)
     run.store.flush()
     if run.plan.kind == "replay":

@@ -24,6 +24,7 @@ from cotune.trainer.rollout.forks import expected_budget
 from cotune.trainer.rollout.local import LocalRunner
 from cotune.trainer.rollout.preflight import preflight
 from cotune.trainer.rollout.protocol import EpisodeRunner
+from cotune.trainer.routing import check_routing
 from cotune.trainer.run import Run
 from cotune.trainer.run_folder import RunFolder
 from cotune.trainer.schedule import TaskSchedule
@@ -64,6 +65,7 @@ async def open_run(
             policies = config.join(before, [*saved[0].new_roles, *config.roles], scored=scored)
             new = sorted(policies.roles.keys() - before.roles.keys())
             notes = [f"role {role!r} gets the policy {policies.roles[role]}" for role in new]
+        check_routing(config.routing, policies)
         limit = recipe.loss.constant_length or config.sampling.max_tokens
         loss = msgspec.structs.replace(recipe.loss, constant_length=limit)
         trained = [name for name, spec in policies.specs.items() if spec.trained]

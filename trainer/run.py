@@ -21,6 +21,7 @@ from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.publish import Proof
 from cotune.trainer.rollout.protocol import EpisodeRunner
+from cotune.trainer.routing import opponent, past_role, players, swapped
 from cotune.trainer.run_folder import RunFolder
 from cotune.trainer.schedule import TaskSchedule
 from cotune.workflows import Workflow
@@ -101,24 +102,31 @@ class Run:
         """`policies` with those of `roles` that have none and get one by the configuration."""
         return self.config.join(policies, roles, scored=self.workflow.scorers if self.plan.kind == "tree" else None)
 
+    def policies_at(self, step: int) -> Policies:
+        """The policies, with the roles that each plays in a step of training."""
+        return swapped(self.state.policies, self.config.routing, step)
+
     @property
     def trained_roles(self) -> dict[str, str]:
-        """The trained roles, and the policies that play them."""
-        return {role: spec.name for role, spec in self._players() if spec.trained}
+        """The roles that are trained in the present step, and the policies that play them."""
+        policies, past = self.policies_at(self.state.steps), past_role(self.config.routing, self.state.steps)
+        return {role: name for role, name in policies.roles.items() if policies.specs[name].trained and role != past}
 
     @property
     def provider_roles(self) -> list[str]:
         """Roles that are left to the application's provider."""
         return [role for role, spec in self._players() if spec.kind == "provider"]
 
-    def served(self) -> dict[str, PolicyRef]:
-        """The version that answers each role; provider roles have none."""
-        versions = self.state.versions
-        return {
-            role: PolicyRef(spec.name, versions.get(spec.name, 0))
-            for role, spec in self._players()
-            if spec.kind != "provider"
-        }
+    def served(self, step: int | None = None) -> dict[str, PolicyRef]:
+        """The version that answers each role in a step of training, or in no step; provider roles have none."""
+        if step is None:
+            return players(self.state.policies, self.state.versions)
+        routing = self.config.routing
+        found = players(self.policies_at(step), self.state.versions)
+        if past := past_role(routing, step):
+            versions = {0, *(proof.policy.version for proof in self.published.get(found[past].name, ()))}
+            found[past] = opponent(routing, step, found[past], versions, self.config.seed)
+        return found
 
     def _players(self) -> list[tuple[str, PolicySpec]]:
         return [(role, self.state.policies.specs[name]) for role, name in self.state.policies.roles.items()]

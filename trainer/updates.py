@@ -11,11 +11,15 @@ from cotune.algorithms.samples import TrainRow
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import SleepingSampler
 from cotune.trainer.metrics import Updates, moved
+from cotune.trainer.opponents import keep_opponent, publish_opponents
 from cotune.trainer.publish import Probe, prove_publish
+from cotune.trainer.routing import kept, opposing
 from cotune.trainer.run import Run
 from cotune.trainer.schedule import lr_scale
 from cotune.trainer.step_report import StepReport
 
+OPPONENTS = "opponents"
+"""Folder in the run folder of the versions that a later step may play against."""
 PROBE_PROMPTS = 4
 """Prompts of its rows that the publication of a policy is probed with."""
 
@@ -60,15 +64,22 @@ async def publish_version(run: Run, policy: str, version: int, *, probe: Sequenc
     rollout uses any more. `probe` are prompts as token ids. Raises SyncError."""
     spec = run.state.policies.specs[policy]
     served = run.published.setdefault(policy, [])
-    outdated = served[: max(0, len(served) - run.config.ahead)]
+    lora = spec.lora if spec.kind == "lora" else None
+    routing, folder = opposing(run.config.routing, run.state.policies, policy), run.folder.path / OPPONENTS
+    if not served:
+        served += await publish_opponents(run.sampler, folder, routing, PolicyRef(policy, version), lora)
+    stays = kept(routing, version, run.config.ahead)
+    outdated = [proof for proof in served if proof.policy.version not in stays]
+    weights = await asyncio.to_thread(run.learner.weights, policy)
     proof = await prove_publish(
         run.sampler,
         PolicyRef(policy, version),
-        await asyncio.to_thread(run.learner.weights, policy),
-        spec.lora if spec.kind == "lora" else None,
+        weights,
+        lora,
         previous=served[-1] if served else None,
         probe=Probe(probe, lambda rows: run.learner.logprobs(policy, rows), run.config.probe_bound),
         retire=[old.policy for old in outdated],
     )
-    run.published[policy] = [*served[len(outdated) :], proof]
+    run.published[policy] = [*(old for old in served if old not in outdated), proof]
     run.state.versions[policy] = version
+    await asyncio.to_thread(keep_opponent, folder, routing, proof.policy, weights)

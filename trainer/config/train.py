@@ -21,6 +21,7 @@ from cotune.sampling.plans import Plan, PlanKind, Select
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.learner import LearnerSettings, check_anchor
 from cotune.trainer.config.replay import ReplayConfig
+from cotune.trainer.config.routing import RoutingConfig
 
 Layout = Literal["shared", "lora", "full"]
 
@@ -157,6 +158,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     replay: ReplayConfig = ReplayConfig()
     sampling: SamplingConfig = SamplingConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    routing: RoutingConfig = RoutingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     learner: LearnerSettings = LearnerSettings()
     cluster: ClusterConfig = ClusterConfig()

@@ -1,0 +1,114 @@
+"""Roles whose policy changes over the steps: swapped in a ring, or played by an earlier version."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+from cotune.errors import ConfigError
+from cotune.policies import LoraSpec, Policies, PolicySpec, policies_for
+from cotune.recording.records import PolicyRef
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.config.routing import RoutingConfig
+from cotune.trainer.routing import check_routing, kept, opponent, pool, swapped
+from tests.trainer.test_published import duel
+from tests.trainer.tiny_app import application, converse, letters
+
+TWO = policies_for("lora", ["pioneer", "observer", "judge"], LoraSpec())
+
+
+def players(run) -> dict[int, dict[str, set[str]]]:
+    """By training step and role, who answered, as policy@version."""
+    store = SqliteStore.open(run / "records.db")
+    found: dict[int, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for episode in store.episodes(phase="train"):
+        for call in store.calls(episode.id):
+            found[episode.training_step][call.role].add(str(call.policy))
+    store.close()
+    return {step: dict(roles) for step, roles in found.items()}
+
+
+def test_two_roles_swap_every_so_many_steps():
+    routing = RoutingConfig(swap=("pioneer", "observer"), swap_every=5)
+    own = {"pioneer": "pioneer", "observer": "observer", "judge": "judge"}
+    other = {"pioneer": "observer", "observer": "pioneer", "judge": "judge"}
+    assert [swapped(TWO, routing, step).roles for step in (0, 4, 5, 9, 10)] == [own, own, other, other, own]
+    assert swapped(TWO, RoutingConfig(), 7) is TWO
+
+
+def test_three_roles_go_round():
+    routing = RoutingConfig(swap=("pioneer", "observer", "judge"), swap_every=1)
+    assert [swapped(TWO, routing, step).roles["pioneer"] for step in range(4)] == [
+        "pioneer",
+        "observer",
+        "judge",
+        "pioneer",
+    ]
+
+
+def test_the_pool_holds_earlier_versions_at_a_distance():
+    assert pool(RoutingConfig(past=("a",), pool=2), 5) == [3, 4]
+    assert pool(RoutingConfig(past=("a",), pool=3, pool_every=4), 10) == [0, 4, 8]
+    assert pool(RoutingConfig(past=("a",), pool=3), 0) == pool(RoutingConfig(), 9) == []
+    assert kept(RoutingConfig(past=("a",), pool=2, pool_every=4), 9, ahead=1) == {4, 8, 9} | {0}
+    assert kept(RoutingConfig(), 9, ahead=1) == {8, 9}
+
+
+def test_opponents_are_drawn_from_what_is_served():
+    routing = RoutingConfig(past=("a",), pool=3)
+    drawn = [opponent(routing, step, PolicyRef("p", 5), {0, 3, 4, 5}, seed=0).version for step in range(40)]
+    assert set(drawn) == {3, 4}
+    assert opponent(routing, 0, PolicyRef("p", 0), {0}, seed=0) == PolicyRef("p", 0)
+
+
+@pytest.mark.parametrize(
+    ("routing", "message"),
+    [
+        ({"swap": ("pioneer",)}, r"routing.swap = \['pioneer'\]: allowed is two or more roles"),
+        ({"swap_every": 0}, "routing.swap_every = 0: allowed is 1 or more"),
+        ({"swap": ("pioneer", "nobody")}, "routing.swap = 'nobody': allowed is a trained role: observer, pioneer"),
+        ({"past": ("judge",)}, "routing.past = 'judge': allowed is a trained role: observer, pioneer"),
+        ({"swap": ("pioneer", "observer"), "past": ("observer",)}, "not in routing.swap too"),
+    ],
+)
+def test_wrong_routing(routing, message):
+    specs = {**TWO.specs, "judge": PolicySpec(name="judge", kind="frozen")}
+    with pytest.raises(ConfigError, match=message):
+        check_routing(RoutingConfig(**routing), Policies(specs, TWO.roles))
+
+
+def test_one_shared_policy_has_nothing_to_swap():
+    with pytest.raises(ConfigError, match="roles with policies of their own"):
+        check_routing(RoutingConfig(swap=("a", "b")), policies_for("shared", ["a", "b"], LoraSpec()))
+
+
+def test_a_run_that_swaps_its_roles_trains_each_policy_on_what_it_said(trainer):
+    settings = {"steps": 3, "policies": "lora", "routing": {"swap": ["first", "second"], "swap_every": 1}}
+    trainer(application(converse, first=letters, second=letters), **settings)
+    lines = trainer.metrics()
+    assert all(
+        line["left_out"].get("untrained_role", 0) == 0 and line["staleness"] == {"0": line["rows"]} for line in lines
+    )
+    played = players(trainer.folder / "run")
+    assert [next(iter(played[step]["first"])).partition("@")[0] for step in range(3)] == ["first", "second", "first"]
+    assert [next(iter(played[step]["second"])).partition("@")[0] for step in range(3)] == ["second", "first", "second"]
+
+
+def test_past_versions_play_untrained_in_turn_and_are_there_after_a_resume(trainer):
+    app = application(duel)
+    settings = {"recipe": "self_redteam", "overrides": {"kl": 0.0}, "policies": "shared", "learner": {"lr": 1e-2}}
+    trainer(app, steps=4, routing={"past": ["white", "black"], "pool": 2}, **settings)
+    assert trainer.resume(app, steps=6).steps == 6
+    lines, played = trainer.metrics(), players(trainer.folder / "run")
+    present = [0, *(int(line["policies"].get("shared", {}).get("version", -1)) for line in lines)][:6]
+    assert present == [0, 1, 2, 3, 4, 5]  # every step has moved it
+    for step in range(6):
+        past, other = ("white", "black") if step % 2 == 0 else ("black", "white")
+        assert played[step][other] == {f"shared@{step}"}
+        (opponent_,) = played[step][past]
+        assert int(opponent_.partition("@")[2]) in (range(max(0, step - 2), step) if step else (0,))
+        assert lines[step]["roles"][other]["kept"] > 0
+        assert past not in lines[step]["roles"] and lines[step]["left_out"]["untrained_role"] == 12
+    kept_files = sorted(path.name for path in (trainer.folder / "run" / "opponents").iterdir())
+    assert kept_files == ["shared@4.safetensors", "shared@5.safetensors", "shared@6.safetensors"]

@@ -1,0 +1,32 @@
+"""Which policy, at which version, plays a role: where it changes over the steps of training."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cotune.errors import ConfigError
+
+
+class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[routing] Roles that change their policies over the steps of training. Evaluation and the export take the
+    policies as they are named."""
+
+    swap: tuple[str, ...] = ()
+    """Roles that hand their policies on to each other in a ring (CORY): two or more."""
+    swap_every: int = 5
+    """Steps after which they do."""
+    past: tuple[str, ...] = ()
+    """Roles of which, in turn, one in each step is played by an earlier version of its policy, and not trained then."""
+    pool: int = 4
+    """Earlier versions of each policy that are kept for that: one of them is drawn for a step."""
+    pool_every: int = 1
+    """Versions from one that is kept to the next."""
+
+    def __post_init__(self) -> None:
+        for name in ("swap_every", "pool", "pool_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"routing.{name}", getattr(self, name), "1 or more")
+        if len(self.swap) == 1 or len(set(self.swap)) < len(self.swap):
+            raise ConfigError("routing.swap", list(self.swap), "two or more roles, each once")
+        if both := sorted(set(self.swap) & set(self.past)):
+            raise ConfigError("routing.past", both[0], "a role that is not in routing.swap too")

@@ -1,0 +1,75 @@
+"""Who plays each role in a step of training: functions of the configuration, the step and the versions alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping
+
+from cotune.errors import ConfigError
+from cotune.policies import Policies
+from cotune.recording.records import PolicyRef
+from cotune.sampling.plans import seed_of
+from cotune.trainer.config.routing import RoutingConfig
+
+
+def check_routing(routing: RoutingConfig, policies: Policies) -> None:
+    """Raises ConfigError for roles that the application has not, that are not trained, or that have nothing to swap."""
+    for field in ("swap", "past"):
+        for role in getattr(routing, field):
+            if role not in policies.roles or not policies.of(role).trained:
+                trained = [name for name, policy in policies.roles.items() if policies.specs[policy].trained]
+                raise ConfigError(f"routing.{field}", role, f"a trained role: {', '.join(sorted(trained))}")
+    if routing.swap and len({policies.roles[role] for role in routing.swap}) < len(routing.swap):
+        remedy = "Use --policies lora or full, or give each a [[policy]]."
+        raise ConfigError("routing.swap", list(routing.swap), "roles with policies of their own", remedy)
+
+
+def swapped(policies: Policies, routing: RoutingConfig, step: int) -> Policies:
+    """`policies` with the roles of `swap` moved on: in step s (from 0) each has the policy of the one that is
+    s // swap_every places after it in the ring (CORY, arXiv 2410.06101: pioneer and observer exchange their models)."""
+    ring = routing.swap
+    if not ring:
+        return policies
+    shift = step // routing.swap_every
+    moved = {role: policies.roles[ring[(i + shift) % len(ring)]] for i, role in enumerate(ring)}
+    return Policies(policies.specs, {**policies.roles, **moved})
+
+
+def past_role(routing: RoutingConfig, step: int) -> str | None:
+    """The role that an earlier version plays in `step`; None where the present ones play all."""
+    return routing.past[step % len(routing.past)] if routing.past else None
+
+
+def pool(routing: RoutingConfig, version: int) -> list[int]:
+    """The versions before `version` that are kept as opponents, oldest first."""
+    return [v for v in range(version) if v % routing.pool_every == 0][-routing.pool :] if routing.past else []
+
+
+def opponent(routing: RoutingConfig, step: int, present: PolicyRef, served: Collection[int], seed: int) -> PolicyRef:
+    """The version of the pool that plays against the present one in `step`: drawn from those that are `served`, the
+    present one where there is none yet."""
+    able = [v for v in pool(routing, present.version) if v in served]
+    drawn = random.Random(seed_of(seed, "opponent", step)).choice(able or [present.version])
+    return PolicyRef(present.name, drawn)
+
+
+def opposing(routing: RoutingConfig, policies: Policies, policy: str) -> RoutingConfig:
+    """`routing` as far as it asks for earlier versions of `policy`: the default where none of its roles is in `past`."""
+    return routing if any(policies.roles[role] == policy for role in routing.past) else RoutingConfig()
+
+
+def kept(routing: RoutingConfig, version: int, ahead: int) -> set[int]:
+    """The versions that stay served once `version` is the present one: those that rollouts up to `ahead` versions
+    behind may ask for, and the pool of each."""
+    recent = range(max(0, version - ahead), version + 1)
+    return {*recent, *(old for present in recent for old in pool(routing, present))}
+
+
+def players(policies: Policies, versions: Mapping[str, int]) -> dict[str, PolicyRef]:
+    """The present version that answers each role; roles of a provider have none."""
+    specs = {role: policies.specs[name] for role, name in policies.roles.items()}
+    return {
+        role: PolicyRef(spec.name, versions.get(spec.name, 0))
+        for role, spec in specs.items()
+        if spec.kind != "provider"
+    }
