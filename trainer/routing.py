@@ -54,7 +54,7 @@ def opponent(routing: RoutingConfig, step: int, present: PolicyRef, served: Coll
 
 
 def opposing(routing: RoutingConfig, policies: Policies, policy: str) -> RoutingConfig:
-    """`routing` as far as it asks for earlier versions of `policy`: the default where none of its roles is in `past`."""
+    """`routing`, or the default where it asks for no earlier versions of `policy`."""
     return routing if any(policies.roles[role] == policy for role in routing.past) else RoutingConfig()
 
 

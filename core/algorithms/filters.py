@@ -20,7 +20,7 @@ REASONS: Mapping[str, str] = {
     "timed_out_call": "the request timed out",
     "cancelled_call": "the request was cancelled, or its answer not read to the end",
     "malformed_call": "what the provider sent is no answer, or breaks off",
-    "untrained_role": "no trained policy plays the role, or none did yet",
+    "untrained_role": "no trained policy plays the role, or none did yet, or an earlier version did as opponent",
     "no_policy": "an outside provider answered",
     "no_token_ids": "the engine or provider gave no token ids",
     "redacted": "a redactor changed its text, so its token ids are not stored",

@@ -5,6 +5,7 @@ RUN/records.db         every episode, call, candidate and reward
 RUN/judge.db           what judges have answered and cost
 RUN/metrics.jsonl      one line per step
 RUN/checkpoints/       step-000012/, and `latest`, the name of the newest complete one
+RUN/opponents/         weights of earlier versions that later steps may play against, where [routing] asks for them
 """
 
 from __future__ import annotations
