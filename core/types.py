@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cotune.trainer.config.train import TrainConfig
     from cotune.trainer.evaluation.modes import EvaluationOptions
     from cotune.trainer.evaluation.report import EvaluationReport
-    from cotune.trainer.train import RunSummary
+    from cotune.trainer.summary import RunSummary
 else:
     __getattr__ = opener(
         __name__,
@@ -28,7 +28,7 @@ else:
             "EvaluationOptions": "cotune.trainer.evaluation.modes",
             "EvaluationReport": "cotune.trainer.evaluation.report",
             "Gate": "cotune.integrations.gateway.server",
-            "RunSummary": "cotune.trainer.train",
+            "RunSummary": "cotune.trainer.summary",
             "TrainConfig": "cotune.trainer.config.train",
         },
     )

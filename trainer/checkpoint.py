@@ -19,7 +19,15 @@ from cotune.errors import RunError
 from cotune.policies import Policies
 from cotune.storage.run_layout import POLICIES, SavedPolicy, checkpoint_name, latest_in, newest_checkpoint
 from cotune.trainer.learner.protocol import Learner
-from cotune.trainer.run_folder import sync, write_atomically
+from cotune.trainer.run_folder import RunFolder, sync, write_atomically
+
+
+class BestLoss(msgspec.Struct, frozen=True):
+    """The lowest held-out loss of a policy, after so many steps, and how many later ones were not lower."""
+
+    loss: float
+    step: int
+    since: int = 0
 
 
 class Checkpoint(msgspec.Struct, kw_only=True):
@@ -39,6 +47,8 @@ class Checkpoint(msgspec.Struct, kw_only=True):
     advantages: AdvantageState = msgspec.field(name="state", default=AdvantageState())
     metrics: dict[str, dict[str, float]] = {}
     """Latest figures of each role, for the export."""
+    best: dict[str, BestLoss] = {}
+    """Of each policy that learns from records, the lowest held-out loss so far."""
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, learner: Learner, *, keep: int) -> Path:
@@ -65,6 +75,17 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, learner: Learner, *, k
     for old in sorted(path for path in folder.glob("step-*") if path.name <= target.name)[:-keep]:
         shutil.rmtree(old)
     return target
+
+
+def commit_checkpoint(folder: RunFolder, checkpoint: Checkpoint, learner: Learner, *, keep: int) -> None:
+    """`save_checkpoint` in a run. Raises RunError where it cannot be written, with the way to go on."""
+    try:
+        save_checkpoint(folder.checkpoints, checkpoint, learner, keep=keep)
+    except OSError as error:
+        raise RunError(
+            f"The checkpoint after {checkpoint.steps} steps cannot be written: {error}.",
+            f"Free some space, then go on with: cotune train --resume {folder.path}",
+        ) from error
 
 
 def load_checkpoint(folder: Path) -> tuple[Checkpoint, Path] | None:

@@ -91,7 +91,7 @@ class Cluster:
         Raises ConfigError, WorkflowError, LearnerError.
         """
         workers, learner = await asyncio.gather(
-            self._open_workers(sampler), self._open_learner(policies, loss), return_exceptions=True
+            self._open_workers(sampler), self.open_learner(policies, loss), return_exceptions=True
         )
         if isinstance(workers, BaseException):
             raise workers
@@ -114,7 +114,7 @@ class Cluster:
             )
         if self._learner is not None:
             await self._learner.aclose()
-        return await self._open_learner(policies, loss)
+        return await self.open_learner(policies, loss)
 
     async def _open_workers(self, sampler: Sampler) -> RolloutWorkers:
         workers = await RolloutWorkers.open(
@@ -123,7 +123,8 @@ class Cluster:
         self._stack.push_async_callback(workers.aclose)
         return workers
 
-    async def _open_learner(self, policies: Policies, loss: LossSpec) -> FsdpLearner:
+    async def open_learner(self, policies: Policies, loss: LossSpec) -> FsdpLearner:
+        """Start the processes that train. Raises ConfigError, LearnerError."""
         learner = await asyncio.to_thread(
             FsdpLearner.open,
             str(locate_model(self._config.model)),

@@ -12,7 +12,7 @@ from cotune.policies import unlisted_said
 from cotune.recording.records import Episode
 from cotune.recording.rollout import EpisodeBatch
 from cotune.trainer.batch import collect_samples, group_and_weigh
-from cotune.trainer.checkpoint import save_checkpoint
+from cotune.trainer.checkpoint import commit_checkpoint
 from cotune.trainer.held_out import evaluate_held_out
 from cotune.trainer.progress import Progress
 from cotune.trainer.restore import add_new_roles, mark_consumed, recovery
@@ -117,15 +117,7 @@ async def commit(run: Run, *, last: bool = False) -> None:
     due = last or run.state.new_roles or state.steps % config.checkpoint_every == 0 or state.steps == config.steps
     if state.steps == run.committed or not due:
         return
-    try:
-        await asyncio.to_thread(
-            save_checkpoint, run.folder.checkpoints, state, run.learner, keep=config.keep_checkpoints
-        )
-    except OSError as error:
-        raise RunError(
-            f"The checkpoint after {state.steps} steps cannot be written: {error}.",
-            f"Free some space, then go on with: cotune train --resume {run.folder.path}",
-        ) from error
+    await asyncio.to_thread(commit_checkpoint, run.folder, state, run.learner, keep=config.keep_checkpoints)
     mark_consumed(run, state)
     state.ledger.clear()
     state.members.clear()

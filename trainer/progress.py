@@ -28,7 +28,13 @@ _COLUMNS = {
     "tokens_mean": "tokens",
 }
 """Figures of a role in its table, and their titles."""
-_OPTIONAL_COLUMNS = {"masked_share": "masked", "truncated": "cut off"}
+_OPTIONAL_COLUMNS = {
+    "masked_share": "masked",
+    "truncated": "cut off",
+    "loss": "loss",
+    "held_out_loss": "held-out loss",
+    "accuracy": "accuracy",
+}
 """Columns that are shown where a role's figure is not 0."""
 
 CAUSES = 5
@@ -152,7 +158,8 @@ def summary(metrics: StepMetrics) -> str:
     """The step in one line."""
     seconds = ", ".join(f"{phase} {spent:.1f}s" for phase, spent in metrics.seconds.items() if spent >= 0.05)
     left_out = ", ".join(f"{reason} {count}" for reason, count in metrics.left_out.items())
-    parts = [*reward_parts(metrics), f"groups {metrics.groups}", f"rows {metrics.rows}", seconds]
+    learned = loss_parts(metrics) or [f"groups {metrics.groups}"]
+    parts = [*reward_parts(metrics), *learned, f"rows {metrics.rows}", seconds]
     if metrics.replay:
         parts.append(
             "{forks} forks, {branches} branches, {diverged} diverged, {repeated} calls from the record".format(
@@ -176,6 +183,15 @@ def summary(metrics: StepMetrics) -> str:
     elif stayed:
         parts.append(f"not updated: {stayed}")
     return "  |  ".join(part for part in parts if part)
+
+
+def loss_parts(metrics: StepMetrics) -> list[str]:
+    """The losses of a step that learns from records, by role."""
+    losses = {
+        title: "  ".join(f"{role} {figures[name]:.4f}" for role, figures in metrics.roles.items() if name in figures)
+        for name, title in (("loss", "loss"), ("accuracy", "accuracy"), ("held_out_loss", "held-out loss"))
+    }
+    return [f"{title}: {text}" for title, text in losses.items() if text]
 
 
 def reward_parts(metrics: StepMetrics) -> list[str]:

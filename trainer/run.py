@@ -44,7 +44,7 @@ class Run:
     """A learner for these policies, in their first state; the one before is closed."""
     plan: Plan
     recipe: Recipe
-    schedule: TaskSchedule
+    schedule: TaskSchedule[Task]
     held_out: Sequence[Task]
     notes: Sequence[str]
     """What the user should know before the first step."""
@@ -58,6 +58,11 @@ class Run:
     stopping: bool = False
     learner_restarts: int = 0
     _working: asyncio.Future[Any] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left to make."""
+        return self.state.steps >= self.config.steps
 
     async def interruptible(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`, or None when `stop` was called meanwhile."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from cotune.recording.records import Task
 from cotune.trainer.config.train import ScheduleConfig
 
+Item = TypeVar("Item")
 
-class TaskSchedule:
-    """The tasks of each step (from 0): passes over all tasks, each in a new random order.
+
+class TaskSchedule(Generic[Item]):
+    """The tasks (or recorded episodes) of each step (from 0): passes over all, each in a new random order.
 
     Every task comes once in every pass, and at most once in a step: a step at the border of two passes takes what is
     left of the one, then the first of the other that it does not have yet, which keeps the rest of its order. A step
@@ -21,7 +23,7 @@ class TaskSchedule:
     `counts` is how many tasks a step takes, by the first step for which that holds.
     """
 
-    def __init__(self, tasks: Sequence[Task], seed: int, counts: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, tasks: Sequence[Item], seed: int, counts: Sequence[tuple[int, int]]) -> None:
         self._tasks = tasks
         self._seed = seed
         self._counts = sorted(counts)
@@ -29,7 +31,7 @@ class TaskSchedule:
         self._left: list[int] = []
         self._passes = 0
 
-    def of(self, step: int) -> list[Task]:
+    def of(self, step: int) -> list[Item]:
         """The tasks of `step`."""
         while len(self._drawn) <= step:
             self._drawn.append(self._draw(self._count(len(self._drawn))))

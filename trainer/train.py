@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
+from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.errors import ConfigError, CotuneError
 from cotune.integrations.models.folder import locate_model
 from cotune.judging.ledger import run_folder
@@ -20,10 +21,12 @@ from cotune.recording.records import Task
 from cotune.runtime.interrupts import stop_by
 from cotune.runtime.process_exit import go_on
 from cotune.runtime.run_sync import run_sync
-from cotune.storage.run_layout import read_metrics, read_run_json
+from cotune.storage.run_layout import read_run_json
 from cotune.tasks import as_tasks
 from cotune.trainer.checkpoint import load_checkpoint
 from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.from_records.loop import learn_steps
+from cotune.trainer.from_records.run import RecordsRun, open_records_run
 from cotune.trainer.held_out import held_out_tasks, overlap
 from cotune.trainer.loop import train_steps
 from cotune.trainer.open_run import open_run
@@ -31,30 +34,13 @@ from cotune.trainer.progress import Progress
 from cotune.trainer.resume import apply_changes, base_digests, check_base, check_tasks, relocated, tasks_digest
 from cotune.trainer.run import Run
 from cotune.trainer.run_folder import RunFolder
+from cotune.trainer.summary import RunSummary, sum_up
 from cotune.workflows import Workflow, WorkflowSource, workflow_of
-
-
-class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended. `finished` is False when it was stopped; `--resume` goes on from `steps`."""
-
-    path: str
-    steps: int
-    finished: bool
-    versions: Mapping[str, int]
-    first: Mapping[str, float]
-    last: Mapping[str, float]
-    """Mean outcome of the first and of the last step."""
-    calls: int
-    candidates: int
-    groups: int
-    left_out: Mapping[str, int]
-    lost_records: int
-    seconds: float
 
 
 def train(
     workflow: WorkflowSource,
-    tasks: str | Path | Iterable[Any],
+    tasks: str | Path | Iterable[Any] | None = None,
     config: TrainConfig | Mapping[str, Any] | None = None,
     *,
     run: str | Path | None = None,
@@ -63,13 +49,15 @@ def train(
 ) -> RunSummary:
     """Train the policies of `workflow` on `tasks` in a new run folder; blocks until done or stopped.
 
-    `workflow` is a decorated function or "module:attribute", `tasks` a JSON-lines file or values; `config` and
-    `settings` are fields of TrainConfig. Raises CotuneError subclasses before work starts for bad input.
+    `workflow` is a decorated function or "module:attribute", `tasks` a JSON-lines file or values, None with recipes
+    that learn from records; `config` and `settings` are fields of TrainConfig. Raises CotuneError subclasses before
+    work starts for bad input.
     """
     flow = workflow_of(workflow)
-    listed = as_tasks(tasks)
     chosen = _config(config, settings)
-    chosen.resolve_plan(list(flow.scorers))
+    listed = _new_tasks(tasks, chosen)
+    if not chosen.from_records:
+        chosen.resolve_plan(list(flow.scorers))
     if (base := locate_model(chosen.model)) and Path(chosen.model).expanduser().exists():
         chosen = msgspec.structs.replace(chosen, model=str(base))
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
@@ -112,8 +100,7 @@ def resume(
         check_tasks(described, listed)
         saved = load_checkpoint(folder.checkpoints)
         done = saved[0].steps if saved else 0
-        base = relocated(described["config"]["model"], described, folder.path)
-        was = convert({**described["config"], "model": base})
+        was = _as_started(described, folder.path)
         config, found = apply_changes(was, changes or {}, done=done)
         if found:
             past = [*described.get("changes", ()), {"step": done, "changed": found}]
@@ -123,6 +110,15 @@ def resume(
         stack.pop_all()
     notes = [f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in found.items()]
     return run_sync(_train(folder, config, flow, listed, console, notes))
+
+
+def _as_started(described: Mapping[str, Any], run: Path) -> TrainConfig:
+    """The configuration of a run, with what it names where that is now."""
+    table = dict(described["config"])
+    table["model"] = relocated(table["model"], described, run)
+    if (records := table.get("records")) and records["path"]:
+        table["records"] = {**records, "path": relocated(records["path"], described, run)}
+    return convert(table)
 
 
 def _resumed_app(
@@ -140,12 +136,13 @@ def _resumed_app(
         source, _, name = known.rpartition(":")
         workflow = f"{relocated(source, described, folder.path)}:{name}"
         sys.path[:0] = [path for path in (described.get("folder"), str(Path.cwd())) if path and path not in sys.path]
+    recorded = described["config"].get("recipe") in FROM_RECORDS
     if tasks is None and described["tasks"] is not None:
         tasks = relocated(described["tasks"], described, folder.path)
-    if workflow is None or tasks is None:
+    if workflow is None or (tasks is None and not recorded):
         name = "workflow" if workflow is None else "tasks"
         raise ConfigError(name, None, "given: the run was started from Python and did not record where it is")
-    return workflow_of(workflow), as_tasks(tasks)
+    return workflow_of(workflow), [] if tasks is None else as_tasks(tasks)
 
 
 def absolute(spec: str) -> str:
@@ -154,13 +151,44 @@ def absolute(spec: str) -> str:
     return f"{Path(source).resolve()}:{name}" if source.endswith(".py") else spec
 
 
+def _new_tasks(given: str | Path | Iterable[Any] | None, config: TrainConfig) -> list[Task]:
+    """The tasks of a new run; none where it learns from records. Raises ConfigError."""
+    if config.from_records:
+        if given is not None:
+            raise ConfigError("tasks", given, f"left out with recipe {config.recipe}: its tasks are the recorded ones")
+        return []
+    if given is None:
+        raise ConfigError("tasks", None, "given, unless --resume is or a recipe learns from records", "Pass --tasks.")
+    return as_tasks(given)
+
+
 def _config(config: TrainConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> TrainConfig:
     table = msgspec.to_builtins(config) if isinstance(config, TrainConfig) else dict(config or {})
     chosen = convert({**table, **settings})
-    if not chosen.evaluation.tasks:
-        return chosen
-    evaluation = msgspec.structs.replace(chosen.evaluation, tasks=str(Path(chosen.evaluation.tasks).resolve()))
-    return msgspec.structs.replace(chosen, evaluation=evaluation)
+    paths = {"evaluation": (chosen.evaluation, "tasks"), "records": (chosen.records, "path")}
+    whole = {
+        name: msgspec.structs.replace(table, **{field: str(Path(path).resolve())})
+        for name, (table, field) in paths.items()
+        if (path := getattr(table, field))
+    }
+    return msgspec.structs.replace(chosen, **whole)
+
+
+async def _open(
+    stack: contextlib.AsyncExitStack,
+    folder: RunFolder,
+    config: TrainConfig,
+    flow: Workflow,
+    tasks: list[Task],
+    held_out: list[Task],
+    progress: Progress,
+) -> tuple[Run | RecordsRun, Callable[[], Awaitable[None]]]:
+    """The run, and the loop that makes its steps."""
+    if config.from_records:
+        records = await stack.enter_async_context(open_records_run(folder, config, flow, progress.say))
+        return records, lambda: learn_steps(records, progress)
+    run = await stack.enter_async_context(open_run(folder, config, flow, tasks, held_out, progress.say))
+    return run, lambda: train_steps(run, progress)
 
 
 async def _train(
@@ -183,7 +211,7 @@ async def _train(
         held_out = held_out_tasks(config.evaluation)
         base = asyncio.create_task(asyncio.to_thread(base_digests, config.model))
         try:
-            run = await stack.enter_async_context(open_run(folder, config, flow, tasks, held_out, progress.say))
+            run, make_steps = await _open(stack, folder, config, flow, tasks, held_out, progress)
         except BaseException:
             await asyncio.gather(base, return_exceptions=True)
             raise
@@ -195,7 +223,7 @@ async def _train(
             for note in (*run.notes, *overlap(tasks, held_out)):
                 progress.say(note)
             try:
-                await train_steps(run, progress)
+                await make_steps()
             except CotuneError:
                 progress.say(f"failed in step {run.state.steps + 1}. {go_on_with}")
                 raise
@@ -204,26 +232,5 @@ async def _train(
         run.store.flush()
         if run.store.lost:
             progress.say(f"{run.store.lost} records could not be stored and are lost")
-        return _summary(run, time.perf_counter() - started)
-
-
-def _summary(run: Run, seconds: float) -> RunSummary:
-    lines = list(read_metrics(run.folder.path))
-    left_out: dict[str, int] = {}
-    for line in lines:
-        for reason, count in line["left_out"].items():
-            left_out[reason] = left_out.get(reason, 0) + count
-    return RunSummary(
-        path=str(run.folder.path),
-        steps=run.state.steps,
-        finished=run.state.steps >= run.config.steps,
-        versions=dict(run.state.versions),
-        first=lines[0]["outcome"] if lines else {},
-        last=lines[-1]["outcome"] if lines else {},
-        calls=sum(line["calls"] for line in lines),
-        candidates=sum(line["candidates"] for line in lines),
-        groups=sum(line["groups"] for line in lines),
-        left_out=left_out,
-        lost_records=run.store.lost,
-        seconds=seconds,
-    )
+        seconds = time.perf_counter() - started
+        return sum_up(folder.path, run.state, finished=run.finished, lost_records=run.store.lost, seconds=seconds)

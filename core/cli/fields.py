@@ -31,6 +31,9 @@ RUN = {
     "mode": ("--mode", None),
     "cluster.address": ("--cluster", "ADDRESS"),
     "evaluation.tasks": ("--eval-tasks", "FILE"),
+    "records.path": ("--records", "RUN"),
+    "records.min_reward": ("--min-reward", "X"),
+    "records.best_of": ("--best-of", "N"),
 }
 """By field of a run, its flag and what stands for its value."""
 _FLAGS = {**RUN, "limit": ("--limit", "N"), "timeout": ("--timeout", "SECONDS"), "out": ("--out", "DIR")}

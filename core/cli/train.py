@@ -162,9 +162,8 @@ def _run_train(a: argparse.Namespace) -> int:
         changes = {**read_toml(a.config), **fields}
         summary = resume(a.resume, workflow=a.workflow, tasks=a.tasks, changes=changes)
     else:
-        for name in ("workflow", "tasks"):
-            if getattr(a, name) is None:
-                raise ConfigError(name, None, "given, unless --resume is", "See cotune train --help.")
+        if a.workflow is None:
+            raise ConfigError("workflow", None, "given, unless --resume is", "See cotune train --help.")
         summary = train(a.workflow, a.tasks, load_config(a.config, fields), run=a.out)
     state = "finished" if summary.finished else "stopped"
     tell(f"{state} after {summary.steps} steps in {summary.seconds:.0f} s: {summary.path}")

@@ -161,6 +161,17 @@ class ChatTemplate:
         self.counts["extended"] += 1
         return [*kept, *self._encode(rest)]
 
+    def transcript(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        generation: bool = False,
+    ) -> str:
+        """A conversation as the template writes it, ready for a reply with `generation`. Raises SamplerError."""
+        return self._template(messages, tools, options or {}, generation=generation)
+
     def _spelled(
         self,
         messages: Sequence[Mapping[str, Any]],

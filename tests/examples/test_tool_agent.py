@@ -20,7 +20,8 @@ from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.recording.records import Call
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.train import RunSummary, train
+from cotune.trainer.summary import RunSummary
+from cotune.trainer.train import train
 from cotune.workflows import load_workflow
 from examples.tool_agent import clerk_base, shop
 from tests.examples.applications import check_knows_nothing_of_cotune

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from cotune.integrations.ray.runtime import RayRuntime
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.trainer.train import RunSummary, resume, train
+from cotune.trainer.summary import RunSummary
+from cotune.trainer.train import resume, train
 from cotune.workflows import WorkflowFunction
 from tests.trainer.learner.fsdp_ranks import OpenRanks
 from tests.trainer.learner.learner_rows import build_learner_base

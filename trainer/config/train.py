@@ -13,12 +13,14 @@ import msgspec
 
 from cotune.algorithms.catalogue import RECIPES, recipe, takes_a_tree
 from cotune.algorithms.collect import failure_reward
+from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import USUAL, Recipe
 from cotune.errors import ConfigError, field_and_fault
 from cotune.integrations.chat.tool_formats import check_tool_format
 from cotune.policies import ALL_LINEAR, LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
 from cotune.sampling.plans import Plan, PlanKind, Select
 from cotune.trainer.config.cluster import ClusterConfig
+from cotune.trainer.config.from_records import DpoConfig, RecordsConfig, check_records
 from cotune.trainer.config.learner import LearnerSettings, check_anchor
 from cotune.trainer.config.replay import ReplayConfig
 from cotune.trainer.config.routing import RoutingConfig
@@ -118,7 +120,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     recipe: str | None = None
     """at_grpo | dr_mas | replay | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system, see
     docs/recipes.md; without a value: at_grpo under a tree plan, dr_mas under independent rollouts, replay under a
-    replay plan."""
+    replay plan. sft | dpo learn from records, see docs/distillation.md."""
     overrides: dict[str, Any] = {}
     """[overrides] Single settings of the recipe, such as clip_high or entropy."""
     alpha: float = 1.0
@@ -127,7 +129,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     steps: int = 100
     """Training steps."""
     tasks_per_step: int = 32
-    """Tasks of a step."""
+    """Tasks of a step; recorded episodes with recipe sft or dpo."""
     concurrency: int = 64
     """Episodes in flight."""
     episode_timeout: float = 600.0
@@ -162,6 +164,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     evaluation: EvaluationConfig = EvaluationConfig()
     learner: LearnerSettings = LearnerSettings()
     cluster: ClusterConfig = ClusterConfig()
+    records: RecordsConfig = RecordsConfig()
+    dpo: DpoConfig = DpoConfig()
 
     def __post_init__(self) -> None:
         for name in ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "max_staleness"):
@@ -175,12 +179,19 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         check_tool_format(self.tool_format)
         if self.cluster.colocate and self.mode != "sync":
             raise ConfigError("mode", self.mode, "sync, where cluster.colocate is true")
+        rollouts = {"evaluation.tasks": self.evaluation.tasks, "overrides": self.overrides, "plan.kind": self.plan.kind}
+        check_records(self.recipe, self.records, self.learner, rollouts)
         for name, count in Counter(p.name for p in self.policy).items():
             if count > 1:
                 raise ConfigError("policy.name", name, "one policy of each name", "Rename one of the two policies.")
         for role, count in Counter(role for p in self.policy for role in p.roles).items():
             if count > 1:
                 raise ConfigError("policy.roles", role, "one policy for each role", "Remove the role from all but one.")
+
+    @property
+    def from_records(self) -> bool:
+        """Whether the run learns from records, without rollouts."""
+        return self.recipe in FROM_RECORDS
 
     @property
     def ahead(self) -> int:
@@ -297,11 +308,13 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
     """TrainConfig from a plain table, with ConfigError for what does not fit."""
     if isinstance(table.get("cluster"), Mapping):
         table = {**table, "cluster": {"address": "local", **table["cluster"]}}
+    if isinstance(table.get("records"), str | Path):
+        table = {**table, "records": {"path": str(table["records"])}}
     if not table.get("model"):
         raise ConfigError("model", table.get("model"), "a model folder or Hugging Face id", "Pass --model.")
     name = table.get("recipe")
-    if name is not None and name not in RECIPES:
-        raise ConfigError("recipe", name, f"one of {', '.join(sorted(RECIPES))}")
+    if name is not None and name not in (known := {*RECIPES, *FROM_RECORDS}):
+        raise ConfigError("recipe", name, f"one of {', '.join(sorted(known))}")
     try:
         return msgspec.convert(table, TrainConfig)
     except msgspec.ValidationError as error:

@@ -162,6 +162,16 @@ class LocalLearner:
         with self._lock:
             return self._model(policy).weights(keep=self._group.rank == 0)
 
+    def adopt(self, policy: str, weights: Weights) -> None:
+        """Go on from these weights, named as by `weights`; the optimizer stays as it is. Raises RunError when they are
+        of another shape."""
+        with self._lock:
+            model = self._model(policy)
+            shapes = {name: tuple(tensor.shape) for name, tensor in model.state().items()}
+            if shapes != {name: array.shape for name, array in weights.items()}:
+                raise RunError(f"The weights are of another shape than those of policy {policy!r}.", "See `lora`.")
+            model.load({name: torch.from_numpy(np.array(array)) for name, array in weights.items()})
+
     def save(self, folder: Path) -> None:
         """Write `learner.json`, and weights, optimizer and row order per policy (see `files`)."""
         with self._lock:

@@ -28,6 +28,11 @@ class Learner(Protocol):
         """Trainable weights as fp32 arrays on the CPU, under the names that `Sampler.publish` expects."""
         ...
 
+    def adopt(self, policy: str, weights: Weights) -> None:
+        """Go on from these weights, named as by `weights`; the optimizer stays as it is. Raises RunError when they are
+        of another shape."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write weights, optimizer and RNG state of all policies into an existing folder.
 

@@ -77,3 +77,19 @@ def test_nothing_to_write_is_said(tmp_path: Path, capsys: Any) -> None:
         f"wrote 0 lines to {tmp_path / 'sft.jsonl'}",
         "left out: 9 other_role",
     ]
+
+
+def test_an_answer_that_a_replay_repeats_is_one_line(tmp_path: Path) -> None:
+    """It is that of the first episode that is taken."""
+    with SqliteStore.open(tmp_path / "records.db") as store:
+        first = ""
+        for team in (0.0, 1.0, 2.0):
+            live = LiveEpisode(store, Task(id="t", input=None), workflow="w")
+            call = live.start(CallerContext("plain", "test"), {"messages": ASKED})
+            call.finish(Answer(candidates=(said(0, "yes"),), replayed=first or None))
+            first = first or call.id
+            live.end("ok", rewards={"team": team})
+        store.flush()
+        for least, replayed in ((None, {"replayed": 2}), (1.0, {"below_reward": 1, "replayed": 1})):
+            made = write_supervised(store, tmp_path / "sft.jsonl", min_reward=least)
+            assert made == Written(lines=1, left_out=replayed)

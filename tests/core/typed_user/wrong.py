@@ -23,7 +23,7 @@ def text(candidate: Candidate, call: Call, task: str) -> str:
 def nothing(task: str) -> None: ...
 
 
-cotune.train(solve)  # error: call-arg
+cotune.train(tasks=[])  # error: call-arg
 cotune.evaluate("runs/r1", two, [])  # error: arg-type
 cotune.trane(solve, [])  # error: attr-defined
 with cotune.gateway() as gate:

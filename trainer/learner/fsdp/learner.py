@@ -129,6 +129,10 @@ class FsdpLearner:
         """Trainable weights as fp32 arrays, gathered from all ranks: names as of `LocalLearner.weights`."""
         return {name: np.array(array) for name, array in self._pool(policy).call("weights", policy).items()}
 
+    def adopt(self, policy: str, weights: Weights) -> None:
+        """Go on from these weights, as `LocalLearner.adopt`."""
+        self._pool(policy).call("adopt", policy, weights)
+
     def save(self, folder: Path) -> None:
         """Write weights whole, optimizer states divided (see `learner.files`); all pools at once."""
         files.write_identity(folder, self._specs)

@@ -73,6 +73,9 @@ class FsdpWorker:
     def weights(self, policy: str) -> Weights:
         return self._learner.weights(policy)
 
+    def adopt(self, policy: str, weights: Weights) -> None:
+        self._learner.adopt(policy, weights)
+
     def save(self, folder: str) -> None:
         self._learner.save_policies(Path(folder))
         dist.barrier()

@@ -1,0 +1,48 @@
+"""Recipes that learn from records instead of rollouts.
+
+sft: maximum likelihood of the recorded answers. loss = - sum over answer tokens of log pi(token) / their number, in the
+rows of an optimizer step.
+
+dpo (arXiv 2305.18290, equation 7): pairs of a better and a worse answer to one prompt, x_w and x_l, and the policy
+pi_0 that the run starts from. loss = mean over pairs of -log sigmoid(m), with the margin
+m = beta ((log pi(x_w) - log pi_0(x_w)) - (log pi(x_l) - log pi_0(x_l))). log pi(x) is the sum over the answer's tokens;
+with length normalisation their mean. The gradient in log pi(x_w) is -beta sigmoid(-m) / pairs, in log pi(x_l) the
+opposite: what a policy gradient without a ratio has whose advantages are +-2 beta sigmoid(-m) over 2 rows a pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import exp, log1p
+from typing import NamedTuple
+
+from cotune.algorithms.recipes import LossSpec
+
+_LIKELIHOOD = LossSpec(ratio="none", style="none", tis_cap=None)
+FROM_RECORDS: Mapping[str, LossSpec] = {
+    "sft": _LIKELIHOOD,
+    "dpo": LossSpec(ratio="none", style="none", tis_cap=None, aggregation="constant", constant_length=1),
+}
+"""Losses by recipe; with length normalisation that of dpo is a mean over each answer's tokens."""
+
+
+class Preference(NamedTuple):
+    """What one pair says: its loss, its margin m, and the better answer's advantage; the worse has its opposite."""
+
+    loss: float
+    margin: float
+    advantage: float
+
+
+def preferences(better: Sequence[float], worse: Sequence[float], beta: float) -> list[Preference]:
+    """The losses of pairs, given log pi - log pi_0 of each one's better and worse answer, in nats."""
+    margins = (beta * (one - other) for one, other in zip(better, worse, strict=True))
+    return [Preference(_softplus(-m), m, 2.0 * beta * _sigmoid(-m)) for m in margins]
+
+
+def _softplus(x: float) -> float:
+    return max(x, 0.0) + log1p(exp(-abs(x)))
+
+
+def _sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + exp(-x)) if x >= 0 else exp(x) / (1.0 + exp(x))

@@ -1,0 +1,99 @@
+"""Recorded answers that can be learned from: those that went on, of calls and episodes that ended well."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from cotune.errors import RecordError
+from cotune.recording.records import Call, Episode, candidate_id
+from cotune.storage.protocol import Store
+
+
+class RecordedAnswer(NamedTuple):
+    """A call with what it was asked and what was answered, messages in OpenAI form."""
+
+    episode: Episode
+    call: Call
+    messages: list[Any]
+    tools: Any
+    """The tools that it offered; None for none."""
+    answer: dict[str, Any]
+
+
+def recorded_answers(
+    store: Store,
+    episodes: Iterable[Episode],
+    left_out: Counter[str],
+    *,
+    role: str | None = None,
+    min_reward: float | None = None,
+) -> Iterator[RecordedAnswer]:
+    """The answers of these episodes in order; `left_out` counts the other calls by reason.
+
+    An answer that replays have repeated counts once. `role` takes its calls only. `min_reward` is compared with the sum
+    of the answer's own rewards, or with that of the episode where the answer has none.
+    """
+    given: set[str] = set()
+    for episode in episodes:
+        for call in store.calls(episode.id):
+            reason = _reason(store, episode, call, role, min_reward)
+            if reason is None and (call.replayed or call.id) in given:
+                reason = "replayed"
+            found = None if reason else _answer(store, episode, call)
+            if found is None:
+                left_out[reason or "lost_message"] += 1
+            else:
+                given.add(call.replayed or call.id)
+                yield found
+    if store.unreadable:
+        left_out["unreadable"] += store.unreadable
+
+
+def best_episodes(store: Store, episodes: Iterable[Episode], count: int, left_out: Counter[str]) -> list[Episode]:
+    """Of each task the `count` episodes that ended well with the highest outcome, the earlier one of equals.
+
+    An episode's outcome is the sum of its rewards. `left_out` counts the calls of the others.
+    """
+    listed = list(episodes)
+    rewards = store.rewards(episode.id for episode in listed)
+    of_task: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for place, episode in enumerate(listed):
+        if episode.status == "ok" and rewards.get(episode.id):
+            of_task[episode.task.id].append((-sum(rewards[episode.id].values()), place))
+        else:
+            left_out["failed_episode" if episode.status != "ok" else "no_reward"] += episode.calls
+    kept = {place for ranked in of_task.values() for _, place in sorted(ranked)[:count]}
+    for ranked in of_task.values():
+        left_out["not_best"] += sum(listed[place].calls for _, place in sorted(ranked)[count:])
+    return [episode for place, episode in enumerate(listed) if place in kept]
+
+
+def _reason(store: Store, episode: Episode, call: Call, role: str | None, min_reward: float | None) -> str | None:
+    if role is not None and call.role != role:
+        return "other_role"
+    if episode.status != "ok":
+        return "failed_episode"
+    if call.status != "ok" or call.chosen is None or not call.candidates:
+        return "failed_call" if call.status != "ok" else "no_answer"
+    if not call.messages:
+        return "no_messages"
+    if min_reward is None:
+        return None
+    own = candidate_id(call.id, call.chosen)
+    found = store.rewards([own, episode.id])
+    rewards = found.get(own) or found.get(episode.id)
+    if not rewards:
+        return "no_reward"
+    return None if sum(rewards.values()) >= min_reward else "below_reward"
+
+
+def _answer(store: Store, episode: Episode, call: Call) -> RecordedAnswer | None:
+    assert call.chosen is not None
+    try:
+        messages = [store.message(id) for id in call.messages]
+        tools = store.message(call.tools) if call.tools else None
+    except RecordError:
+        return None
+    return RecordedAnswer(episode, call, messages, tools, call.candidates[call.chosen].message)

@@ -1,0 +1,80 @@
+"""Settings of the recipes that learn from records, and of distillation from a teacher."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from cotune.algorithms.from_records import FROM_RECORDS
+from cotune.errors import ConfigError
+from cotune.trainer.config.learner import LearnerSettings
+
+
+class RecordsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[records] Recorded answers that the recipes sft and dpo learn from."""
+
+    path: str = ""
+    """Run folder or records file to learn from, with recipe sft or dpo."""
+    min_reward: float | None = None
+    """Recipe sft: least sum of an answer's own rewards, or of its episode's where it has none."""
+    best_of: int | None = None
+    """Recipe sft: of each task take only so many episodes, those with the highest outcome."""
+    held_out: float = 0.1
+    """Share of the tasks that are held out, to measure the loss on; 0 for none."""
+    patience: int = 3
+    """A policy stops learning when so many held-out losses in a row were not its lowest; 0: never."""
+    join_turns: bool = True
+    """Recipe sft: compute the turns of a conversation as one row where each goes on from the one before."""
+
+    def __post_init__(self) -> None:
+        if self.best_of is not None and self.best_of < 1:
+            raise ConfigError("records.best_of", self.best_of, "1 or more")
+        if not 0.0 <= self.held_out < 1.0:
+            raise ConfigError("records.held_out", self.held_out, "0 or more, and below 1")
+        if self.patience < 0:
+            raise ConfigError("records.patience", self.patience, "0 (never) or more")
+        if self.min_reward is not None and not math.isfinite(self.min_reward):
+            raise ConfigError("records.min_reward", self.min_reward, "a finite number")
+
+
+class DpoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[dpo] Recipe dpo: the best against the worst answer to each prompt."""
+
+    beta: float = 0.1
+    """How strongly the policy is held to the one that it starts from."""
+    length_normalised: bool = False
+    """Compare means over an answer's tokens instead of sums."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.beta < math.inf:
+            raise ConfigError("dpo.beta", self.beta, "a number above 0")
+
+
+def check_records(
+    recipe: str | None, records: RecordsConfig, learner: LearnerSettings, rollouts: Mapping[str, object]
+) -> None:
+    """Raises ConfigError for settings that a recipe does not have which learns from records, or which it has alone.
+
+    `rollouts` are settings, by field, that only runs with rollouts have.
+    """
+    if recipe not in FROM_RECORDS:
+        if records.path:
+            known = " or ".join(FROM_RECORDS)
+            raise ConfigError("recipe", recipe, f"{known}, where records are given", "Leave out --records.")
+        return
+    if not records.path:
+        raise ConfigError("records", "", f"a run folder or records file, for recipe {recipe}", "Pass --records.")
+    for field, value in rollouts.items():
+        if value:
+            raise ConfigError(field, value, f"left out with recipe {recipe}, which runs no episode")
+    if recipe != "dpo":
+        return
+    if learner.epochs > 1:
+        raise ConfigError("learner.epochs", learner.epochs, "1 with recipe dpo", "Raise steps instead.")
+    if learner.mini_batch < 2:
+        raise ConfigError("learner.mini_batch", learner.mini_batch, "2 or more: a pair has two rows")
+    for name in ("min_reward", "best_of"):
+        if (value := getattr(records, name)) is not None:
+            raise ConfigError(f"records.{name}", value, "left out with recipe dpo, which takes best and worst answers")

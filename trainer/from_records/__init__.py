@@ -1,0 +1,1 @@
+"""Learning from recorded answers, without rollouts: recipes sft and dpo."""

@@ -1,0 +1,125 @@
+"""Recipe sft: the rows of recorded answers, in the model's own template."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from cotune.algorithms.samples import TrainRow
+from cotune.errors import RecordError
+from cotune.integrations.chat.answers import encode_answer
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.recording.records import Episode, candidate_id
+from cotune.sampling.request_params import template_options, tools_shown
+from cotune.storage.protocol import Store
+from cotune.storage.recorded_answers import RecordedAnswer, best_episodes, recorded_answers
+from cotune.trainer.config.from_records import RecordsConfig
+from cotune.trainer.from_records.lessons import Recorded, pack
+
+_REDACTED = "{count} answers are of calls with redacted parts: what stands there instead is learned"
+_REASONING = "{count} answers lose their reasoning, which the chat template does not show"
+
+
+def read_answers(store: Store, chat: ChatTemplate, settings: RecordsConfig, longest: int) -> Recorded:
+    """The answers of a records file that `settings` ask for, as rows of at most `longest` tokens.
+
+    Held-out evaluations of a run and its first look at the application are not learned from. Raises RecordError where
+    no answer is left.
+    """
+    left_out: Counter[str] = Counter()
+    noted: Counter[str] = Counter()
+    tasks: dict[str, str] = {}
+    rows: dict[str, dict[str, list[TrainRow]]] = {}
+    episodes = learned_from(store, left_out)
+    if settings.best_of is not None:
+        episodes = iter(best_episodes(store, episodes, settings.best_of, left_out))
+    for found in recorded_answers(store, episodes, left_out, min_reward=settings.min_reward):
+        row = _row(chat, found, longest, noted)
+        if isinstance(row, str):
+            left_out[row] += 1
+            continue
+        noted[_REDACTED] += found.call.redacted
+        tasks[found.episode.id] = found.episode.task.id
+        rows.setdefault(found.episode.id, {}).setdefault(found.call.role, []).append(row)
+    if not rows:
+        raise RecordError(
+            f"No recorded answer can be learned from ({counts(left_out) or 'there is none'}).",
+            "Look at the records with cotune show; lower --min-reward, or record with cotune trace.",
+        )
+    if settings.join_turns:
+        rows = {e: {role: join_turns(turns) for role, turns in roles.items()} for e, roles in rows.items()}
+    notes = tuple(text.format(count=count) for text, count in noted.items() if count)
+    return Recorded(rows=pack(rows), tasks=tasks, left_out=dict(left_out), notes=notes)
+
+
+def join_turns(rows: Sequence[TrainRow]) -> list[TrainRow]:
+    """The rows of one role in one episode, those joined whose prompt begins with an earlier row, prompt and answer.
+
+    A joined row has a loss mask: what stands between the answers does not count. The loss stays the same, and what the
+    turns share is computed once.
+    """
+    found: list[TrainRow] = []
+    for row in rows:
+        at = next((i for i, one in enumerate(found) if _goes_on(row, one)), None)
+        if at is None:
+            found.append(row)
+            continue
+        before = found[at]
+        between = len(row.prompt_ids) - len(before.prompt_ids) - len(before.response_ids)
+        mask = before.loss_mask or (True,) * len(before.response_ids)
+        response = (*row.prompt_ids[len(before.prompt_ids) :], *row.response_ids)
+        found[at] = msgspec.structs.replace(
+            before,
+            response_ids=response,
+            logprobs=(0.0,) * len(response),
+            loss_mask=(*mask, *(False,) * between, *(True,) * len(row.response_ids)),
+        )
+    return found
+
+
+def _goes_on(row: TrainRow, before: TrainRow) -> bool:
+    path = before.prompt_ids + before.response_ids
+    return row.prompt_ids[: len(path)] == path
+
+
+def learned_from(store: Store, left_out: Counter[str]) -> Iterator[Episode]:
+    """The episodes of a records file but for evaluations and first looks, whose calls are counted."""
+    for episode in store.episodes():
+        if episode.phase.startswith("eval"):
+            left_out["evaluation"] += episode.calls
+        elif episode.phase == "check":
+            left_out["first_look"] += episode.calls
+        else:
+            yield episode
+
+
+def _row(chat: ChatTemplate, found: RecordedAnswer, longest: int, noted: Counter[str]) -> TrainRow | str:
+    """The row of an answer, or why there is none."""
+    call = found.call
+    assert call.chosen is not None
+    candidate = call.candidates[call.chosen]
+    if candidate.malformed or candidate.finish_reason == "length":
+        return "malformed" if candidate.malformed else "truncated"
+    tools, options = tools_shown(call.params, found.tools), template_options(call.params)
+    encoded = encode_answer(chat, found.messages, tools, found.answer, options)
+    if isinstance(encoded, str):
+        return encoded
+    if len(encoded.prompt) + len(encoded.answer) > longest:
+        return "too_long"
+    noted[_REASONING] += encoded.dropped_reasoning
+    return TrainRow(
+        id=candidate_id(call.id, call.chosen),
+        role=call.role,
+        prompt_ids=encoded.prompt,
+        response_ids=encoded.answer,
+        logprobs=(0.0,) * len(encoded.answer),
+        advantage=1.0,
+        trajectory=call.episode,
+    )
+
+
+def counts(left_out: Mapping[str, int]) -> str:
+    """Reasons and their counts, the commonest first."""
+    return ", ".join(f"{reason}: {count}" for reason, count in Counter(left_out).most_common() if count)

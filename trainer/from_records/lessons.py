@@ -1,0 +1,78 @@
+"""What is learned from a records file: rows by policy and episode, tokenized once and kept packed."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import msgspec
+
+from cotune.algorithms.samples import TrainRow
+
+FEWEST = 10
+"""With fewer tasks than these none is held out."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[TrainRow]).decode
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found in the records: rows by episode and role, the task of each episode, and what was left out."""
+
+    rows: Mapping[str, Mapping[str, bytes]]
+    """Packed rows, by episode and role."""
+    tasks: Mapping[str, str]
+    left_out: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles that have rows."""
+        return sorted({role for roles in self.rows.values() for role in roles})
+
+    @property
+    def digest(self) -> str:
+        """What tells two records apart, as far as they are learned from, in hex."""
+        found = hashlib.blake2b(digest_size=16)
+        for episode, roles in self.rows.items():
+            for role, rows in roles.items():
+                found.update(f"{episode} {role} {len(rows)} ".encode() + rows)
+        return found.hexdigest()
+
+    def of(self, episodes: Iterable[str], players: Mapping[str, str]) -> dict[str, list[TrainRow]]:
+        """The rows of some episodes by policy; `players` are the trained roles with the policies that play them."""
+        found: dict[str, list[TrainRow]] = {}
+        for episode in episodes:
+            for role, packed in self.rows[episode].items():
+                if role in players:
+                    found.setdefault(players[role], []).extend(_decode(packed))
+        return found
+
+
+def pack(rows: Mapping[str, Mapping[str, Sequence[TrainRow]]]) -> dict[str, dict[str, bytes]]:
+    """Rows by episode and role, packed; episodes without rows are left out."""
+    return {e: {role: _encode(list(found)) for role, found in roles.items()} for e, roles in rows.items() if roles}
+
+
+def split(recorded: Recorded, share: float, seed: int) -> tuple[list[str], list[str], str]:
+    """Episodes to learn from, episodes of tasks that are held out, and a sentence about the latter ("" for none)."""
+    episodes = list(recorded.rows)
+    tasks = sorted({recorded.tasks[episode] for episode in episodes})
+    if not share:
+        return episodes, [], ""
+    if len(tasks) < FEWEST:
+        return episodes, [], f"no held-out loss: {len(tasks)} tasks are too few to hold one out (from {FEWEST} on)"
+    random.Random(f"held out {seed}").shuffle(tasks)
+    out = set(tasks[: max(1, round(share * len(tasks)))])
+    held_out = [episode for episode in episodes if recorded.tasks[episode] in out]
+    return [episode for episode in episodes if recorded.tasks[episode] not in out], held_out, ""
+
+
+def total(rows: Mapping[str, Mapping[str, bytes]], episodes: Collection[str]) -> Counter[str]:
+    """How many rows of each role some episodes have."""
+    found: Counter[str] = Counter()
+    for episode in episodes:
+        found.update({role: len(_decode(packed)) for role, packed in rows[episode].items()})
+    return found

@@ -1,0 +1,161 @@
+"""The loop that learns from records: the rows of some recorded episodes a step, until held-out losses cease to fall."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from cotune.adapters.trained import read_weights
+from cotune.algorithms.samples import TrainRow
+from cotune.trainer.checkpoint import BestLoss, commit_checkpoint
+from cotune.trainer.from_records.run import RecordsRun
+from cotune.trainer.metrics import StepMetrics, Updates, moved
+from cotune.trainer.progress import Progress
+from cotune.trainer.run_folder import write_atomically
+from cotune.trainer.schedule import lr_scale
+
+BEST = "best"
+"""Folder of a run with the weights of each policy at its lowest held-out loss."""
+
+
+async def learn_steps(run: RecordsRun, progress: Progress) -> None:
+    """Learn from the run's next step to its last, or until no policy's held-out loss falls, or it is stopped.
+
+    A policy ends with the weights that had its lowest held-out loss.
+    """
+    await commit(run)
+    while not run.finished and not run.stopping:
+        started = time.perf_counter()
+        episodes = run.schedule.of(run.state.steps)
+        found = run.recorded.of(episodes, run.players)
+        rows = {name: its_rows for name, its_rows in found.items() if name in run.learning}
+        updates = await update(run, rows)
+        seconds = {"update": time.perf_counter() - started}
+        run.state.steps += 1
+        held_out = await held_out_losses(run)
+        seconds["held_out"] = time.perf_counter() - started - seconds["update"]
+        metrics = _metrics(run, episodes, rows, updates, held_out, seconds)
+        run.folder.append_metrics(msgspec.to_builtins(metrics))
+        run.state.metrics = metrics.roles
+        progress.step(metrics)
+        await commit(run)
+    if run.finished:
+        await go_back_to_best(run, progress)
+    await commit(run, last=True)
+
+
+async def update(run: RecordsRun, rows: Mapping[str, Sequence[TrainRow]]) -> Updates:
+    """Update every policy that has rows, those of pools of their own at once."""
+    scale = lr_scale(run.config.schedule, run.state.steps, run.config.steps)
+    work = (asyncio.to_thread(run.learner.update, name, rows[name], lr_scale=scale) for name in rows)
+    updates = dict(zip(rows, await asyncio.gather(*work), strict=True))
+    for name in moved(updates):
+        run.state.versions[name] = run.state.versions.get(name, 0) + 1
+    return updates
+
+
+async def held_out_losses(run: RecordsRun) -> dict[str, dict[str, float]]:
+    """The held-out loss of each policy that still learns, where it is due; the lowest so far keeps its weights."""
+    steps, every = run.state.steps, run.config.evaluation.every
+    if steps % every and steps != run.config.steps:
+        return {}
+    found = {}
+    for name in run.learning:
+        if name not in run.held_out:
+            continue
+        found[name] = await asyncio.to_thread(run.learner.loss, name, run.held_out[name])
+        best, loss = run.state.best.get(name), found[name]["loss"]
+        if best is not None and not loss < best.loss:
+            run.state.best[name] = msgspec.structs.replace(best, since=best.since + 1)
+            continue
+        run.state.best[name] = BestLoss(loss, steps)
+        await asyncio.to_thread(_keep_best, run, name)
+    return found
+
+
+async def go_back_to_best(run: RecordsRun, progress: Progress) -> None:
+    """Put the weights of each policy back to those of its lowest held-out loss, and say so."""
+    for name, best in run.state.best.items():
+        progress.say(f"{name}: lowest held-out loss {best.loss:.4f} after step {best.step}; its weights are kept")
+        if best.since:
+            weights = await asyncio.to_thread(read_weights, _best_file(run, name))
+            await asyncio.to_thread(run.learner.adopt, name, weights)
+            run.committed = -1
+
+
+async def commit(run: RecordsRun, *, last: bool = False) -> None:
+    """Write a checkpoint where one is due: every `checkpoint_every` steps and after the last."""
+    state, config = run.state, run.config
+    due = last or state.steps % config.checkpoint_every == 0
+    if state.steps != run.committed and due:
+        await asyncio.to_thread(commit_checkpoint, run.folder, state, run.learner, keep=config.keep_checkpoints)
+        run.committed = state.steps
+
+
+def _best_file(run: RecordsRun, policy: str) -> Path:
+    trained = [name for name, spec in run.state.policies.specs.items() if spec.trained]
+    return run.folder.path / BEST / f"{trained.index(policy)}.safetensors"
+
+
+def _keep_best(run: RecordsRun, policy: str) -> None:
+    from safetensors.numpy import save
+
+    file = _best_file(run, policy)
+    file.parent.mkdir(exist_ok=True)
+    write_atomically(file, save(dict(run.learner.weights(policy))))
+
+
+def _metrics(
+    run: RecordsRun,
+    episodes: Sequence[str],
+    rows: Mapping[str, Sequence[TrainRow]],
+    updates: Updates,
+    held_out: Mapping[str, Mapping[str, float]],
+    seconds: Mapping[str, float],
+) -> StepMetrics:
+    count = sum(map(len, rows.values()))
+    tokens = sum(figures.get("tokens", 0.0) for figures in updates.values())
+    after = {name: {f"held_out_{key}": value for key, value in found.items()} for name, found in held_out.items()}
+    versions = run.state.versions
+    return StepMetrics(
+        step=run.state.steps - 1,
+        episodes=len(episodes),
+        failed=0,
+        calls=count,
+        candidates=count,
+        groups=0,
+        rows=count,
+        outcome={},
+        held_out={},
+        roles={role: _of_role(role, name, rows, updates, after) for role, name in run.players.items() if name in rows},
+        policies={
+            name: {"version": versions.get(name, 0), **figures, **after.get(name, {})}
+            for name, figures in updates.items()
+        },
+        left_out=dict(run.recorded.left_out) if run.state.steps == 1 else {},
+        staleness={},
+        counters={},
+        lr_scale=lr_scale(run.config.schedule, run.state.steps - 1, run.config.steps),
+        seconds=dict(seconds),
+        tokens_per_s=tokens / max(sum(seconds.values()), 1e-9),
+        updated=bool(moved(updates)),
+        stayed={name: "no gradient" for name in rows if name not in moved(updates)},
+    )
+
+
+def _of_role(
+    role: str,
+    policy: str,
+    rows: Mapping[str, Sequence[TrainRow]],
+    updates: Updates,
+    after: Mapping[str, Mapping[str, float]],
+) -> dict[str, float]:
+    """Figures of a role; the losses are those of its policy."""
+    own = [row for row in rows[policy] if row.role == role]
+    told = {name: updates[policy][name] for name in ("loss", "margin", "accuracy") if name in updates[policy]}
+    lengths = [sum(row.loss_mask) if row.loss_mask else len(row.response_ids) for row in own]
+    return {"rows": float(len(own)), "tokens_mean": sum(lengths) / max(len(own), 1), **told, **after.get(policy, {})}

@@ -1,0 +1,157 @@
+"""Recipe dpo: the best and the worst of the recorded answers to each prompt, as rows."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from statistics import fmean
+
+import msgspec
+
+from cotune.algorithms.samples import TrainRow
+from cotune.errors import RecordError
+from cotune.integrations.chat.answers import encode_answer
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.recording.records import Call, Candidate, Episode, candidate_id
+from cotune.sampling.request_params import template_options, tools_shown
+from cotune.storage.protocol import Store
+from cotune.trainer.from_records.answers import counts, learned_from
+from cotune.trainer.from_records.lessons import Recorded, pack
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    episode: Episode
+    call: Call
+    candidate: Candidate
+    rewards: tuple[float, ...]
+    """Of every time that it was given; an answer is worth their mean."""
+
+    @property
+    def worth(self) -> float:
+        return fmean(self.rewards)
+
+
+def read_pairs(store: Store, chat: ChatTemplate, longest: int) -> Recorded:
+    """One pair for each prompt that has a better and a worse answer, as two rows: the best, then the worst.
+
+    Answers belong together where role, task and prompt are the same: siblings of a tree, forks of a replay, first turns
+    of several episodes. An answer's reward is the sum of its own rewards, or where no answer to its prompt has any, of
+    its episode's; equal answers count once, with their mean. Raises RecordError where there is no pair.
+    """
+    left_out: Counter[str] = Counter()
+    rows: dict[str, dict[str, list[TrainRow]]] = {}
+    tasks: dict[str, str] = {}
+    for answers in _by_prompt(store, left_out).values():
+        ranked = sorted(answers, key=lambda answer: answer.worth)
+        worst, best = ranked[0], ranked[-1]
+        if len(answers) < 2 or not worst.worth < best.worth:
+            left_out["only_answer" if len(answers) < 2 else "equal_rewards"] += len(answers)
+            continue
+        pair = _rows(store, chat, best, worst, longest)
+        if isinstance(pair, str):
+            left_out[pair] += len(answers)
+            continue
+        left_out["in_between"] += len(answers) - 2
+        tasks[best.episode.id] = best.episode.task.id
+        rows.setdefault(best.episode.id, {}).setdefault(best.call.role, []).extend(pair)
+    if not rows:
+        raise RecordError(
+            f"There is no pair of a better and a worse answer to one prompt ({counts(left_out) or 'no answers'}).",
+            "Recipe dpo needs several answers to a prompt with different rewards: records of a run with plan tree or "
+            "replay, or several episodes of each task.",
+        )
+    return Recorded(rows=pack(rows), tasks=tasks, left_out={k: n for k, n in left_out.items() if n})
+
+
+def _by_prompt(store: Store, left_out: Counter[str]) -> dict[Hashable, list[_Answer]]:
+    """The different answers to each prompt that have a reward."""
+    own: dict[Hashable, list[_Answer]] = defaultdict(list)
+    shared: dict[Hashable, list[_Answer]] = defaultdict(list)
+    for episode in learned_from(store, left_out):
+        for call in store.calls(episode.id):
+            if call.status != "ok" or not call.messages:
+                left_out["failed_call" if call.status != "ok" else "no_messages"] += max(1, len(call.candidates))
+                continue
+            prompt: Hashable = (episode.task.id, call.role, call.prompt or (call.messages, call.tools))
+            bare = msgspec.structs.replace(call, candidates=())
+            ids = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
+            found = store.rewards([*ids, episode.id])
+            outcome = found.get(episode.id) if episode.status == "ok" else None
+            for id, candidate in zip(ids, call.candidates, strict=True):
+                rewards, chosen = found.get(id), candidate.index == call.chosen
+                given = rewards or (outcome if chosen else None)
+                if not given:
+                    left_out["no_reward" if chosen else "not_chosen"] += 1
+                    continue
+                answer = _Answer(episode=episode, call=bare, candidate=candidate, rewards=(sum(given.values()),))
+                (own if rewards else shared)[prompt].append(answer)
+    for key, answers in shared.items():
+        if key in own:
+            left_out["no_reward"] += len(answers)
+    return {prompt: _distinct(answers) for prompt, answers in {**shared, **own}.items()}
+
+
+def _distinct(answers: Iterable[_Answer]) -> list[_Answer]:
+    found: dict[Hashable, _Answer] = {}
+    for answer in answers:
+        said = answer.candidate.token_ids or msgspec.json.encode(answer.candidate.message, order="sorted")
+        if said in found:
+            answer = msgspec.structs.replace(found[said], rewards=(*found[said].rewards, *answer.rewards))
+        found[said] = answer
+    return list(found.values())
+
+
+def _rows(store: Store, chat: ChatTemplate, best: _Answer, worst: _Answer, longest: int) -> list[TrainRow] | str:
+    """The rows of a pair, which have one prompt, or why there are none."""
+    found = []
+    for answer in (best, worst):
+        ids = _sampled(store, chat, answer) or _encoded(store, chat, answer)
+        if isinstance(ids, str):
+            return ids
+        found.append(ids)
+    prompt = found[0][0]
+    if found[1][0] != prompt:
+        return "other_prompt"
+    if len(prompt) + max(len(answer) for _, answer in found) > longest:
+        return "too_long"
+    return [
+        TrainRow(
+            id=candidate_id(answer.call.id, answer.candidate.index),
+            role=answer.call.role,
+            prompt_ids=prompt,
+            response_ids=ids,
+            logprobs=(0.0,) * len(ids),
+            advantage=0.0,
+            trajectory=answer.call.episode,
+        )
+        for answer, (_, ids) in zip((best, worst), found, strict=True)
+    ]
+
+
+Ids = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _sampled(store: Store, chat: ChatTemplate, answer: _Answer) -> Ids | None:
+    """Prompt and answer as they were sampled, where they are on record and of this model's tokenizer."""
+    call, ids = answer.call, answer.candidate.token_ids
+    if call.prompt is None or not ids or max(ids) >= len(chat.tokenizer):
+        return None
+    try:
+        prompt = store.token_ids(call.prompt)
+        tools = store.message(call.tools) if call.tools else None
+    except RecordError:
+        return None
+    read = chat.parse(ids, call.sampling.get("stop") or (), prompt=prompt, tools=tools)[0]
+    return (prompt, ids) if read == answer.candidate.text else None
+
+
+def _encoded(store: Store, chat: ChatTemplate, answer: _Answer) -> Ids | str:
+    call = answer.call
+    try:
+        messages = [store.message(id) for id in call.messages]
+        tools = store.message(call.tools) if call.tools else None
+    except RecordError:
+        return "lost_message"
+    options: Mapping[str, object] = template_options(call.params)
+    found = encode_answer(chat, messages, tools_shown(call.params, tools), answer.candidate.message, options)
+    return found if isinstance(found, str) else (found.prompt, found.answer)

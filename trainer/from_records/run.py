@@ -1,0 +1,225 @@
+"""A run that learns from records: its parts, and how they are opened."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from cotune.algorithms.from_records import FROM_RECORDS
+from cotune.algorithms.recipes import LossSpec
+from cotune.algorithms.samples import TrainRow
+from cotune.errors import ConfigError, RecordError, RunError
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.models.folder import loading, locate_model
+from cotune.policies import Policies
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
+from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.from_records.answers import counts, read_answers
+from cotune.trainer.from_records.lessons import Recorded, split, total
+from cotune.trainer.from_records.objectives import Likelihood, Objective, PreferenceLearner
+from cotune.trainer.from_records.pairs import read_pairs
+from cotune.trainer.learner.protocol import Learner
+from cotune.trainer.resume import tasks_per_step
+from cotune.trainer.run_folder import RunFolder
+from cotune.trainer.schedule import TaskSchedule
+from cotune.workflows import Workflow
+
+
+@dataclass
+class RecordsRun:
+    """A run between steps: its parts, which stay, and its `state`, which a checkpoint holds."""
+
+    folder: RunFolder
+    config: TrainConfig
+    store: SqliteStore
+    """The records that are learned from; nothing is written to them."""
+    learner: Objective
+    recorded: Recorded
+    schedule: TaskSchedule[str]
+    """Episodes of each step."""
+    held_out: Mapping[str, Sequence[TrainRow]]
+    """Rows by policy."""
+    notes: Sequence[str]
+    state: Checkpoint
+    committed: int = -1
+    stopping: bool = False
+
+    def stop(self) -> None:
+        """Stop when the step in hand is done."""
+        self.stopping = True
+
+    @property
+    def players(self) -> dict[str, str]:
+        """The trained roles, and the policies that play them."""
+        policies = self.state.policies
+        return {role: name for role, name in policies.roles.items() if policies.specs[name].trained}
+
+    @property
+    def learning(self) -> list[str]:
+        """The policies that go on learning: whose held-out loss has not ceased to fall."""
+        patience = self.config.records.patience
+        best = self.state.best
+        trained = [name for name, spec in self.state.policies.specs.items() if spec.trained]
+        return [name for name in trained if not (patience and name in best and best[name].since >= patience)]
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left to make."""
+        return self.state.steps >= self.config.steps or not self.learning
+
+
+@contextlib.asynccontextmanager
+async def open_records_run(
+    folder: RunFolder, config: TrainConfig, workflow: Workflow, say: Callable[[str], None]
+) -> AsyncIterator[RecordsRun]:
+    """Read the records, open the learner, and restore the newest checkpoint.
+
+    Raises ConfigError, RecordError and RunError before any weights are loaded for records that cannot be learned from.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        store = SqliteStore.open(config.records.path, read_only=True)
+        stack.callback(store.close)
+        say(f"reading the records of {config.records.path} ...")
+        recorded = await asyncio.to_thread(_read, config, store)
+        _check_same(folder, recorded)
+        policies = _policies(config, recorded)
+        episodes, held_out, note = split(recorded, config.records.held_out, config.seed)
+        players = {role: name for role, name in policies.roles.items() if policies.specs[name].trained}
+        _check_all_learn(policies, players, recorded, episodes)
+        loss = _loss(config)
+        trained = sorted(set(players.values()))
+        say(f"loading the weights to train: {', '.join(trained)} ...")
+        learner = _objective(config, await _open_learner(folder, config, workflow, policies, loss, stack, say))
+        await asyncio.to_thread(learner.start, functools.partial(recorded.of, recorded.rows, players))
+        run = RecordsRun(
+            folder=folder,
+            config=config,
+            store=store,
+            learner=learner,
+            recorded=recorded,
+            schedule=TaskSchedule(episodes, config.seed, tasks_per_step(config, folder.described.get("changes", ()))),
+            held_out=recorded.of(held_out, players),
+            notes=list(filter(None, [_said(config, recorded, episodes, held_out), *recorded.notes, note])),
+            state=Checkpoint(policies=policies),
+        )
+        saved = load_checkpoint(folder.checkpoints)
+        if saved is not None:
+            say(f"loading the checkpoint after {saved[0].steps} steps ...")
+            await asyncio.to_thread(learner.load, saved[1])
+            run.state, run.committed = saved[0], saved[0].steps
+            folder.truncate_metrics(saved[0].steps)
+        yield run
+
+
+def _read(config: TrainConfig, store: SqliteStore) -> Recorded:
+    chat = ChatTemplate.load(config.model, config.tool_format)
+    longest = _longest(config.model)
+    if config.recipe == "dpo":
+        return read_pairs(store, chat, longest)
+    return read_answers(store, chat, config.records, longest)
+
+
+def _longest(model: str) -> int:
+    """Most tokens of a row: the model's context."""
+    from transformers import AutoConfig
+
+    found = AutoConfig.from_pretrained(str(locate_model(model)), **loading()).get_text_config()
+    return int(getattr(found, "max_position_embeddings", 1 << 20))
+
+
+def _policies(config: TrainConfig, recorded: Recorded) -> Policies:
+    """The policies of the recorded roles. Raises ConfigError for a role that is configured and not recorded."""
+    known = ", ".join(recorded.roles)
+    named = {"roles": config.roles, "policy.roles": [role for p in config.policy for role in p.roles]}
+    for field, roles in named.items():
+        for role in roles:
+            if role not in recorded.roles:
+                raise ConfigError(
+                    field,
+                    role,
+                    f"a role with recorded answers that can be learned from: {known}",
+                    f"Left out are {counts(recorded.left_out) or 'none'}. See the roles with cotune show.",
+                )
+    return config.resolve_policies(recorded.roles)
+
+
+def _check_all_learn(
+    policies: Policies, players: Mapping[str, str], recorded: Recorded, episodes: Sequence[str]
+) -> None:
+    """Raises RecordError where the episodes to learn from have no row for a policy."""
+    rows = total(recorded.rows, episodes)
+    for name, spec in policies.specs.items():
+        roles = [role for role, player in players.items() if player == name]
+        if spec.trained and not any(rows[role] for role in roles):
+            raise RecordError(
+                f"Policy {name!r} has nothing to learn from: all answers of {', '.join(roles)} are held out.",
+                "Record more tasks, or set records.held_out = 0.",
+            )
+
+
+def _check_same(folder: RunFolder, recorded: Recorded) -> None:
+    """Write the records' digest to run.json. Raises RunError where it holds that of others."""
+    described = folder.described
+    held = described.get("held") or {}
+    found = {"records": recorded.digest, "episodes": len(recorded.rows)}
+    if "records" not in held:
+        folder.describe_as({**described, "held": {**held, **found}})
+    elif held["records"] != found["records"]:
+        raise RunError(
+            f"The records are other than the run was started with: {held['episodes']} episodes then, "
+            f"{found['episodes']} now.",
+            "Give it the same records, or start a new run.",
+        )
+
+
+def _loss(config: TrainConfig) -> LossSpec:
+    loss = FROM_RECORDS[config.recipe or ""]
+    if config.recipe == "dpo" and config.dpo.length_normalised:
+        return msgspec.structs.replace(loss, aggregation="sequence_mean")
+    return loss
+
+
+def _objective(config: TrainConfig, learner: Learner) -> Objective:
+    if config.recipe == "dpo":
+        return PreferenceLearner(learner, config.dpo, pairs=config.learner.mini_batch // 2)
+    return Likelihood(learner)
+
+
+async def _open_learner(
+    folder: RunFolder,
+    config: TrainConfig,
+    workflow: Workflow,
+    policies: Policies,
+    loss: LossSpec,
+    stack: contextlib.AsyncExitStack,
+    say: Callable[[str], None],
+) -> Learner:
+    if not config.cluster.address:
+        from cotune.trainer.learner.local import LocalLearner
+
+        return await asyncio.to_thread(LocalLearner.open, config.model, policies, config.learner, loss)
+    from cotune.trainer.cluster import Cluster
+
+    cluster = Cluster(config, workflow, folder.workflow, stack, say)
+    cluster.open_ray()
+    return await cluster.open_learner(policies, loss)
+
+
+def _said(config: TrainConfig, recorded: Recorded, episodes: Sequence[str], held_out: Sequence[str]) -> str:
+    """What is learned from, in a sentence."""
+    what = "pairs" if config.recipe == "dpo" else "rows"
+    share = 2 if config.recipe == "dpo" else 1
+    rows = ", ".join(f"{role} {count // share}" for role, count in sorted(total(recorded.rows, episodes).items()))
+    out = f", {len(held_out)} held out" if held_out else ""
+    left = counts(recorded.left_out)
+    return (
+        f"recipe {config.recipe}: {what} from {len(episodes)} episodes{out}: {rows}"
+        f"{f'; left out: {left}' if left else ''} ({Path(config.records.path)})"
+    )

@@ -1,0 +1,52 @@
+"""How a run ended, summed up over the lines of its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from cotune.storage.run_layout import read_metrics
+from cotune.trainer.checkpoint import Checkpoint
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run ended. `finished` is False when it was stopped; `--resume` goes on from `steps`."""
+
+    path: str
+    steps: int
+    finished: bool
+    versions: Mapping[str, int]
+    first: Mapping[str, float]
+    last: Mapping[str, float]
+    """Mean outcome of the first and of the last step."""
+    calls: int
+    candidates: int
+    groups: int
+    left_out: Mapping[str, int]
+    lost_records: int
+    seconds: float
+
+
+def sum_up(run: Path, state: Checkpoint, *, finished: bool, lost_records: int, seconds: float) -> RunSummary:
+    """The summary of a run in its folder."""
+    lines = list(read_metrics(run))
+    left_out: dict[str, int] = {}
+    for line in lines:
+        for reason, count in line["left_out"].items():
+            left_out[reason] = left_out.get(reason, 0) + count
+    return RunSummary(
+        path=str(run),
+        steps=state.steps,
+        finished=finished,
+        versions=dict(state.versions),
+        first=lines[0]["outcome"] if lines else {},
+        last=lines[-1]["outcome"] if lines else {},
+        calls=sum(line["calls"] for line in lines),
+        candidates=sum(line["candidates"] for line in lines),
+        groups=sum(line["groups"] for line in lines),
+        left_out=left_out,
+        lost_records=lost_records,
+        seconds=seconds,
+    )
