@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
 
 GOOD, BAD, QUIET, NAME = "green", "red", "dim", "cyan"
 
@@ -22,8 +22,6 @@ def snippet(value: Any, size: int = 160) -> str:
 
 def scores(rewards: Mapping[str, float]) -> Text:
     """Named rewards on one line."""
-    from rich.text import Text
-
     line = Text()
     for name, value in sorted(rewards.items()):
         style = GOOD if value is not None and value > 0 else BAD if value is None or value < 0 else ""
@@ -37,9 +35,6 @@ def grid(*columns: str, title: str = "", wrap: bool = False) -> Table:
 
     Without any name it has no head. Cells of the last column go on in the next line, and with `wrap` those of all.
     """
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="bold")
     table.title, table.title_justify, table.show_header = title or None, "left", any(columns)
     for place, name in enumerate(columns, 1):
@@ -53,15 +48,11 @@ def grid(*columns: str, title: str = "", wrap: bool = False) -> Table:
 
 def cells(values: Iterable[Any]) -> list[Any]:
     """Table cells: rich texts as they are, the rest without markup."""
-    from rich.text import Text
-
     return [value if isinstance(value, Text) else Text(str(value)) for value in values]
 
 
 def warn(count: int) -> Text:
     """A count that should be zero."""
-    from rich.text import Text
-
     return Text(str(count), style=BAD if count else QUIET)
 
 

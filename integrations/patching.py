@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+from cotune.context import current_episode
+from cotune.recording.answers import Answer
+from cotune.recording.model_calls import ask, ask_async, end_call, observed
+from cotune.recording.recorder import LiveCall
 
 _WRAPPED = "__cotune__"
 
@@ -32,6 +39,65 @@ def replace_method(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
         wrapped = functools.wraps(original)(wrapper(original))
         setattr(wrapped, _WRAPPED, True)
         setattr(cls, name, wrapped)
+
+
+def inside(original: Any, context: Callable[..., AbstractContextManager[Any] | None]) -> Any:
+    """`original`, a plain or an async function, which in an episode runs in what `context` gives for its arguments, if
+    anything."""
+
+    def entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
+        found = None if current_episode.get() is None else context(*args, **kwargs)
+        return nullcontext() if found is None else found
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with entered(args, kwargs):
+            return original(*args, **kwargs)
+
+    @functools.wraps(original)
+    async def run_async(*args: Any, **kwargs: Any) -> Any:
+        with entered(args, kwargs):
+            return await original(*args, **kwargs)
+
+    return run_async if inspect.iscoroutinefunction(original) else run
+
+
+def recorded(
+    original: Any,
+    awaited: bool,
+    opened: Callable[..., LiveCall | None],
+    result_of: Callable[..., Any],
+    answer_of: Callable[[Any], Answer],
+) -> Any:
+    """`original`, a method of a model, answered by the episode's responder, or observed; `awaited` is it if async.
+
+    `opened` opens the call for the method's arguments (None: it is not recorded here), `result_of(call, answer, ...)`
+    is what the method returns for an answer, `answer_of` reads what the model itself returned.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        call = opened(*args, **kwargs)
+        if call is None:
+            return original(*args, **kwargs)
+        if (found := ask(call)) is not None:
+            return result_of(call, found, *args, **kwargs)
+        with observed(call):
+            result = original(*args, **kwargs)
+        end_call(call, result, answer_of)
+        return result
+
+    async def run_async(*args: Any, **kwargs: Any) -> Any:
+        call = opened(*args, **kwargs)
+        if call is None:
+            return await original(*args, **kwargs)
+        if (found := await ask_async(call)) is not None:
+            return result_of(call, found, *args, **kwargs)
+        with observed(call):
+            result = await original(*args, **kwargs)
+        end_call(call, result, answer_of)
+        return result
+
+    return run_async if awaited else run
 
 
 def _subclasses(cls: Any) -> Iterator[Any]:

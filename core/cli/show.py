@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+from rich.tree import Tree
 
 from cotune.cli.show_groups import show_groups
 from cotune.errors import RecordError
@@ -13,11 +16,6 @@ from cotune.policies import UNTRAINED
 from cotune.recording.records import Call, Candidate, Episode, candidate_id
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tables import BAD, GOOD, NAME, QUIET, cells, grid, plural, scores, snippet, warn
-
-if TYPE_CHECKING:
-    from rich.console import Group, RenderableType
-    from rich.text import Text
-    from rich.tree import Tree
 
 CAUSES = 3
 """Causes of failed episodes that are shown."""
@@ -66,8 +64,6 @@ def show_run(
     With `episode`, that episode as a tree of calls; with `groups`, the groups of the latest `limit` training steps.
     Raises RunError when there are no records, RecordError for an unknown episode.
     """
-    from rich.console import Group
-
     store = SqliteStore.open(path, read_only=True)
     try:
         if episode is not None:
@@ -81,8 +77,6 @@ def show_run(
 
 def overview(store: SqliteStore) -> Iterable[RenderableType]:
     """Episodes by phase, calls by role, and what went wrong."""
-    from rich.text import Text
-
     yield Text.assemble(("records ", "bold"), str(store.path), "\n", *_causes(store))
     means: dict[str, dict[str, float]] = {}
     for phase, name, value in store.rows(_REWARDS_BY_PHASE):
@@ -133,8 +127,6 @@ def _trouble(store: SqliteStore) -> Iterable[tuple[str, str] | str]:
 
 def episode_list(store: SqliteStore, task: str | None, limit: int) -> Iterable[RenderableType]:
     """The latest episodes, newest last."""
-    from rich.text import Text
-
     where, asked = ("WHERE task = ?", (task,)) if task is not None else ("", ())
     (total,) = store.rows(f"SELECT count(*) FROM episodes {where}", asked)[0]
     found = store.rows(f"SELECT id FROM episodes {where} ORDER BY id DESC LIMIT ?", (*asked, limit))
@@ -162,8 +154,6 @@ def episode_list(store: SqliteStore, task: str | None, limit: int) -> Iterable[R
 
 def episode_tree(store: SqliteStore, id: str) -> Tree:
     """One episode: every call below the call whose output it read; a chain of calls stays on one level."""
-    from rich.tree import Tree
-
     calls = store.calls(id)
     root = Tree(_episode_line(store, id, calls), guide_style=QUIET)
     known = {call.id: call for call in calls}
@@ -185,8 +175,6 @@ def episode_tree(store: SqliteStore, id: str) -> Tree:
 
 
 def _episode_line(store: SqliteStore, id: str, calls: Sequence[Call]) -> Text:
-    from rich.text import Text
-
     line = Text.assemble(("episode ", "bold"), (id, NAME))
     try:
         episode: Episode = store.episode(id)
@@ -212,8 +200,6 @@ def _episode_line(store: SqliteStore, id: str, calls: Sequence[Call]) -> Text:
 
 
 def _call_line(call: Call, known: Mapping[str, Call]) -> Text:
-    from rich.text import Text
-
     line = Text.assemble((f"{call.step} ", QUIET), (call.role, "bold"), f" turn {call.turn}")
     read = sorted(known[parent].step for parent in call.parents if parent in known)
     if read:
@@ -232,8 +218,6 @@ def _call_line(call: Call, known: Mapping[str, Call]) -> Text:
 
 def _call_details(store: SqliteStore, call: Call) -> Iterable[Text]:
     """The message asked last, an error, and every candidate."""
-    from rich.text import Text
-
     if call.messages:
         try:
             asked = snippet(store.message(call.messages[-1]))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from rich.console import RenderableType
+from rich.text import Text
 
 from cotune.algorithms.advantages import FLAT
 from cotune.algorithms.attribution import attribute
@@ -22,9 +23,6 @@ from cotune.sampling.plans import PlanKind
 from cotune.storage.run_layout import RunConfig, is_run, read_run
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tables import BAD, QUIET, grid, plural, warn
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 class Cell(msgspec.Struct):
@@ -49,8 +47,6 @@ class GroupCounts(msgspec.Struct):
 
 def show_groups(store: SqliteStore, limit: int) -> Iterable[RenderableType]:
     """Groups of the latest `limit` training steps; of all recorded episodes where there was no training."""
-    from rich.text import Text
-
     phase = "train" if store.rows("SELECT 1 FROM episodes WHERE phase = 'train' LIMIT 1") else None
     found = store.rows(
         "SELECT DISTINCT training_step FROM episodes WHERE phase = 'train' ORDER BY 1 DESC LIMIT ?", (limit,)
@@ -128,8 +124,6 @@ def _count(
 
 
 def _table(counts: GroupCounts) -> RenderableType:
-    from rich.text import Text
-
     table = grid(
         "role", "turn>", "groups>", "candidates>", "size>", "mean reward>", "spread>", "no spread>", "trained>"
     )
@@ -151,8 +145,6 @@ def _table(counts: GroupCounts) -> RenderableType:
 
 
 def _reasons(counts: GroupCounts) -> RenderableType:
-    from rich.text import Text
-
     table = grid("reason", "candidates>", "share>", "why")
     for reason, count in counts.left_out.most_common():
         if count:

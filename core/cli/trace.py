@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from cotune.errors import RunError, WorkflowError
 from cotune.recording.records import Episode
@@ -15,9 +16,6 @@ from cotune.storage.sqlite_store import SqliteStore
 from cotune.tasks import load_tasks
 from cotune.terminal import terminal
 from cotune.workflows import load_workflow
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def trace(

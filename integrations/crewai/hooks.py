@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from crewai import Agent, Crew, Flow, Task
@@ -16,9 +17,18 @@ from crewai.lite_agent import LiteAgent
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
 from cotune.integrations.crewai import models as crewai_models
-from cotune.integrations.crewai.parts import report_parts
-from cotune.integrations.crewai.scopes import CrewScope, agent_scope, at_work, flow_scope, part_scope, remember_template
+from cotune.integrations.crewai.scopes import (
+    CrewScope,
+    agent_scope,
+    at_work,
+    flow_scope,
+    part_scope,
+    remember_template,
+    role_of,
+)
+from cotune.integrations.patching import inside
 from cotune.integrations.versions import missing_hook
+from cotune.recording.app_parts import Part, Parts
 
 ScopeOf = Callable[[Any, dict[str, Any]], CrewScope | None]
 """The scope of a method's call, by its object and its arguments; None where it opens none."""
@@ -40,7 +50,9 @@ def install() -> None:
     _scoped(RuntimeFlow, "_execute_method", _method_scope)
     BaseAgent.copy = _copy(BaseAgent.copy)  # type: ignore[method-assign, assignment]
     for module in (sys.modules[name] for name in _GUARDED):
-        _guardrail(module)
+        module.process_guardrail = inside(  # type: ignore[attr-defined]
+            module.process_guardrail, lambda *args, **kwargs: at_work(part_scope("guardrail", inside=False))
+        )
 
 
 def runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
@@ -86,34 +98,29 @@ def _scoped(cls: Any, name: str, scope_of: ScopeOf) -> None:
         raise missing_hook("crewai", f"{cls.__name__}.{name}")
     names = [one for one in inspect.signature(original).parameters if one != "self"]
 
-    def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {**dict(zip(names, args, strict=False)), **kwargs}
-
-    @functools.wraps(original)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = _opened(scope_of, self, given(args, kwargs))
+    def context(self: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[None] | None:
+        scope = scope_of(self, {**dict(zip(names, args, strict=False)), **kwargs})
+        episode = current_episode.get()
         if scope is None:
-            return original(self, *args, **kwargs)
-        with at_work(scope):
-            return original(self, *args, **kwargs)
+            return None
+        if episode is not None and episode.parts is not None:
+            _report_parts(episode.parts, scope)
+        return at_work(scope)
 
-    @functools.wraps(original)
-    async def run_async(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = _opened(scope_of, self, given(args, kwargs))
-        if scope is None:
-            return await original(self, *args, **kwargs)
-        with at_work(scope):
-            return await original(self, *args, **kwargs)
-
-    type.__setattr__(cls, name, run_async if inspect.iscoroutinefunction(original) else run)
+    type.__setattr__(cls, name, inside(original, context))
 
 
-def _opened(scope_of: ScopeOf, owner: Any, given: dict[str, Any]) -> CrewScope | None:
-    episode = current_episode.get()
-    scope = None if episode is None else scope_of(owner, given)
-    if episode is not None and episode.parts is not None and scope is not None:
-        report_parts(episode.parts, scope)
-    return scope
+def _report_parts(parts: Parts, scope: CrewScope) -> None:
+    """Report the agents of the crew, or the methods of the flow, that `scope` belongs to, and that it works."""
+    parts.enter(scope.role)
+    crew = getattr(scope.agent, "crew", None)
+    if crew is not None:
+        agents = [*crew.agents, *([crew.manager_agent] if crew.manager_agent is not None else ())]
+        name = crew.name or "crew"
+        parts.add(Part(role_of(agent), "agent", name, str(agent.role).strip()) for agent in agents)
+    if scope.agent is None and scope.flow is not None:
+        name = type(scope.flow).__name__
+        parts.add(Part(str(method), "method", name, str(method)) for method in scope.flow._methods)
 
 
 def _task_scope(task: Any, given: dict[str, Any]) -> CrewScope | None:
@@ -134,16 +141,3 @@ def _copy(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return copied
 
     return copy
-
-
-def _guardrail(module: Any) -> None:
-    original = module.process_guardrail
-
-    @functools.wraps(original)
-    def process_guardrail(*args: Any, **kwargs: Any) -> Any:
-        if current_episode.get() is None:
-            return original(*args, **kwargs)
-        with at_work(part_scope("guardrail", inside=False)):
-            return original(*args, **kwargs)
-
-    module.process_guardrail = process_guardrail

@@ -17,8 +17,8 @@ from cotune.ids import new_id
 from cotune.recording.pending_call import CallerContext
 
 NAME = "crewai"
-calling: ContextVar[bool] = ContextVar("cotune_crewai_calling", default=False)
-"""Whether a model's `call` is running here: the calls it makes of itself or of another model are part of it."""
+calling: ContextVar[Any] = ContextVar("cotune_crewai_calling", default=None)
+"""The model whose `call` is running here: the calls it makes of itself or of another model are part of it."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def at_work(scope: CrewScope) -> Iterator[None]:
 @contextmanager
 def outside_call() -> Iterator[None]:
     """Be in the same scope, but in no model's `call`: a tool that a model class itself runs."""
-    token = calling.set(False)
+    token = calling.set(None)
     try:
         with called_by(None):
             yield

@@ -6,6 +6,7 @@ request with that SDK all the same is recorded once, as what went over the wire.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -13,9 +14,9 @@ import msgspec
 from langchain_core.language_models import BaseChatModel
 
 from cotune.integrations.langchain.messages import answer_of_result, chunk_of, request_of, result_of
-from cotune.integrations.patching import each_subclass, replace_method
+from cotune.integrations.patching import each_subclass, recorded, replace_method
 from cotune.recording.answers import Answer
-from cotune.recording.model_calls import ask, ask_async, end_call, observed, open_call, reason_of, step, step_async
+from cotune.recording.model_calls import ask, ask_async, end_call, open_call, reason_of, step, step_async
 from cotune.recording.recorder import LiveCall
 
 
@@ -27,13 +28,13 @@ def install() -> None:
 def _wrap(cls: type) -> None:
     if cls is BaseChatModel or any(base.__name__ == "BaseChatOpenAI" for base in cls.__mro__):
         return
-    replace_method(cls, "_generate", _generate)
-    replace_method(cls, "_agenerate", _agenerate)
+    replace_method(cls, "_generate", functools.partial(_generate, awaited=False))
+    replace_method(cls, "_agenerate", functools.partial(_generate, awaited=True))
     replace_method(cls, "_stream", _stream)
     replace_method(cls, "_astream", _astream)
 
 
-def _open(model: Any, messages: list[Any], args: tuple[Any, ...], options: dict[str, Any]) -> LiveCall | None:
+def _open(model: Any, messages: list[Any], *args: Any, **options: Any) -> LiveCall | None:
     def request() -> dict[str, Any]:
         asked = {k: v for k, v in options.items() if k not in ("stop", "run_manager")}
         return request_of(model, messages, args[0] if args else options.get("stop"), asked)
@@ -41,41 +42,13 @@ def _open(model: Any, messages: list[Any], args: tuple[Any, ...], options: dict[
     return open_call(request)
 
 
-def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
-    def generate(self: Any, messages: list[Any], *args: Any, **options: Any) -> Any:
-        call = _open(self, messages, args, options)
-        if call is None:
-            return original(self, messages, *args, **options)
-        found = ask(call)
-        if found is not None:
-            return result_of(call, found)
-        with observed(call):
-            result = original(self, messages, *args, **options)
-        end_call(call, result, answer_of_result)
-        return result
-
-    return generate
-
-
-def _agenerate(original: Callable[..., Any]) -> Callable[..., Any]:
-    async def agenerate(self: Any, messages: list[Any], *args: Any, **options: Any) -> Any:
-        call = _open(self, messages, args, options)
-        if call is None:
-            return await original(self, messages, *args, **options)
-        found = await ask_async(call)
-        if found is not None:
-            return result_of(call, found)
-        with observed(call):
-            result = await original(self, messages, *args, **options)
-        end_call(call, result, answer_of_result)
-        return result
-
-    return agenerate
+def _generate(original: Callable[..., Any], awaited: bool) -> Any:
+    return recorded(original, awaited, _open, lambda call, answer, *_, **__: result_of(call, answer), answer_of_result)
 
 
 def _stream(original: Callable[..., Any]) -> Callable[..., Any]:
     def stream(self: Any, messages: list[Any], *args: Any, **options: Any) -> Iterator[Any]:
-        call = _open(self, messages, args, {**options, "stream": True})
+        call = _open(self, messages, *args, **{**options, "stream": True})
         if call is None:
             yield from original(self, messages, *args, **options)
             return
@@ -99,7 +72,7 @@ def _stream(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _astream(original: Callable[..., Any]) -> Callable[..., Any]:
     async def astream(self: Any, messages: list[Any], *args: Any, **options: Any) -> AsyncIterator[Any]:
-        call = _open(self, messages, args, {**options, "stream": True})
+        call = _open(self, messages, *args, **{**options, "stream": True})
         if call is None:
             async for chunk in original(self, messages, *args, **options):
                 yield chunk

@@ -16,8 +16,7 @@ from cotune.context import current_caller, current_episode, current_scope, scope
 from cotune.integrations.langchain.callbacks import on_end, on_start
 from cotune.integrations.langchain.middleware import current_middleware
 from cotune.integrations.langgraph.graphs import starting
-from cotune.integrations.langgraph.parts import nodes_of
-from cotune.integrations.langgraph.runs import GraphRun, role_of
+from cotune.integrations.langgraph.runs import GraphRun, nodes_of, role_of
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode

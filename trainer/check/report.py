@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from cotune.tables import BAD, GOOD, QUIET, cells, grid, plural, scores
-
-if TYPE_CHECKING:
-    from rich.console import Group, RenderableType
-    from rich.text import Text
 
 Level = Literal["blocks", "warns", "note"]
 _STYLES = {"blocks": BAD, "warns": "yellow", "note": QUIET}
@@ -117,14 +115,10 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def render(report: CheckReport) -> Group:
     """The report for a terminal."""
-    from rich.console import Group
-
     return Group(*_parts(report))
 
 
 def _parts(report: CheckReport) -> Iterable[RenderableType]:
-    from rich.text import Text
-
     yield Text.assemble(
         ("dry run ", "bold"),
         f"of {report.workflow} on {plural(len(report.tasks), 'task')} ({', '.join(report.tasks)}), ",
@@ -142,8 +136,6 @@ def _parts(report: CheckReport) -> Iterable[RenderableType]:
 
 
 def _frameworks(found: Sequence[Framework]) -> Text:
-    from rich.text import Text
-
     line = Text("recorded through ", style=QUIET)
     if not found:
         return Text("no framework that cotune records is loaded", style=BAD)
@@ -154,8 +146,6 @@ def _frameworks(found: Sequence[Framework]) -> Text:
 
 
 def _roles(roles: Sequence[RoleCheck]) -> Iterable[RenderableType]:
-    from rich.text import Text
-
     table = grid("role", "calls>", "policy", "scorer", "trained")
     for one in roles:
         trained = Text("yes", style=GOOD) if one.trained else Text(f"no: {one.reason}", style="yellow")
@@ -190,8 +180,6 @@ def _spans(steps: Sequence[int]) -> str:
 
 
 def _asks(call: CallCheck) -> Text:
-    from rich.text import Text
-
     parts = [] if call.temperature is None else [f"temperature {call.temperature:g}"]
     parts += [f"n {call.n}"] if call.n > 1 else []
     parts += ["stream"] if call.stream else []
@@ -220,8 +208,6 @@ def _groups(groups: Sequence[GroupCheck]) -> Iterable[RenderableType]:
 
 
 def _rewards(report: CheckReport) -> Iterable[RenderableType]:
-    from rich.text import Text
-
     yield Text.assemble(("team reward of the made-up answers: ", QUIET), scores(report.team) if report.team else "none")
     for role, named in report.local.items():
         line = Text(f"rewards of {role}: ", style=QUIET)
@@ -235,8 +221,6 @@ def _rewards(report: CheckReport) -> Iterable[RenderableType]:
 
 
 def _findings(findings: Sequence[Finding]) -> Iterable[RenderableType]:
-    from rich.text import Text
-
     for level in ("blocks", "warns", "note"):
         for one in findings:
             if one.level == level:

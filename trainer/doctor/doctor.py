@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
+from rich.table import Table
+from rich.text import Text
 
 from cotune.errors import CotuneError
 from cotune.integrations import versions
@@ -15,9 +17,6 @@ from cotune.tables import BAD, GOOD, grid
 from cotune.trainer.config.cluster import ClusterConfig, Demand
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.doctor.machine import Machine, Node, look, nodes_of
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 Level = Literal["ok", "warns", "blocks"]
 _STYLES = {"ok": GOOD, "warns": "yellow", "blocks": BAD}
@@ -133,8 +132,6 @@ def judge_placement(
 
 def render(report: Report) -> Table:
     """The findings as a table."""
-    from rich.text import Text
-
     table = grid("", "", "")
     for finding in report.findings:
         style = _STYLES[finding.level]

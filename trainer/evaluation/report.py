@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from cotune.errors import WorkflowError
 from cotune.sampling.responder import PolicyResponder
@@ -15,11 +18,6 @@ from cotune.trainer.evaluation.cost import Use
 from cotune.trainer.evaluation.run import Evaluation
 from cotune.trainer.evaluation.statistics import Interval, paired_difference, paired_shares
 from cotune.trainer.evaluation.verdict import tasks_for_share, verdict_on_reward, verdict_on_success
-
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
-
 
 SHOWN = 3
 """Reasons of failure shown for each evaluation."""
@@ -117,9 +115,6 @@ def _role_remarks(played: Collection[Evaluation], responder: PolicyResponder) ->
 
 def render(report: EvaluationReport) -> Group:
     """Tables for a terminal: results, differences, roles, what episodes take; then failures, notes and verdicts."""
-    from rich.console import Group
-    from rich.text import Text
-
     parts: list[Any] = [_results(report), _roles(report), _use(report)]
     if report.comparisons:
         parts.insert(1, _differences(report))
