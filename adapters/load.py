@@ -12,8 +12,7 @@ from cotune.adapters.trained import read_weights
 from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.models.folder import locate_model, read_parameters
 from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import Sampler, Weights, fingerprint
-from cotune.sampling.publish import publish_verified
+from cotune.sampling.protocol import Sampler, Weights, fingerprint, publish_verified
 
 _UNREAD = (".md", ".gitattributes", ".gitignore", ".DS_Store")
 """Ends of names of files that no loader reads: they may be added to an export."""

@@ -32,12 +32,14 @@ def unlisted_said(role: str, others: OtherRoles) -> str:
     return f"role {role!r} has no policy: {who} answers its calls, which are not trained on (other_roles = {others!r})"
 
 
-class LoraSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape of a LoRA adapter: W + (alpha / rank) * B A on each target module."""
+class LoraSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[lora] Shape of a LoRA adapter: W + (alpha / rank) * B A on each target module."""
 
     rank: int = 16
     alpha: float = 32.0
+    """The adapter's output is scaled by alpha / rank."""
     targets: tuple[str, ...] = ALL_LINEAR
+    """Names of the linear layers that get an adapter."""
 
     @property
     def scale(self) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from cotune.errors import CotuneError
@@ -39,6 +40,15 @@ def require(distribution: str) -> str:
     except PackageNotFoundError:
         return ""
     check(distribution, found)
+    return found
+
+
+def installed(distributions: Iterable[str]) -> dict[str, str]:
+    """The versions of those that are installed."""
+    found = {}
+    for name in distributions:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
     return found
 
 

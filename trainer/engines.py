@@ -84,7 +84,7 @@ def engine_arguments(config: TrainConfig, model: str, weights: Kind) -> dict[str
     cluster = config.cluster
     if cluster.engine == "transformers":
         return {"model": model, "threads": config.sampling.threads, "host": "thread", **cluster.engine_args}
-    specs = [p.lora.spec() for p in config.policy if p.kind == "lora"] or [config.lora.spec()]
+    specs = [p.lora for p in config.policy if p.kind == "lora"] or [config.lora]
     rank = max(spec.rank for spec in specs)
     if cluster.engine == "vllm-url":
         kinds: list[str] = [p.kind for p in config.policy]

@@ -16,8 +16,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import SyncError
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import Sampler, SamplingParams, Weights, fingerprint
-from cotune.sampling.publish import publish_verified
+from cotune.sampling.protocol import Sampler, SamplingParams, Weights, fingerprint, publish_verified
 
 PROBE = SamplingParams(temperature=1.0, max_tokens=16, seed=0)
 """How the probe is sampled: untruncated, so that the trainer's log-probabilities are of the same distribution."""

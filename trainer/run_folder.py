@@ -8,29 +8,18 @@ import platform
 import shutil
 import time
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from cotune.errors import RunError
+from cotune.integrations.versions import installed
 from cotune.storage.file_lock import FileLock
 from cotune.storage.run_layout import RunLayout, read_metrics, read_run_json
 from cotune.trainer.config.train import TrainConfig
 
 _PACKAGES = ("cotune", "torch", "transformers", "peft", "openai", "langgraph", "langchain-openai", "numpy")
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that a run depends on."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 class RunFolder(RunLayout):
@@ -63,7 +52,7 @@ class RunFolder(RunLayout):
             "workflow": workflow,
             "tasks": tasks,
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "versions": versions(),
+            "versions": {"python": platform.python_version(), **installed(_PACKAGES)},
             "run": str(path),
             "folder": str(Path.cwd()),
             "config": msgspec.to_builtins(config),

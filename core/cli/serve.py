@@ -6,9 +6,8 @@ import argparse
 import os
 from typing import Any
 
-from cotune.cli.command import add_address, add_command, add_trust
+from cotune.cli.command import add_address, add_command, add_trust, pairs
 from cotune.cli.fields import add_fields
-from cotune.errors import ConfigError
 from cotune.storage.run_layout import RunLayout, newest_checkpoint, read_run, steps_of
 from cotune.terminal import tell
 
@@ -50,7 +49,7 @@ def add_serve(commands: Any) -> None:
 
         token = a.token or os.environ.get("COTUNE_TOKEN")
         options = {"base": a.model, "names": a.role, "tool_format": a.tool_format}
-        aliases = dict(map(_alias, a.alias))
+        aliases = pairs("--as", a.alias, "NAME=ROLE", "For example: --as gpt-4o-mini=planner")
         serve(a.folder, tell, host=a.host, port=a.port, token=token, aliases=aliases, **options)
         return 0
 
@@ -77,13 +76,6 @@ def add_serve(commands: Any) -> None:
         help="how the model writes tool calls: auto, hermes, qwen3_coder, mistral, mistral_v11, llama3_json, or "
         "vllm:NAME for a tool parser of vLLM (default: as exported, or auto: as its chat template does)",
     )
-
-
-def _alias(given: str) -> tuple[str, str]:
-    name, is_pair, role = given.partition("=")
-    if not (name and is_pair and role):
-        raise ConfigError("as", given, "NAME=ROLE, such as gpt-4o-mini=planner")
-    return name, role
 
 
 def add_gateway(commands: Any) -> None:

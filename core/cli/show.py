@@ -64,15 +64,12 @@ def show_run(
     With `episode`, that episode as a tree of calls; with `groups`, the groups of the latest `limit` training steps.
     Raises RunError when there are no records, RecordError for an unknown episode.
     """
-    store = SqliteStore.open(path, read_only=True)
-    try:
+    with SqliteStore.open(path, read_only=True) as store:
         if episode is not None:
             return Group(episode_tree(store, episode))
         if groups:
             return Group(*show_groups(store, limit))
         return Group(*overview(store), *episode_list(store, task, limit))
-    finally:
-        store.close()
 
 
 def overview(store: SqliteStore) -> Iterable[RenderableType]:

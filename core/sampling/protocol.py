@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cotune.errors import SampleTimeout
+from cotune.errors import SampleTimeout, SyncError
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 
@@ -135,6 +135,18 @@ class Sampler(Protocol):
     async def aclose(self) -> None:
         """Stop the engine; pending requests fail with SamplerError. Safe to call twice."""
         ...
+
+
+async def publish_verified(
+    sampler: Sampler, policy: PolicyRef, weights: Weights, lora: LoraSpec | None, sent: str
+) -> None:
+    """Publish weights whose fingerprint is `sent`. Raises SyncError when they arrive altered."""
+    arrived = await sampler.publish(policy, weights, lora)
+    if arrived != sent:
+        raise SyncError(
+            f"Policy {policy} arrived with fingerprint {arrived}; {sent} was sent.",
+            "Check the sampler's log: weights were lost or altered on the way.",
+        )
 
 
 class SleepingSampler(Sampler, Protocol):

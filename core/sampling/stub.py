@@ -90,11 +90,11 @@ class StubResponder:
             return functions[forced]
         if not self.call_tools or not functions or choice == "none":
             return None
-        fresh = [
-            f for f in functions.values() if self._used[call.episode.id, call.role, f["name"]] < self._often(call, f)
-        ]
-        if fresh:
-            return fresh[0]
+        names = _names(call)
+        for function in functions.values():
+            often = max(1, len(names_in(function, names)[1]))
+            if self._used[call.episode.id, call.role, function["name"]] < often:
+                return function
         return list(functions.values())[-1] if forced is not None else None
 
     def turn(self, call: LiveCall, what: str) -> int:
@@ -102,18 +102,6 @@ class StubResponder:
         key = call.episode.id, call.role, what
         self._made[key] += 1
         return self.variant + self._made[key] - 1
-
-    def names(self, call: LiveCall) -> list[str]:
-        """How the application's parts are called."""
-        parts = call.episode.parts
-        return [] if parts is None else [part.name for part in parts.known]
-
-    def words(self, call: LiveCall) -> list[str]:
-        """What the application is known to wait for in an answer."""
-        return [] if call.episode.parts is None else call.episode.parts.words
-
-    def _often(self, call: LiveCall, function: Mapping[str, Any]) -> int:
-        return max(1, len(names_in(function, self.names(call))[1]))
 
     def _bound(self, call: LiveCall) -> None:
         self.calls[call.episode.id] += 1
@@ -181,7 +169,7 @@ class _Made:
     def _arguments(self, function: Mapping[str, Any], index: int) -> dict[str, Any]:
         schema = function.get("parameters") or {"type": "object"}
         made = self._value(schema, index) or {}
-        parameter, names = names_in(function, self._stub.names(self._call))
+        parameter, names = names_in(function, _names(self._call))
         return {**made, parameter: names[(self._turn + index) % len(names)]} if parameter else made
 
     def _content(self, index: int) -> str:
@@ -196,7 +184,8 @@ class _Made:
             return asked
         if isinstance(call.params.get("response_format"), Mapping):
             return "{}"
-        choices = ["", *choices_of(call.messages, stub.names(call), stub.words(call))]
+        words = call.episode.parts.words if call.episode.parts else ()
+        choices = ["", *choices_of(call.messages, _names(call), words)]
         stub.branched = stub.branched or len(choices) > 1
         return choices[variant % len(choices)] or f"stub answer {index + 1}"
 
@@ -209,6 +198,11 @@ class _Made:
         same_texts = [example(schema, variant + i, ["a"]) for i in range(2)]
         self._stub.branched = self._stub.branched or same_texts[0] != same_texts[1]
         return example(schema, variant, answers)
+
+
+def _names(call: LiveCall) -> list[str]:
+    """How the application's parts are called."""
+    return [part.name for part in call.episode.parts.known] if call.episode.parts else []
 
 
 def _schema_of(asked: Any) -> Mapping[str, Any] | None:

@@ -45,12 +45,9 @@ def result_of(call: LiveCall, answer: Answer) -> ChatResult:
         except OutputParserException as error:
             invalid.append(make_invalid_tool_call(dict(raw), str(error)))
     message = AIMessage(
-        content=candidate.message.get("content") or "",
         tool_calls=[c for c in calls if c],
         invalid_tool_calls=invalid,
-        additional_kwargs=_extra(candidate.message),
-        usage_metadata=_usage(answer, candidate),
-        response_metadata=_facts(call, candidate),
+        **_common(call, answer, candidate),
     )
     return ChatResult(generations=[ChatGeneration(message=message, generation_info=_facts(call, candidate))])
 
@@ -59,7 +56,6 @@ def chunk_of(call: LiveCall, answer: Answer) -> ChatGenerationChunk:
     """The chosen candidate as the one chunk of a stream."""
     candidate = answer.candidates[answer.chosen]
     message = AIMessageChunk(
-        content=candidate.message.get("content") or "",
         tool_call_chunks=[
             {
                 "name": tool["function"]["name"],
@@ -70,9 +66,7 @@ def chunk_of(call: LiveCall, answer: Answer) -> ChatGenerationChunk:
             }
             for i, tool in enumerate(candidate.tool_calls)
         ],
-        additional_kwargs=_extra(candidate.message),
-        usage_metadata=_usage(answer, candidate),
-        response_metadata=_facts(call, candidate),
+        **_common(call, answer, candidate),
         chunk_position="last",
     )
     return ChatGenerationChunk(message=message, generation_info=_facts(call, candidate))
@@ -118,13 +112,16 @@ def _candidate(index: int, generation: Any) -> Candidate:
     return Candidate(index=index, text=text, message=message, finish_reason=finish)
 
 
-def _extra(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in message.items() if k not in ("role", "content", "tool_calls") and v is not None}
-
-
-def _usage(answer: Answer, candidate: Candidate) -> Any:
+def _common(call: LiveCall, answer: Answer, candidate: Candidate) -> dict[str, Any]:
+    """What a message and a chunk have alike."""
     read, written = answer.usage.prompt_tokens, len(candidate.token_ids)
-    return {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
+    more = {k: v for k, v in candidate.message.items() if k not in ("role", "content", "tool_calls") and v is not None}
+    return {
+        "content": candidate.message.get("content") or "",
+        "additional_kwargs": more,
+        "usage_metadata": {"input_tokens": read, "output_tokens": written, "total_tokens": read + written},
+        "response_metadata": _facts(call, candidate),
+    }
 
 
 def _facts(call: LiveCall, candidate: Candidate) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from cotune.integrations.chat.reply_grammar import unenforceable
 from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, require
 from cotune.policies import Policies
 from cotune.recording.episodes import Outcome
-from cotune.recording.records import Call, Reward, candidate_id
+from cotune.recording.records import Call, Reward
 from cotune.runtime.run_sync import run_sync
 from cotune.sampling.plans import Plan, PlanKind
 from cotune.sampling.stub import StubResponder
@@ -89,49 +89,43 @@ def check(
             variant=run,
         )
 
-    with tempfile.TemporaryDirectory() as folder:
-        store = SqliteStore.open(RunLayout(folder).records)
-        try:
-            with watched_connections() as connections:
-                runs = run_sync(run_tasks(flow, listed, store, stub, timeout))
-            outcomes, seen = runs.outcomes, runs.seen
-            if flow.episode_judge is not None:
-                outcomes = _judged(outcomes, store)
-            rewarded = rewards_by_role(store, seen)
-            found = [made_up(blocking(fault), seen) for fault in faults(flow, outcomes, seen, rewarded, config.roles)]
-            local, team = _ranges(seen, store), _means([outcome.rewards for outcome in outcomes])
-            policies, more = _policies(config, seen, flow, plan)
-            roles = _roles(seen, policies, flow, plan)
-            groups, left_out = _groups(store, outcomes, seen, roles, plan, recipe)
-            tokens, refused = _tokens(chat, seen, store)
-            refused += _forms(seen, store)
-            found += [*more, *refused]
-            if flow.episode_judge is not None:
-                found.append(Finding("note", "judge", "it was not asked: a dry run makes its outcomes up."))
-            if not groups and not any(finding.level == "blocks" for finding in found):
-                text = "the plan would form no group: nothing would be trained."
-                found.append(Finding("blocks", "groups", text, "See what was left out."))
-            found += [*role_findings(roles, seen, plan), *idle_findings(runs.idle), *call_findings(seen, plan, config)]
-            found += learning_findings(roles, {name: list(named) for name, named in local.items()}, team, recipe)
-            found += [*episode_findings(outcomes, connections), *client_findings()]
-            return CheckReport(
-                workflow=workflow if isinstance(workflow, str) else flow.name,
-                tasks=tuple(task.id for task in listed),
-                seconds=time.perf_counter() - started,
-                plan=why,
-                frameworks=tuple(_frameworks()),
-                runs=len(outcomes),
-                roles=tuple(roles),
-                idle=tuple(IdleCheck(role=p.role, kind=p.kind, of=p.of, ran=ran) for p, ran in runs.idle),
-                calls=tuple(_calls(seen, outcomes, tokens, store)),
-                groups=tuple(groups),
-                team=team,
-                local=local,
-                left_out=left_out,
-                findings=tuple(found),
-            )
-        finally:
-            store.close()
+    with tempfile.TemporaryDirectory() as folder, SqliteStore.open(RunLayout(folder).records) as store:
+        with watched_connections() as connections:
+            runs = run_sync(run_tasks(flow, listed, store, stub, timeout))
+        outcomes, seen = runs.outcomes, runs.seen
+        if flow.episode_judge is not None:
+            outcomes = _judged(outcomes, store)
+        local, team = rewards_by_role(store, seen), _means([outcome.rewards for outcome in outcomes])
+        found = [made_up(blocking(fault), seen) for fault in faults(flow, outcomes, seen, local, config.roles)]
+        policies, more = _policies(config, seen, flow, plan)
+        roles = _roles(seen, policies, flow, plan)
+        groups, left_out = _groups(store, outcomes, seen, roles, plan, recipe)
+        tokens, refused = _tokens(chat, seen, store)
+        found += [*more, *refused, *_forms(seen, store)]
+        if flow.episode_judge is not None:
+            found.append(Finding("note", "judge", "it was not asked: a dry run makes its outcomes up."))
+        if not groups and not any(finding.level == "blocks" for finding in found):
+            text = "the plan would form no group: nothing would be trained."
+            found.append(Finding("blocks", "groups", text, "See what was left out."))
+        found += [*role_findings(roles, seen, plan), *idle_findings(runs.idle), *call_findings(seen, plan, config)]
+        found += learning_findings(roles, local, team, recipe)
+        found += [*episode_findings(outcomes, connections), *client_findings()]
+        return CheckReport(
+            workflow=workflow if isinstance(workflow, str) else flow.name,
+            tasks=tuple(task.id for task in listed),
+            seconds=time.perf_counter() - started,
+            plan=why,
+            frameworks=tuple(_frameworks()),
+            runs=len(outcomes),
+            roles=tuple(roles),
+            idle=tuple(IdleCheck(role=p.role, kind=p.kind, of=p.of, ran=ran) for p, ran in runs.idle),
+            calls=tuple(_calls(seen, outcomes, tokens, store)),
+            groups=tuple(groups),
+            team=team,
+            local={role: named for role, named in local.items() if named},
+            left_out=left_out,
+            findings=tuple(found),
+        )
 
 
 def _judged(outcomes: Sequence[Outcome], store: Store) -> list[Outcome]:
@@ -273,17 +267,6 @@ def _means(outcomes: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for rewards in outcomes for name in rewards)
     values = {name: [rewards[name] for rewards in outcomes if name in rewards] for name in names}
     return {name: sum(found) / len(found) for name, found in values.items()}
-
-
-def _ranges(calls: Sequence[Call], store: Store) -> dict[str, dict[str, tuple[float, float]]]:
-    found: dict[str, dict[str, tuple[float, float]]] = {}
-    for call in calls:
-        rewards = store.rewards(candidate_id(call.id, candidate.index) for candidate in call.candidates)
-        for named in rewards.values():
-            for name, value in named.items():
-                low, high = found.setdefault(call.role, {}).get(name, (value, value))
-                found[call.role][name] = (min(low, value), max(high, value))
-    return found
 
 
 def _chat(model: str | None) -> Any:

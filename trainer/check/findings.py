@@ -20,15 +20,7 @@ from cotune.tables import plural
 from cotune.trainer.check.report import Finding, RoleCheck
 from cotune.trainer.config.train import TrainConfig
 
-_CLIENTS = {
-    "anthropic": "anthropic",
-    "cohere": "cohere",
-    "google.genai": "google-genai",
-    "groq": "groq",
-    "litellm": "litellm",
-    "mistralai": "mistralai",
-    "ollama": "ollama",
-}
+_CLIENTS = ("anthropic", "cohere", "google.genai", "groq", "litellm", "mistralai", "ollama")
 """Client libraries of models that do not use the OpenAI SDK for all they send, by module."""
 _SEEN_IN = "it is seen through the model classes of LangChain, AutoGen and CrewAI only."
 _SEEN = {
@@ -71,7 +63,7 @@ def role_findings(roles: Sequence[RoleCheck], calls: Sequence[Call], plan: Plan)
 
 
 def learning_findings(
-    roles: Sequence[RoleCheck], local: Mapping[str, Sequence[str]], outcome: Collection[str], recipe: Recipe
+    roles: Sequence[RoleCheck], local: Mapping[str, Collection[str]], outcome: Collection[str], recipe: Recipe
 ) -> Iterator[Finding]:
     """What each trained role learns from, and a reward of the workflow's that trains nobody."""
     own = {role.role: local.get(role.role, ()) for role in roles if role.trained}
@@ -150,8 +142,9 @@ def episode_findings(outcomes: Sequence[Outcome], connections: Mapping[str, int]
 
 def client_findings() -> Iterator[Finding]:
     """Loaded client libraries whose direct use is not seen."""
-    for module, name in _CLIENTS.items():
+    for module in _CLIENTS:
         if module in sys.modules:
+            name = module.replace(".", "-")
             yield Finding("note", name, f"{name} is loaded: {_SEEN.get(module, _SEEN_IN)}")
 
 

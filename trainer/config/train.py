@@ -17,7 +17,7 @@ from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import USUAL, Recipe
 from cotune.errors import ConfigError, field_and_fault
 from cotune.integrations.chat.tool_formats import check_tool_format
-from cotune.policies import ALL_LINEAR, LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
+from cotune.policies import LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
 from cotune.sampling.plans import Plan, PlanKind, Select
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.from_records import DpoConfig, RecordsConfig, check_records
@@ -28,19 +28,6 @@ from cotune.trainer.config.routing import RoutingConfig
 Layout = Literal["shared", "lora", "full"]
 
 
-class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[lora] Shape of the adapters that the layouts `shared` and `lora` train."""
-
-    rank: int = 16
-    alpha: float = 32.0
-    """The adapter's output is scaled by alpha / rank."""
-    targets: tuple[str, ...] = ALL_LINEAR
-    """Names of the linear layers that get an adapter."""
-
-    def spec(self) -> LoraSpec:
-        return LoraSpec(rank=self.rank, alpha=self.alpha, targets=self.targets)
-
-
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[[policy]] One policy and the roles it plays; replaces the layout in `policies`."""
 
@@ -48,7 +35,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     roles: tuple[str, ...]
     kind: PolicyKind = "lora"
     """lora | full | frozen (the untrained model) | provider (whatever the application uses today)."""
-    lora: LoraConfig = LoraConfig()
+    lora: LoraSpec = LoraSpec()
 
 
 class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -155,7 +142,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     keep_checkpoints: int = 2
     probe_bound: float = 0.05
     """Largest mean gap between sampler and learner log-probabilities after a publish, in nats."""
-    lora: LoraConfig = LoraConfig()
+    lora: LoraSpec = LoraSpec()
     plan: PlanConfig = PlanConfig()
     replay: ReplayConfig = ReplayConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -231,13 +218,13 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         known = sorted({*seen, *self.roles})
         able = [role for role in known if scored is None or role in scored]
         if not self.policy:
-            laid = policies_for(self.policies, able, self.lora.spec())
+            laid = policies_for(self.policies, able, self.lora)
             rest = [role for role in known if role not in able]
             if not rest:
                 return laid
             frozen = PolicySpec(name="frozen", kind="frozen")
             return Policies({**laid.specs, "frozen": frozen}, {**laid.roles, **dict.fromkeys(rest, "frozen")})
-        specs = {p.name: PolicySpec(name=p.name, kind=p.kind, lora=p.lora.spec()) for p in self.policy}
+        specs = {p.name: PolicySpec(name=p.name, kind=p.kind, lora=p.lora) for p in self.policy}
         roles = {role: p.name for p in self.policy for role in p.roles}
         for role in roles:
             if role not in known:
@@ -275,7 +262,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         new = [role for role in roles if role not in policies.roles and (scored is None or role in scored)]
         if not new or self.policy or self.other_roles == "provider":
             return policies
-        more = policies_for(self.policies, new, self.lora.spec())
+        more = policies_for(self.policies, new, self.lora)
         return Policies({**policies.specs, **more.specs}, {**policies.roles, **more.roles})
 
 

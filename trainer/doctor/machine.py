@@ -10,13 +10,13 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from cotune.integrations.ray.runtime import open_ray
+from cotune.integrations.versions import installed
 
 PACKAGES = ("torch", "transformers", "peft", "ray", "vllm", "openai", "langgraph", "autogen-agentchat", "crewai")
 
@@ -72,7 +72,7 @@ def look(runs: Path) -> Machine:
         temporary_gb=_free(Path(tempfile.gettempdir())),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         gpus=_gpus(),
-        versions=_versions(),
+        versions=installed(("cotune", *PACKAGES)),
         loopback=_loopback(),
     )
 
@@ -130,16 +130,6 @@ def _gpus() -> tuple[Gpu, ...]:
         free, total = torch.cuda.mem_get_info(index)
         found.append(Gpu(name=torch.cuda.get_device_name(index), memory_gb=total / 2**30, free_gb=free / 2**30))
     return tuple(found)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("cotune", *PACKAGES):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _loopback() -> str:

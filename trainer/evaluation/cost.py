@@ -17,8 +17,8 @@ class TokenCounts(msgspec.Struct, kw_only=True):
     """Calls and tokens of one policy, or of one model of the application's own provider."""
 
     calls: int = 0
-    prompt: int = 0
-    completion: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
     uncounted: int = 0
     """Calls whose provider reported no tokens."""
 
@@ -27,8 +27,8 @@ class TokenCounts(msgspec.Struct, kw_only=True):
         prompt = call.prompt_tokens or call.usage.prompt_tokens
         written = sum(len(candidate.token_ids) for candidate in call.candidates) or call.usage.completion_tokens
         self.calls += 1
-        self.prompt += prompt
-        self.completion += written
+        self.prompt_tokens += prompt
+        self.completion_tokens += written
         self.uncounted += not prompt and not written
 
 
@@ -51,14 +51,12 @@ def total_use(answered: Mapping[str, TokenCounts], latencies: Sequence[float], p
     """Sums over the token counts by name, and their cost; `latencies` are the seconds of each episode."""
     priced = {name: tokens for name, tokens in answered.items() if name in prices}
     costs = [
-        (tokens.prompt * prices[name][0] + tokens.completion * prices[name][1]) / MILLION
+        (tokens.prompt_tokens * prices[name][0] + tokens.completion_tokens * prices[name][1]) / MILLION
         for name, tokens in priced.items()
     ]
+    totals = {name: sum(getattr(t, name) for t in answered.values()) for name in TokenCounts.__struct_fields__}
     return Use(
-        calls=sum(tokens.calls for tokens in answered.values()),
-        prompt_tokens=sum(tokens.prompt for tokens in answered.values()),
-        completion_tokens=sum(tokens.completion for tokens in answered.values()),
-        uncounted=sum(tokens.uncounted for tokens in answered.values()),
+        **totals,
         seconds=mean(latencies),
         cost=sum(costs) if costs else None,
         unpriced=sum(tokens.calls for name, tokens in answered.items() if name not in prices),

@@ -12,8 +12,7 @@ from cotune.adapters.trained import TrainedPolicy, latest_policies
 from cotune.errors import AdapterError
 from cotune.policies import OtherRoles
 from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import Sampler, fingerprint
-from cotune.sampling.publish import publish_verified
+from cotune.sampling.protocol import Sampler, fingerprint, publish_verified
 from cotune.storage.run_layout import read_run
 
 

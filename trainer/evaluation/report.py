@@ -190,18 +190,17 @@ def _cost(use: Use, episodes: int) -> str:
 
 
 def _percent(interval: Interval | None, sign: str = "") -> str:
-    if interval is None:
-        return "-"
-    text = f"{100 * interval.mean:{sign}.1f}%"
-    if interval.low is None or interval.high is None:
-        return text
-    return f"{text} [{100 * interval.low:{sign}.1f}, {100 * interval.high:{sign}.1f}]"
+    return _interval(interval, 100, f"{sign}.1f", "%")
 
 
 def _number(interval: Interval | None, sign: str = "") -> str:
-    if interval is None:
+    return _interval(interval, 1, f"{sign}.3f")
+
+
+def _interval(found: Interval | None, scale: float, form: str, unit: str = "") -> str:
+    if found is None:
         return "-"
-    text = f"{interval.mean:{sign}.3f}"
-    if interval.low is None or interval.high is None:
+    text = f"{scale * found.mean:{form}}{unit}"
+    if found.low is None or found.high is None:
         return text
-    return f"{text} [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]"
+    return f"{text} [{scale * found.low:{form}}, {scale * found.high:{form}}]"

@@ -128,12 +128,14 @@ def _worth_another_look(outcomes: Sequence[Outcome]) -> bool:
     )
 
 
-def rewards_by_role(store: Store, calls: Sequence[Call]) -> dict[str, set[str]]:
-    """Names of the components that the scorer of each role that calls has returned."""
-    found: dict[str, set[str]] = {role: set() for role in sorted({call.role for call in calls})}
+def rewards_by_role(store: Store, calls: Sequence[Call]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Components that the scorer of each role that calls has returned, each with its lowest and highest value."""
+    found: dict[str, dict[str, tuple[float, float]]] = {role: {} for role in sorted({call.role for call in calls})}
     for call in calls:
         for named in store.rewards(candidate_id(call.id, c.index) for c in call.candidates).values():
-            found[call.role].update(named)
+            for name, value in named.items():
+                low, high = found[call.role].get(name, (value, value))
+                found[call.role][name] = (min(low, value), max(high, value))
     return found
 
 
