@@ -9,8 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import Sampler, Weights, fingerprint
-from cotune.sampling.publish import publish_verified
+from cotune.sampling.protocol import Sampler, Weights, fingerprint, publish_verified
 from cotune.trainer.config.routing import RoutingConfig
 from cotune.trainer.publish import Proof, norm
 from cotune.trainer.routing import pool
