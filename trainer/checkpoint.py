@@ -45,6 +45,8 @@ class Checkpoint(msgspec.Struct, kw_only=True):
     new_roles: tuple[str, ...] = ()
     """Roles first seen in the last step: they get policies before the next one."""
     advantages: AdvantageState = msgspec.field(name="state", default=AdvantageState())
+    rewards: dict[str, float] = {}
+    """Mean reward of each task when it was last tried."""
     metrics: dict[str, dict[str, float]] = {}
     """Latest figures of each role, for the export."""
     best: dict[str, BestLoss] = {}

@@ -13,6 +13,7 @@ from cotune.recording.records import Episode
 from cotune.recording.rollout import EpisodeBatch
 from cotune.trainer.batch import collect_samples, group_and_weigh
 from cotune.trainer.checkpoint import commit_checkpoint
+from cotune.trainer.curriculum import fewer_episodes
 from cotune.trainer.held_out import evaluate_held_out
 from cotune.trainer.progress import Progress
 from cotune.trainer.restore import add_new_roles, mark_consumed, recovery
@@ -69,13 +70,15 @@ async def roll_out(run: Run, progress: Progress, step: int) -> list[Episode]:
     done, cut = finished_episodes(run, step, {task.id for task in tasks})
     if cut:
         progress.say(f"{cut} episodes of step {step + 1} lack records or rewards: they are run again")
-    progress.rollout(len(tasks) * run.plan.episodes_per_task)
+    fewer = fewer_episodes(run.config.curriculum, tasks, run.state.rewards)
+    progress.rollout(sum(fewer.get(task.id, run.plan.episodes_per_task) for task in tasks))
     batch = EpisodeBatch(
         tasks=tasks,
         sink=run.store,
         phase="train",
         training_step=step,
         rollouts=run.plan.episodes_per_task,
+        fewer=fewer,
         done=[episode for episode in done if episode.fork is None],
         on_episode=progress.episode,
     )

@@ -17,6 +17,7 @@ from cotune.sampling.protocol import ChatFormat, Sampler
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.curriculum import schedule_of
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.restore import restore
 from cotune.trainer.resume import tasks_per_step
@@ -27,7 +28,6 @@ from cotune.trainer.rollout.protocol import EpisodeRunner
 from cotune.trainer.routing import check_routing
 from cotune.trainer.run import Run
 from cotune.trainer.run_folder import RunFolder
-from cotune.trainer.schedule import TaskSchedule
 from cotune.workflows import Workflow
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ async def open_run(
             new = sorted(policies.roles.keys() - before.roles.keys())
             notes = [f"role {role!r} gets the policy {policies.roles[role]}" for role in new]
         check_routing(config.routing, policies)
+        changes = folder.described.get("changes", ())
         limit = recipe.loss.constant_length or config.sampling.max_tokens
         loss = msgspec.structs.replace(recipe.loss, constant_length=limit)
         trained = [name for name, spec in policies.specs.items() if spec.trained]
@@ -95,7 +96,7 @@ async def open_run(
             open_learner=open_learner,
             plan=plan,
             recipe=recipe,
-            schedule=TaskSchedule(tasks, config.seed, tasks_per_step(config, folder.described.get("changes", ()))),
+            schedule=schedule_of(tasks, config.curriculum, config.seed, tasks_per_step(config, changes)),
             held_out=held_out,
             notes=[why, *notes, *_untrained(policies)],
             state=Checkpoint(policies=policies),

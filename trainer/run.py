@@ -18,12 +18,13 @@ from cotune.sampling.protocol import Sampler
 from cotune.storage.protocol import Store
 from cotune.trainer.checkpoint import Checkpoint
 from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.curriculum import task_rewards
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.publish import Proof
 from cotune.trainer.rollout.protocol import EpisodeRunner
 from cotune.trainer.routing import opponent, past_role, players, swapped
 from cotune.trainer.run_folder import RunFolder
-from cotune.trainer.schedule import TaskSchedule
+from cotune.trainer.schedule import Schedule
 from cotune.workflows import Workflow
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class Run:
     """A learner for these policies, in their first state; the one before is closed."""
     plan: Plan
     recipe: Recipe
-    schedule: TaskSchedule[Task]
+    schedule: Schedule[Task]
     held_out: Sequence[Task]
     notes: Sequence[str]
     """What the user should know before the first step."""
@@ -97,6 +98,7 @@ class Run:
         state.new_roles = tuple(sorted(self.joined(state.policies, sorted(collected.roles)).roles.keys() - known))
         state.advantages = prepared.state
         state.metrics = metrics
+        state.rewards.update(task_rewards(collected.samples, self.recipe))
         state.ledger.update({group.id: state.steps for group in prepared.groups})
         if self.plan.kind != "tree":  # under a tree plan a group is a call, by its id
             state.members.update({group.id: tuple(s.id for s in group.samples) for group in prepared.groups})

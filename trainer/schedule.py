@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from cotune.trainer.config.train import ScheduleConfig
 
 Item = TypeVar("Item")
+
+
+class Schedule(Protocol[Item]):
+    """What each step of a run takes."""
+
+    def of(self, step: int) -> list[Item]:
+        """What `step` (from 0) takes."""
+        ...
 
 
 class TaskSchedule(Generic[Item]):

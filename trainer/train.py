@@ -25,6 +25,7 @@ from cotune.storage.run_layout import read_run_json
 from cotune.tasks import as_tasks
 from cotune.trainer.checkpoint import load_checkpoint
 from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.curriculum import check_curriculum
 from cotune.trainer.from_records.loop import learn_steps
 from cotune.trainer.from_records.run import RecordsRun, open_records_run
 from cotune.trainer.held_out import held_out_tasks, overlap
@@ -57,7 +58,7 @@ def train(
     chosen = _config(config, settings)
     listed = _new_tasks(tasks, chosen)
     if not chosen.from_records:
-        chosen.resolve_plan(list(flow.scorers))
+        check_curriculum(chosen.curriculum, chosen.resolve_plan(list(flow.scorers))[0], listed)
     if (base := locate_model(chosen.model)) and Path(chosen.model).expanduser().exists():
         chosen = msgspec.structs.replace(chosen, model=str(base))
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)

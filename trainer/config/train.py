@@ -20,6 +20,7 @@ from cotune.integrations.chat.tool_formats import check_tool_format
 from cotune.policies import LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
 from cotune.sampling.plans import Plan, PlanKind, Select
 from cotune.trainer.config.cluster import ClusterConfig
+from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.config.from_records import DpoConfig, RecordsConfig, check_records
 from cotune.trainer.config.learner import LearnerSettings, check_anchor
 from cotune.trainer.config.replay import ReplayConfig
@@ -148,6 +149,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sampling: SamplingConfig = SamplingConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     routing: RoutingConfig = RoutingConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     learner: LearnerSettings = LearnerSettings()
     cluster: ClusterConfig = ClusterConfig()

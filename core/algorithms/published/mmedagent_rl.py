@@ -2,7 +2,7 @@
 
 r = format + accuracy, A = (r - mean) / std over the role's calls of a task. The weight of the entropy is 0.01 times the
 component `exploration` of the episode's outcome: low where the specialists agree and are right, high where they
-contradict each other or are wrong. The curriculum, easy to hard, is `[schedule] curriculum`.
+contradict each other or are wrong. The curriculum, easy to hard, is `[curriculum] by`.
 """
 
 from __future__ import annotations

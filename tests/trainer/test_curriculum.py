@@ -1,0 +1,93 @@
+"""Curricula: levels of tasks one after the other, and fewer episodes of tasks that have become easy."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from cotune.errors import ConfigError
+from cotune.recording.records import Task
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.config.curriculum import CurriculumConfig
+from cotune.trainer.curriculum import fewer_episodes, schedule_of
+from tests.trainer.tiny_app import TASKS, application, ask
+
+LEVELS = CurriculumConfig(by="hard", level_steps=2)
+
+
+def tasks(*levels: float) -> list[Task]:
+    return [Task(id=str(i), input={"hard": level}) for i, level in enumerate(levels)]
+
+
+def ids(config: CurriculumConfig, given: list[Task], *counts: tuple[int, int], steps: int) -> list[list[str]]:
+    schedule = schedule_of(given, config, 0, counts)
+    return [[task.id for task in schedule.of(step)] for step in range(steps)]
+
+
+def test_steps_take_one_level_after_the_other_and_then_all():
+    found = ids(LEVELS, tasks(3, 1, 2, 1), (0, 2), steps=8)
+    assert [sorted(step) for step in found[:6]] == [["1", "3"], ["1", "3"], ["2"], ["2"], ["0"], ["0"]]
+    assert sorted(found[6] + found[7]) == ["0", "1", "2", "3"]
+
+
+def test_a_curriculum_is_the_same_whichever_step_is_asked_first():
+    given = tasks(*[0] * 5, *[1] * 7)
+    assert schedule_of(given, LEVELS, 0, [(0, 3)]).of(3) == schedule_of(given, LEVELS, 0, [(0, 3)]).of(3)
+    again = schedule_of(given, LEVELS, 0, [(0, 3)])
+    assert [[t.id for t in again.of(step)] for step in (3, 0, 2)] == [
+        ids(LEVELS, given, (0, 3), steps=4)[step] for step in (3, 0, 2)
+    ]
+
+
+def test_the_number_of_tasks_changes_at_its_step_in_every_level():
+    found = ids(LEVELS, tasks(*[0] * 6, *[1] * 6), (0, 2), (1, 3), (3, 4), steps=5)
+    assert [len(step) for step in found] == [2, 3, 3, 4, 4]
+
+
+def test_easy_tasks_get_fewer_episodes():
+    config = CurriculumConfig(k_easy=2, easy=0.6)
+    assert fewer_episodes(config, tasks(0, 0, 0), {"0": 0.6, "1": 0.5}) == {"0": 2}
+    assert fewer_episodes(CurriculumConfig(), tasks(0), {"0": 1.0}) == {}
+
+
+async def constant(task):
+    """Task a always succeeds, b and c as the model says."""
+    said = await ask("first", f"say {task['letter']}")
+    return 1.0 if task["letter"] == "a" else said.count("a") / 4
+
+
+def test_a_run_spends_fewer_episodes_on_easy_tasks_also_after_a_resume(trainer):
+    app = application(constant)
+    settings = {"recipe": "dart", "curriculum": {"k_easy": 2}, "learner": {"lr": 1e-9}}
+    trainer(app, steps=2, **settings)
+    trainer.resume(app, steps=3)
+    store = SqliteStore.open(trainer.folder / "run" / "records.db")
+    found = Counter((e.training_step, e.task.id) for e in store.episodes(phase="train"))
+    store.close()
+    assert [found[step, "a"] for step in range(3)] == [4, 2, 2]
+    assert [found[step, name] for step in range(3) for name in "bc"] == [4] * 6
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "message"),
+    [
+        (
+            {"by": "hard"},
+            "curriculum.by = 'hard': allowed is a field of every task that holds a number; task a has None",
+        ),
+        ({"level_steps": 0}, "curriculum.level_steps = 0: allowed is 1 or more"),
+        ({"k_easy": 1}, "curriculum.k_easy = 1: allowed is 2 or more"),
+        ({"k_easy": 9}, r"curriculum.k_easy = 9: allowed is at most plan.k \(4\)"),
+    ],
+)
+def test_wrong_curricula_are_found_before_anything_runs(trainer, curriculum, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer(application(constant), TASKS, curriculum=curriculum)
+    assert not (trainer.folder / "run").exists()
+
+
+def test_a_tree_runs_each_task_once(trainer):
+    app = application(constant, first=lambda candidate, call, task: 1.0)
+    with pytest.raises(ConfigError, match=r"curriculum.k_easy = 2: allowed is nothing under the plan tree"):
+        trainer(app, TASKS, curriculum={"k_easy": 2})

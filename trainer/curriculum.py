@@ -1,0 +1,95 @@
+"""Curricula: tasks from easy to hard, and fewer episodes of those that have become easy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cotune.algorithms.attribution import attribute, codes
+from cotune.algorithms.recipes import Recipe
+from cotune.algorithms.samples import Sample
+from cotune.errors import ConfigError
+from cotune.recording.records import Task
+from cotune.sampling.plans import Plan
+from cotune.trainer.config.curriculum import CurriculumConfig
+from cotune.trainer.schedule import Schedule, TaskSchedule
+
+
+class Curriculum:
+    """The tasks of each step (from 0): those of one level after the other, from the easiest, each level for
+    `level_steps`; then all of them. Within a level as `TaskSchedule` draws them.
+
+    A function of the tasks, the seed and the step alone, so a resumed run repeats it.
+    """
+
+    def __init__(
+        self, tasks: Sequence[Task], by: str, level_steps: int, seed: int, counts: Sequence[tuple[int, int]]
+    ) -> None:
+        levels: dict[float, list[Task]] = {}
+        for task in tasks:
+            levels.setdefault(_level(task, by), []).append(task)
+        parts = [*(levels[level] for level in sorted(levels)), tasks]
+        self._level_steps = level_steps
+        self._parts = [
+            TaskSchedule(part, seed, [(max(0, first - i * level_steps), count) for first, count in sorted(counts)])
+            for i, part in enumerate(parts)
+        ]
+
+    def of(self, step: int) -> list[Task]:
+        """The tasks of `step`."""
+        level = min(step // self._level_steps, len(self._parts) - 1)
+        return self._parts[level].of(step - level * self._level_steps)
+
+
+def schedule_of(
+    tasks: Sequence[Task], config: CurriculumConfig, seed: int, counts: Sequence[tuple[int, int]]
+) -> Schedule[Task]:
+    """The schedule of a run's tasks. Raises ConfigError as `check_curriculum`."""
+    if not config.by:
+        return TaskSchedule(tasks, seed, counts)
+    return Curriculum(tasks, config.by, config.level_steps, seed, counts)
+
+
+def check_curriculum(config: CurriculumConfig, plan: Plan, tasks: Sequence[Task]) -> None:
+    """Raises ConfigError for tasks that do not say how hard they are, and for a number of episodes that the plan has no
+    use for."""
+    if config.by:
+        for task in tasks:
+            _level(task, config.by)
+    if config.k_easy is None:
+        return
+    if plan.kind != "independent":
+        allowed = f"nothing under the plan {plan.kind}, which runs each task once"
+        raise ConfigError("curriculum.k_easy", config.k_easy, allowed, "Use --plan independent.")
+    if config.k_easy > plan.k:
+        raise ConfigError("curriculum.k_easy", config.k_easy, f"at most plan.k ({plan.k})")
+
+
+def task_rewards(samples: Sequence[Sample], recipe: Recipe) -> dict[str, float]:
+    """Mean reward of each task's samples, as the recipe mixes it; tasks without one are left out."""
+    reward = attribute(samples, recipe.attribution, recipe.key)
+    task, names = codes([sample.task for sample in samples])
+    having = ~np.isnan(reward)
+    counts = np.bincount(task, having, minlength=len(names))
+    sums = np.bincount(task, np.nan_to_num(reward), minlength=len(names))
+    return {str(name): float(sums[i] / counts[i]) for i, name in enumerate(names) if counts[i]}
+
+
+def fewer_episodes(config: CurriculumConfig, tasks: Collection[Task], rewards: Mapping[str, float]) -> dict[str, int]:
+    """Episodes of the tasks that get fewer than others: those whose mean reward was `easy` or more the last time (DART,
+    arXiv 2509.23866: dynamic rollout number)."""
+    if config.k_easy is None:
+        return {}
+    return {task.id: config.k_easy for task in tasks if rewards.get(task.id, float("-inf")) >= config.easy}
+
+
+def _level(task: Task, by: str) -> float:
+    found: Any = task.input.get(by) if isinstance(task.input, Mapping) else None
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        remedy = "Give every task a number there, or leave curriculum.by out."
+        raise ConfigError(
+            "curriculum.by", by, f"a field of every task that holds a number; task {task.id} has {found!r}", remedy
+        )
+    return float(found)
