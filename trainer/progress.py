@@ -137,7 +137,7 @@ class Progress:
 
 
 @contextlib.contextmanager
-def episode_bar(console: Console, total: int, name: str = "episodes") -> Iterator[Callable[[Episode], None]]:
+def episode_bar(console: Console, total: int | None, name: str = "episodes") -> Iterator[Callable[[Episode], None]]:
     """A bar over episodes (nothing where there is no terminal); yields what advances it."""
     with Bars(console=console, disable=not console.is_terminal) as bars:
         bar = bars.add_task(name, total=total)

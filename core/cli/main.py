@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from cotune.cli.command import Formatter
 from cotune.cli.records import add_otel, add_sft, add_show
+from cotune.cli.replay import add_replay
 from cotune.cli.rewards import add_judge
 from cotune.cli.serve import add_export, add_gateway, add_serve
 from cotune.cli.train import add_check, add_doctor, add_eval, add_trace, add_train
@@ -32,13 +33,14 @@ _DESCRIPTION = """Train the agents you already have.
   cotune export runs/r1 --to adapters/                             one PEFT folder per role
   cotune serve  adapters/                                          OpenAI-compatible, one model name per role
   cotune gateway --upstream https://api.openai.com/v1              record applications in other processes and languages
+  cotune replay runs/r1 --episode ID --call 2                      one episode again, from a call on
   cotune show   runs/r1                                            episodes, calls, groups, what was left out
   cotune judge  runs/r1 --labels labels.jsonl                      how far a judge agrees with people
 
 `app:solve` is the attribute `solve` of the module (or file) `app`: a function decorated with @cotune.workflow.
 """
 
-_APPLICATIONS = (add_check, add_doctor, add_trace, add_train, add_eval)
+_APPLICATIONS = (add_check, add_doctor, add_trace, add_train, add_eval, add_replay)
 _SERVICES = (add_export, add_serve, add_gateway)
 _RECORDS = (add_show, add_judge, add_otel, add_sft)
 

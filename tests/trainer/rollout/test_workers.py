@@ -27,6 +27,7 @@ from cotune.integrations.ray.sampler import RaySampler, start_sampler
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.recording.records import Episode, PolicyRef, Record, Task
 from cotune.recording.rollout import EpisodeBatch
+from cotune.replay.script import Replay, read_script
 from cotune.sampling.plans import Plan
 from cotune.sampling.protocol import SamplingParams
 from cotune.storage.sqlite_store import SqliteStore
@@ -218,6 +219,24 @@ def test_finished_episodes_are_not_run_again(pair: tuple[Driver, RaySampler]) ->
     assert episodes[1] is done[0]
     assert ended(sink.records) == {"a": 1, "c": 1}
     assert sorted(episode.task.id for episode in seen) == ["a", "c"]
+
+
+def test_branches_repeat_their_trunk_in_a_worker(pair: tuple[Driver, RaySampler], tmp_path: Path) -> None:
+    made, _ = pair
+    tasks, store = as_tasks(TASKS[:1]), SqliteStore.open(tmp_path)
+    (trunk,) = made.run(made.workers.run(EpisodeBatch(tasks=tasks, sink=store, **STEP), RESPONDER))
+    store.flush()
+    first, second = store.calls(trunk.id)
+    replay = Replay(script=read_script(store, trunk.id), fork=second.id)
+    batch = EpisodeBatch(tasks=tasks, sink=store, replays={("a", 1): replay, ("a", 2): replay}, **STEP)
+    branches = made.run(made.workers.run(batch, RESPONDER))
+    store.flush()
+    for branch in branches:
+        repeated, at = store.calls(branch.id)
+        assert repeated.replayed == first.id and at.replayed is None and at.prompt == second.prompt
+        assert (branch.fork.trunk, branch.fork.call, branch.fork.at) == (trunk.id, second.id, at.id)
+    assert [branch.rollout for branch in branches] == [1, 2]
+    store.close()
 
 
 def test_several_rollouts_at_once(pair: tuple[Driver, RaySampler]) -> None:

@@ -1,0 +1,136 @@
+"""`cotune replay`: one episode from a call on, answers given by hand, and all episodes as a regression test."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from cotune.cli.main import main
+from cotune.recording.records import Call, Episode
+from cotune.storage.sqlite_store import SqliteStore
+from tests.integrations.provider import Provider, serving
+from tests.trainer.conftest import Trainer
+from tests.trainer.tiny_app import TASKS
+
+APP = "tests.trainer.replay_app:solve"
+
+
+@pytest.fixture(scope="module")
+def trained(module_trainer: Trainer) -> Path:
+    """A run of one step, with the policies that it ended with."""
+    module_trainer(APP, steps=1, policies="shared", plan={"kind": "replay", "k": 3}, to="trained")
+    return module_trainer.folder / "trained"
+
+
+def records(run: Path, phase: str = "train") -> tuple[SqliteStore, list[Episode]]:
+    store = SqliteStore.open(run, read_only=True)
+    return store, [e for e in store.episodes(phase=phase) if e.fork is None]
+
+
+def said(calls: list[Call]) -> list[str]:
+    return [call.candidates[0].text for call in calls]
+
+
+def replay(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """Exit status and what was printed, with single spaces."""
+    status = main(["replay", *words])
+    out = capsys.readouterr()
+    return status, " ".join((out.out + out.err).split())
+
+
+def test_one_episode_from_a_call_on_with_the_present_policy(trained: Path, tmp_path: Path, capsys):
+    store, (trunk, *_) = records(trained)
+    out = tmp_path / "again"
+    status, text = replay(capsys, str(trained), "--episode", trunk.id, "--call", "1", "-k", "3", "--out", str(out))
+    assert status == 0
+    assert f"episode {trunk.id} task {trunk.task.id} · 1 call from the record, then the policies of" in text
+    again, new = SqliteStore.open(out, read_only=True), []
+    for episode in again.episodes(phase="replay"):
+        calls = again.calls(episode.id)
+        assert [c.replayed for c in calls] == [store.calls(trunk.id)[0].id, None, None]
+        assert {str(c.policy) for c in calls[1:]} == {"shared@1"}
+        assert re.search(
+            rf"new {episode.rollout + 1} team {again.rewards([episode.id])[episode.id]['team']:.3g} ", text
+        )
+        new.append(tuple(said(calls)))
+    assert len(set(new)) == 3 and len({first for first, *_ in new}) == 1
+    assert "old new 1 new 2 new 3" in text and "1 second 0" in text and "0 first 0" not in text
+
+
+def test_an_answer_of_the_users_is_said_at_the_call(trained: Path, tmp_path: Path, capsys):
+    _, (trunk, *_) = records(trained)
+    out = tmp_path / "again"
+    words = [str(trained), "--episode", trunk.id, "--call", "2", "--answer", "abcd", "--out", str(out)]
+    status, text = replay(capsys, *words)
+    assert status == 0 and "abcd" in text
+    again = SqliteStore.open(out, read_only=True)
+    (episode,) = again.episodes()
+    assert [bool(c.replayed) for c in again.calls(episode.id)] == [True, True, False]
+    assert said(again.calls(episode.id))[2] == "abcd" and episode.fork is not None
+
+
+def test_all_episodes_are_a_regression_test(trained: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    status, text = replay(capsys, str(trained), "--all")
+    assert status == 0
+    assert "3 episodes run again, answered from the record" in text
+    assert "same outcome 3 better 0 worse 0 diverged 0 failed, had not before 0" in text
+    monkeypatch.setenv("CHANGED", "b")
+    status, text = replay(capsys, str(trained), "--all")
+    assert status == 1
+    assert "same outcome 2" in text and "diverged 1" in text
+    assert "1 x Turn 0 of role 'second' differs from the record in message 1 (user), character 1: recorded 'say" in text
+
+
+def test_another_model_plays_all_of_it(trained: Path, tiny_base: Path, capsys):
+    status, text = replay(capsys, str(trained), "--all", "--limit", "2", "--model", str(tiny_base))
+    assert status == 0
+    assert f"2 episodes run again, answered by {tiny_base}, untrained" in text
+    assert re.search(r"mean outcome old new ─+ team [\d.]+ of 2 [\d.]+ of 2", text)
+
+
+@pytest.fixture
+def provider(monkeypatch: pytest.MonkeyPatch):
+    with serving() as made:
+        monkeypatch.setenv("OPENAI_BASE_URL", made.url)
+        yield made
+
+
+def test_what_was_traced_goes_on_with_the_applications_provider(provider: Provider, tmp_path: Path, capsys):
+    tasks, traced = tmp_path / "tasks.jsonl", tmp_path / "traced"
+    tasks.write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    assert main(["trace", APP, "--tasks", str(tasks), "--out", str(traced)]) == 0
+    asked = len(provider.requests)
+    status, text = replay(capsys, str(traced), "--all", "--workflow", APP)
+    assert (status, len(provider.requests)) == (0, asked) and "same outcome 3" in text
+    _, (trunk, *_) = records(traced, "trace")
+    status, text = replay(capsys, str(traced), "--episode", trunk.id, "--call", "2", "--workflow", APP)
+    assert (status, len(provider.requests)) == (0, asked + 1)
+    assert "then the application's own provider" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "episode = None: allowed is an episode's id, or else --all"),
+        (["--all", "--episode", "x"], "or else --all"),
+        (["--all", "-k", "2"], "k = 2: allowed is given with --episode only"),
+        (["--episode", "TRUNK", "--answer", "x"], "answer = 'x': allowed is given with --call"),
+        (["--episode", "TRUNK", "--call", "3"], "call = 3: allowed is 0 to 2"),
+        (["--episode", "nobody", "--call", "0"], "nobody"),
+        (["--episode", "TRUNK", "--call", "0", "-k", "0"], "k = 0: allowed is a number above 0"),
+        (["--all", "--workflow", "tests.trainer.replay_app:missing"], "missing"),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_runs(trained: Path, capsys, words: list[str], text: str):
+    _, (trunk, *_) = records(trained)
+    status, shown = replay(capsys, str(trained), *(word.replace("TRUNK", trunk.id) for word in words))
+    assert status == 1 and text in shown
+
+
+def test_records_alone_need_the_workflow_named(provider: Provider, tmp_path: Path, capsys):
+    SqliteStore.open(tmp_path / "records.db").close()
+    status, text = replay(capsys, str(tmp_path), "--all")
+    assert status == 1 and "workflow = None" in text and "--workflow app:solve" in text

@@ -1,0 +1,18 @@
+"""The relay of the replay tests under a name; a file tells it to ask otherwise, as a changed application would."""
+
+from __future__ import annotations
+
+import os
+
+from tests.trainer.tiny_app import application, ask
+
+
+async def _relay(task: dict[str, str]) -> dict[str, float]:
+    said = ""
+    for role in ("first", "second", "third"):
+        changed = "now " if role == "second" and os.environ.get("CHANGED") == task["letter"] else ""
+        said += await ask(role, f"{changed}say {task['letter']} {said}")
+    return {"team": sum(letter in "abcdefgh" for letter in said) / 12}
+
+
+solve = application(_relay)

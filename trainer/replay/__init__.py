@@ -1,0 +1,1 @@
+"""`cotune replay`: recorded episodes run again from a call on."""

@@ -1,0 +1,68 @@
+"""What answers the calls of a replay that are not in the record."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cotune.adapters.manifest import is_export
+from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.models.folder import locate_model
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.policies import UNTRAINED, stand_in
+from cotune.sampling.protocol import UNSHAPED, SamplingParams
+from cotune.sampling.responder import PolicyResponder
+from cotune.storage.run_layout import RunLayout, is_run, newest_checkpoint
+from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies
+from cotune.workflows import Workflow
+
+
+@dataclass(frozen=True)
+class Answering:
+    """Who answers, in words for people, and how; None for the application's own provider."""
+
+    who: str
+    responder: PolicyResponder | None
+
+
+@contextlib.asynccontextmanager
+async def answering(
+    run: Path, workflow: Workflow, model: str | None, temperature: float | None, max_tokens: int
+) -> AsyncIterator[Answering]:
+    """What answers new calls: `model` (a run, an export, or a model, which plays all roles untrained), else the newest
+    checkpoint of `run`, else the application's own provider.
+
+    `temperature` replaces what the application asks. Raises RunError, AdapterError, ConfigError, SyncError.
+    """
+    evaluated: EvaluatedPolicies | None = None
+    if model is None:
+        if newest_checkpoint(RunLayout(run).checkpoints) is None:
+            yield Answering("the application's own provider", None)
+            return
+        evaluated, who = open_evaluated_policies(run), f"the policies of {run}"
+    elif is_export(Path(model)) or is_run(model):
+        evaluated, who = open_evaluated_policies(model), f"the policies of {model}"
+    else:
+        who = f"{model}, untrained"
+    base = str(locate_model(evaluated.model if evaluated else str(model)))
+    async with contextlib.AsyncExitStack() as stack:
+        sampler = await TransformersSampler.open(base)
+        stack.push_async_callback(sampler.aclose)
+        if evaluated is not None:
+            await evaluated.publish(sampler)
+        yield Answering(
+            who,
+            PolicyResponder(
+                sampler,
+                ChatTemplate.load(base, evaluated.tool_format if evaluated else "auto"),
+                evaluated.roles if evaluated else {},
+                scorers=workflow.scorers,
+                defaults=SamplingParams(max_tokens=max_tokens),
+                override=None if temperature is None else {"temperature": temperature, **UNSHAPED},
+                provider_roles=evaluated.provider_roles if evaluated else (),
+                others=stand_in(evaluated.other_roles) if evaluated else UNTRAINED,
+                seed=0,
+            ),
+        )

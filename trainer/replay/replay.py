@@ -1,0 +1,249 @@
+"""Runs recorded episodes again: one from a call on, or all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.algorithms.collect import is_outcome
+from cotune.errors import ConfigError, RecordError
+from cotune.recording.answers import Answer
+from cotune.recording.episodes import run_episode
+from cotune.recording.recorder import Responder
+from cotune.recording.records import Call, Candidate, Episode, Record
+from cotune.replay.forks import repeatable
+from cotune.replay.repeat import repeating
+from cotune.replay.script import Replay, read_script
+from cotune.runtime.run_sync import run_sync
+from cotune.storage.run_layout import RunLayout, is_run, read_run_json
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.replay.answering import Answering, answering
+from cotune.trainer.resume import relocated
+from cotune.workflows import Workflow, load_workflow
+
+
+class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is run again and how. Either `episode` or `all` names what. Raises ConfigError for what does not fit."""
+
+    episode: str | None = None
+    all: bool = False
+    call: int | None = None
+    """The call from which on it is new, by its step."""
+    k: int = 1
+    """How often, each with its own random numbers."""
+    answer: str | None = None
+    """What is said at the call: a text, or an assistant message as JSON."""
+    workflow: str | None = None
+    """Where the records do not say: module:attribute or file.py:attribute."""
+    roles_by: str | None = None
+    model: str | None = None
+    limit: int | None = None
+    temperature: float | None = None
+    max_tokens: int = 256
+    concurrency: int = 8
+    timeout: float = 600.0
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.episode is None) == (not self.all):
+            raise ConfigError("episode", self.episode, "an episode's id, or else --all", "See cotune show RUN.")
+        if self.all and (self.answer is not None or self.k != 1):
+            name = "answer" if self.answer is not None else "k"
+            raise ConfigError(name, getattr(self, name), "given with --episode only", "Leave out --all.")
+        if self.answer is not None and (self.call is None or self.k != 1):
+            raise ConfigError(
+                "answer", self.answer, "given with --call, and without -k", "Name the call that it answers."
+            )
+        for name in ("k", "limit", "max_tokens", "concurrency", "timeout"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ConfigError(name, value, "a number above 0")
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """An episode with its calls in step order and what it ended with."""
+
+    episode: Episode
+    calls: Sequence[Call]
+    rewards: Mapping[str, float]
+
+
+class Repetition(msgspec.Struct, frozen=True):
+    """A recorded episode, the step of the call at which it was forked (None: nowhere), and what became of it."""
+
+    old: Seen
+    fork: int | None
+    new: Sequence[Seen]
+
+
+class ReplayReport(msgspec.Struct, frozen=True):
+    """What `replay` has done; `who` answered what is not in the record ("" where that was nobody)."""
+
+    who: str
+    repetitions: Sequence[Repetition]
+
+    @property
+    def diverged(self) -> int:
+        return sum(seen.episode.blame == "divergence" for one in self.repetitions for seen in one.new)
+
+    @property
+    def failed(self) -> int:
+        """Episodes that failed now, other than by a divergence, and had not failed before."""
+        return sum(
+            seen.episode.status != "ok" and seen.episode.blame != "divergence" and one.old.episode.status == "ok"
+            for one in self.repetitions
+            for seen in one.new
+        )
+
+
+def replay(
+    run: str | Path, options: ReplayOptions, on_episode: Callable[[Episode], None] | None = None
+) -> ReplayReport:
+    """Run one recorded episode again, or all, and tell what became of them.
+
+    Calls before `options.call` are answered from the record; at it and after it answers `options.model`, or else the
+    run's newest policies, or else the application's own provider. Without `call` all is answered from the record, or,
+    where a model is named, nothing is. Raises ConfigError, RecordError, RunError before anything is run.
+    """
+    workflow = _workflow(Path(run), options)
+    if options.out is not None and RunLayout(options.out).records.exists():
+        raise ConfigError("out", options.out, "a folder without records", "Name a new folder.")
+    with SqliteStore.open(run, read_only=True) as store:
+        plan = [_planned(store, episode, options) for episode in _episodes(store, options)]
+        return run_sync(_replay(Path(run), workflow, plan, options, on_episode))
+
+
+async def _replay(
+    run: Path,
+    workflow: Workflow,
+    plan: Sequence[tuple[Seen, Replay | None]],
+    options: ReplayOptions,
+    on_episode: Callable[[Episode], None] | None,
+) -> ReplayReport:
+    new = options.model is not None or options.call is not None
+    gate = asyncio.Semaphore(options.concurrency)
+    async with contextlib.AsyncExitStack() as stack:
+        store = stack.enter_context(SqliteStore.open(RunLayout(options.out).records)) if options.out else None
+        found = Answering("", None)
+        if new:
+            found = await stack.enter_async_context(
+                answering(run, workflow, options.model, options.temperature, options.max_tokens)
+            )
+
+        async def again(old: Seen, replay: Replay | None, number: int) -> Seen:
+            sink, flow = _Kept(store), workflow
+            responder: Responder | None = found.responder
+            if replay is not None:
+                flow, responder = repeating(workflow, replay, responder)
+            async with gate:
+                outcome = await run_episode(
+                    flow,
+                    old.episode.task,
+                    sink=sink,
+                    responder=responder,
+                    phase="replay",
+                    rollout=number,
+                    timeout=options.timeout,
+                    offline=not new,
+                )
+            if on_episode is not None:
+                on_episode(outcome.episode)
+            calls = [record for record in sink.records if isinstance(record, Call)]
+            return Seen(outcome.episode, sorted(calls, key=lambda call: call.step), outcome.rewards)
+
+        seen = await asyncio.gather(*(again(*one, number) for one in plan for number in range(options.k)))
+    return ReplayReport(
+        found.who,
+        [
+            Repetition(old, _step(old, one), seen[place * options.k : (place + 1) * options.k])
+            for place, (old, one) in enumerate(plan)
+        ],
+    )
+
+
+class _Kept:
+    """A sink that keeps what an episode records, and passes it on to `store`."""
+
+    def __init__(self, store: SqliteStore | None) -> None:
+        self.records: list[Record] = []
+        self._store = store
+
+    def write(self, records: Sequence[Record]) -> None:
+        self.records.extend(records)
+        if self._store is not None:
+            self._store.write(records)
+
+
+def _workflow(run: Path, options: ReplayOptions) -> Workflow:
+    described = read_run_json(run) if is_run(run) else {}
+    spec, config = options.workflow, described.get("config", {})
+    if spec is None and (known := described.get("workflow")):
+        source, _, name = known.rpartition(":")
+        spec = f"{relocated(source, described, run.absolute())}:{name}"
+        sys.path[:0] = [path for path in (described.get("folder"),) if path and path not in sys.path]
+    if spec is None:
+        remedy = "For example: cotune replay RUN --workflow app:solve --all"
+        raise ConfigError("workflow", None, "given, as the records do not say which application made them", remedy)
+    return load_workflow(spec).named_by(options.roles_by or config.get("roles_by"))
+
+
+def _episodes(store: SqliteStore, options: ReplayOptions) -> list[Episode]:
+    """The episodes to run again: with `all`, those of the application itself that came to an outcome."""
+    if options.episode is not None:
+        return [store.episode(options.episode)]
+    found = [e for e in store.episodes() if is_outcome(e) and e.fork is None and e.phase != "check" and e.calls]
+    if not found:
+        raise RecordError("The records have no episode that came to an end.", "See them with: cotune show.")
+    return found[: options.limit]
+
+
+def _planned(store: SqliteStore, episode: Episode, options: ReplayOptions) -> tuple[Seen, Replay | None]:
+    calls = store.calls(episode.id)
+    old = Seen(episode, calls, store.rewards([episode.id])[episode.id])
+    if options.model is not None and options.call is None:
+        return old, None
+    if any(call.redacted for call in calls):
+        raise RecordError(
+            f"Episode {episode.id} cannot be repeated: a redactor changed what was stored of it.",
+            "Choose another episode, or record without redactors.",
+        )
+    script = read_script(store, episode.id)
+    if options.call is None:
+        return old, Replay(script=script)
+    at = options.call if options.episode or options.call < len(calls) else len(calls) - 1
+    fork = next((call for call in calls if call.step == at), None)
+    if fork is None:
+        raise ConfigError("call", at, f"0 to {len(calls) - 1}, the steps of this episode", "See cotune show --episode.")
+    if not repeatable(calls, fork):
+        bad = next(call for call in calls if call.status != "ok" and call.id != fork.id)
+        raise ConfigError(
+            "call", at, f"{bad.step} or less: call {bad.step} of role {bad.role!r} has no answer to repeat", ""
+        )
+    return old, Replay(script=script, fork=fork.id, answer=_given(options.answer))
+
+
+def _step(old: Seen, replay: Replay | None) -> int | None:
+    """The step from which on an episode is new."""
+    if replay is None:
+        return 0
+    return next((call.step for call in old.calls if call.id == replay.fork), None)
+
+
+def _given(text: str | None) -> Answer | None:
+    """The answer that the user gives."""
+    if text is None:
+        return None
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    with contextlib.suppress(ValueError):
+        found = json.loads(text)
+        if isinstance(found, dict) and found.keys() & {"content", "tool_calls"}:
+            message = {"role": "assistant", "content": None, **found}
+    finish = "tool_calls" if message.get("tool_calls") else "stop"
+    said = Candidate(index=0, text=str(message.get("content") or ""), message=message, finish_reason=finish)
+    return Answer(candidates=(said,))
