@@ -67,7 +67,7 @@ class Ours:
         self.learner: Objective = Likelihood(learner)
         if recipe == "dpo":
             self.learner = PreferenceLearner(learner, DpoConfig(beta=BETA), pairs=len(rows) // 2)
-        self.learner.start(lambda: {"agent": rows})
+        self.learner.start(lambda: {"agent": rows}, folder / "start.json")
         moved = Qwen3ForCausalLM.from_pretrained(start)
         self.learner.adopt("agent", {name: p.detach().numpy() for name, p in moved.named_parameters()})
         self.rows = rows

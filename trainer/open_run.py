@@ -19,7 +19,7 @@ from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.curriculum import schedule_of
 from cotune.trainer.learner.protocol import Learner
-from cotune.trainer.restore import restore
+from cotune.trainer.restore import begin_from, restore
 from cotune.trainer.resume import tasks_per_step
 from cotune.trainer.rollout.forks import expected_budget
 from cotune.trainer.rollout.local import LocalRunner
@@ -104,6 +104,8 @@ async def open_run(
         if saved is not None:
             say(f"loading the checkpoint after {saved[0].steps} steps ...")
             await restore(run, *saved)
+        elif config.init:
+            run.notes = [*run.notes, *await begin_from(run, config.init)]
         yield run
 
 

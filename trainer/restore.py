@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ from cotune.trainer.rollout.pipeline import RolloutPipeline
 from cotune.trainer.run import Run
 from cotune.trainer.step_report import StepReport
 from cotune.trainer.updates import publish_version
+from cotune.trainer.warm_start import warm_start
 
 
 async def restore(run: Run, checkpoint: Checkpoint, path: Path) -> None:
@@ -36,6 +37,17 @@ async def restore(run: Run, checkpoint: Checkpoint, path: Path) -> None:
     run.folder.truncate_metrics(checkpoint.steps)
     for policy, number in checkpoint.versions.items():
         await publish_version(run, policy, number)
+
+
+async def begin_from(run: Run, source: str, names: Collection[str] | None = None) -> list[str]:
+    """Start policies (all, or those in `names`) from those of another run or an export, as version 1.
+
+    Returns what the user should know. Raises ConfigError.
+    """
+    begun, notes = await warm_start(source, run.config.model, run.state.policies, run.learner, names)
+    for name in begun:
+        await publish_version(run, name, 1)
+    return notes
 
 
 def mark_consumed(run: Run, checkpoint: Checkpoint) -> None:
@@ -89,9 +101,12 @@ async def add_new_roles(run: Run, report: StepReport) -> None:
             assert saved is not None
             await run.reopen_learner()
             await asyncio.to_thread(run.learner.load, saved[1], new)
+            if run.config.init:
+                for note in await begin_from(run, run.config.init, new):
+                    report.progress.say(note)
     for role in roles:
         if (name := state.policies.roles.get(role)) is not None:
-            kind = state.policies.specs[name].kind
-            own = f"a policy of its own ({kind}, version 0)" if name in new else f"the policy {name}"
+            kind, version = state.policies.specs[name].kind, state.versions.get(name, 0)
+            own = f"a policy of its own ({kind}, version {version})" if name in new else f"the policy {name}"
             said = f"role {role!r}, first seen in step {state.steps}: {own} plays it from step {state.steps + 1} on"
             report.progress.say(said)

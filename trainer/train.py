@@ -36,6 +36,7 @@ from cotune.trainer.resume import apply_changes, base_digests, check_base, check
 from cotune.trainer.run import Run
 from cotune.trainer.run_folder import RunFolder
 from cotune.trainer.summary import RunSummary, sum_up
+from cotune.trainer.warm_start import check_same_base, check_source
 from cotune.workflows import Workflow, WorkflowSource, workflow_of
 
 
@@ -63,6 +64,7 @@ def train(
         chosen = msgspec.structs.replace(chosen, model=str(base))
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
     held_out_tasks(chosen.evaluation)
+    check_source(chosen.init)
     path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     folder = RunFolder.create(
         path,
@@ -172,7 +174,8 @@ def _config(config: TrainConfig | Mapping[str, Any] | None, settings: Mapping[st
         for name, (table, field) in paths.items()
         if (path := getattr(table, field))
     }
-    return msgspec.structs.replace(chosen, **whole)
+    init = str(Path(chosen.init).resolve()) if chosen.init else ""
+    return msgspec.structs.replace(chosen, init=init, **whole)
 
 
 async def _open(
@@ -219,6 +222,8 @@ async def _train(
         if not base.done():
             progress.say("hashing the base model's files ...")
         check_base(folder, await base)
+        if config.init and run.committed < 0:
+            check_same_base(config.init, base.result())
         with stop_by(run.stop), progress:
             progress.begin(run.state.steps)
             for note in (*run.notes, *overlap(tasks, held_out)):

@@ -31,6 +31,7 @@ RUN = {
     "mode": ("--mode", None),
     "cluster.address": ("--cluster", "ADDRESS"),
     "evaluation.tasks": ("--eval-tasks", "FILE"),
+    "init": ("--init", "RUN"),
     "records.path": ("--records", "RUN"),
     "records.min_reward": ("--min-reward", "X"),
     "records.best_of": ("--best-of", "N"),

@@ -109,6 +109,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """at_grpo | dr_mas | replay | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system, see
     docs/recipes.md; without a value: at_grpo under a tree plan, dr_mas under independent rollouts, replay under a
     replay plan. sft | dpo learn from records, see docs/distillation.md."""
+    init: str = ""
+    """Run or export whose policies this run starts from, instead of the untrained model; see docs/distillation.md."""
     overrides: dict[str, Any] = {}
     """[overrides] Single settings of the recipe, such as clip_high or entropy."""
     alpha: float = 1.0

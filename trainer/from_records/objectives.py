@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -11,9 +12,11 @@ import numpy.typing as npt
 
 from cotune.algorithms.from_records import Preference, preferences
 from cotune.algorithms.samples import TrainRow
+from cotune.errors import RunError
 from cotune.trainer.config.from_records import DpoConfig
 from cotune.trainer.learner.around import LearnerAround
 from cotune.trainer.learner.protocol import Learner
+from cotune.trainer.run_folder import write_atomically
 
 _OF_SAMPLING = ("clip_share", "tis_clipped_share", "masked_share", "ratio_", "sampler_")
 """Figures of an update that say nothing where no sampler has drawn the rows."""
@@ -26,8 +29,12 @@ Rows = Callable[[], Mapping[str, Sequence[TrainRow]]]
 class Objective(Learner, Protocol):
     """A learner that knows its loss on rows without learning from them."""
 
-    def start(self, rows: Rows) -> None:
-        """Take note of what the weights that the run starts from say of all its rows."""
+    def start(self, rows: Rows, file: Path) -> None:
+        """Take note in `file` of what the weights that the run starts from say of all its rows."""
+        ...
+
+    def go_on(self, file: Path) -> None:
+        """Remember what `start` has noted. Raises RunError."""
         ...
 
     def loss(self, policy: str, rows: Sequence[TrainRow]) -> dict[str, float]:
@@ -38,8 +45,11 @@ class Objective(Learner, Protocol):
 class Likelihood(LearnerAround):
     """Recipe sft: the mean of -log pi over answer tokens, in nats."""
 
-    def start(self, rows: Rows) -> None:
+    def start(self, rows: Rows, file: Path) -> None:
         """Nothing is compared with the first weights."""
+
+    def go_on(self, file: Path) -> None:
+        """Nothing was noted."""
 
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
         """As `Learner.update`, without what compares with a sampler."""
@@ -66,11 +76,19 @@ class PreferenceLearner(LearnerAround):
         self._pairs = pairs
         self._start: dict[str, float] = {}
 
-    def start(self, rows: Rows) -> None:
+    def start(self, rows: Rows, file: Path) -> None:
         """Note log pi_0 of all answers."""
         for policy, its_rows in rows().items():
             found = self._answers(policy, its_rows)
             self._start |= {row.id: value for row, value in zip(its_rows, found, strict=True)}
+        write_atomically(file, msgspec.json.encode(self._start))
+
+    def go_on(self, file: Path) -> None:
+        """Remember log pi_0 of all answers. Raises RunError."""
+        try:
+            self._start = msgspec.json.decode(file.read_bytes(), type=dict[str, float])
+        except (OSError, msgspec.DecodeError) as error:
+            raise RunError(f"{file} cannot be read: {error}.", "Start a new run.") from None
 
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
         """As `Learner.update`, with `loss`, `margin` (mean, in nats) and `accuracy` (share of pairs whose better answer

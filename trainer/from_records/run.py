@@ -29,7 +29,11 @@ from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.resume import tasks_per_step
 from cotune.trainer.run_folder import RunFolder
 from cotune.trainer.schedule import TaskSchedule
+from cotune.trainer.warm_start import warm_start
 from cotune.workflows import Workflow
+
+START = "start.json"
+"""File of a run for what is compared with the weights that it starts from."""
 
 
 @dataclass
@@ -97,7 +101,17 @@ async def open_records_run(
         trained = sorted(set(players.values()))
         say(f"loading the weights to train: {', '.join(trained)} ...")
         learner = _objective(config, await _open_learner(folder, config, workflow, policies, loss, stack, say))
-        await asyncio.to_thread(learner.start, functools.partial(recorded.of, recorded.rows, players))
+        saved = load_checkpoint(folder.checkpoints)
+        begun: list[str] = []
+        notes = [_said(config, recorded, episodes, held_out), *recorded.notes, note]
+        if saved is not None:
+            learner.go_on(folder.path / START)
+        else:
+            if config.init:
+                begun, said = await warm_start(config.init, config.model, policies, learner)
+                notes += said
+            all_rows = functools.partial(recorded.of, recorded.rows, players)
+            await asyncio.to_thread(learner.start, all_rows, folder.path / START)
         run = RecordsRun(
             folder=folder,
             config=config,
@@ -106,10 +120,9 @@ async def open_records_run(
             recorded=recorded,
             schedule=TaskSchedule(episodes, config.seed, tasks_per_step(config, folder.described.get("changes", ()))),
             held_out=recorded.of(held_out, players),
-            notes=list(filter(None, [_said(config, recorded, episodes, held_out), *recorded.notes, note])),
-            state=Checkpoint(policies=policies),
+            notes=list(filter(None, notes)),
+            state=Checkpoint(policies=policies, versions=dict.fromkeys(begun, 1)),
         )
-        saved = load_checkpoint(folder.checkpoints)
         if saved is not None:
             say(f"loading the checkpoint after {saved[0].steps} steps ...")
             await asyncio.to_thread(learner.load, saved[1])

@@ -88,7 +88,7 @@ def test_a_pair_by_hand(margin: float) -> None:
 
 
 @pytest.mark.parametrize("mean", [False, True])
-def test_loss_and_gradient_are_those_of_the_formula(base: str, mean: bool) -> None:
+def test_loss_and_gradient_are_those_of_the_formula(base: str, tmp_path: Path, mean: bool) -> None:
     """Against the losses written with plain forward passes of both models, after the policy has moved."""
     from transformers import AutoModelForCausalLM
 
@@ -97,7 +97,7 @@ def test_loss_and_gradient_are_those_of_the_formula(base: str, mean: bool) -> No
     loss = change(FROM_RECORDS["dpo"], aggregation="sequence_mean") if mean else FROM_RECORDS["dpo"]
     learner = LocalLearner.open(base, policies_for("full", ["a"], LoraSpec()), settings, loss)
     preferring = PreferenceLearner(learner, DpoConfig(beta=beta, length_normalised=mean), pairs=4)
-    preferring.start(lambda: {"a": rows})
+    preferring.start(lambda: {"a": rows}, tmp_path / "start.json")
     learner.update("a", rows)
 
     reference, network = (AutoModelForCausalLM.from_pretrained(base) for _ in range(2))

@@ -305,6 +305,21 @@ def test_a_resumed_run_is_bit_exact(opened, base, tmp_path, layout):
     assert all(same(resumed.weights(name), weights) for name, weights in expected.items())
 
 
+@pytest.mark.parametrize("layout", ["lora", "full"])
+def test_adopted_weights_are_trained_on(opened, base, layout):
+    learner = opened(base, layout)
+    learner.update("a", make_rows())
+    taken, others = snapshot(learner, "a"), snapshot(learner, "b")
+    learner = opened(base, layout)
+    learner.adopt("a", taken)
+    assert same(snapshot(learner, "a"), taken) and same(snapshot(learner, "b"), others)
+    learner.update("a", make_rows(seed=1))
+    assert not same(snapshot(learner, "a"), taken)
+    name = next(iter(taken))
+    with pytest.raises(RunError, match="another shape than those of policy 'b'"):
+        learner.adopt("b", {**taken, name: taken[name][:1]})
+
+
 def test_saved_weights_are_readable_files(opened, base, tmp_path):
     learner = opened(base)
     learner.update("b", make_rows())
