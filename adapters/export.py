@@ -6,7 +6,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cotune.adapters.fingerprint import base_fingerprint, hashes_of
+from cotune.adapters.fingerprint import base_fingerprint, changed, hashes_of
 from cotune.adapters.manifest import (
     ADAPTER_FILE,
     FORMAT,
@@ -28,12 +29,11 @@ from cotune.adapters.manifest import (
     serve_commands,
     write_manifest,
 )
-from cotune.adapters.trained import TrainedPolicy, latest_policies
-from cotune.errors import AdapterError, ConfigError
+from cotune.errors import AdapterError, ConfigError, RunError
 from cotune.integrations.models.folder import locate_model, write_model
-from cotune.policies import LoraSpec, OtherRoles
+from cotune.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
-from cotune.storage.run_layout import read_run
+from cotune.storage.run_layout import RunLayout, newest_checkpoint, read_policies, read_run
 
 
 def export_run(run: str | Path, to: str | Path) -> Manifest:
@@ -192,3 +192,55 @@ def _fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedPolicy:
+    """One policy at one version. `weights` are those of `Learner.weights`; None for a policy that is not trained.
+
+    `model` is the folder or Hugging Face id of its base, None for a provider policy. `metrics` are by role.
+    """
+
+    name: str
+    kind: PolicyKind
+    version: int
+    roles: Sequence[str]
+    model: str | None
+    weights: Weights | None = None
+    lora: LoraSpec | None = None
+    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+def latest_policies(run: str | Path) -> list[TrainedPolicy]:
+    """Policies of the newest checkpoint of a run, with their weights. Raises RunError, AdapterError."""
+    described = read_run(run)
+    checkpoint = newest_checkpoint(RunLayout(run).checkpoints)
+    if checkpoint is None:
+        raise RunError(f"{run} has no checkpoint yet.", "Let the run finish a step.")
+    if wrong := changed(checkpoint):
+        remedy = "Name an older checkpoint in checkpoints/latest, or train again."
+        raise RunError(f"The checkpoint {checkpoint} is broken: {wrong}.", remedy)
+    return [
+        TrainedPolicy(
+            name=entry.name,
+            kind=entry.kind,
+            version=entry.version,
+            roles=entry.roles,
+            model=entry.model or described.model,
+            weights=read_weights(checkpoint / entry.weights_file) if entry.weights_file else None,
+            lora=entry.lora,
+            metrics=entry.metrics,
+        )
+        for entry in read_policies(checkpoint)
+    ]
+
+
+def read_weights(path: Path) -> Weights:
+    """Arrays of a safetensors file. Raises AdapterError when it cannot be read."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{path} cannot be read: {error}.", "Export or train again.") from None

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cotune.adapters.export import read_weights
 from cotune.adapters.fingerprint import base_fingerprint, changed
 from cotune.adapters.manifest import ADAPTER_FILE, MANIFEST, Base, ExportedPolicy, Manifest, read_manifest
-from cotune.adapters.trained import read_weights
 from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.models.folder import locate_model, read_parameters
 from cotune.recording.records import PolicyRef

@@ -97,9 +97,7 @@ class Endpoint:
         sampler = self.local.sampler
         while not self._running.wait(_LOOK):
             if isinstance(sampler, Restarting):
-                sampler.look()
-                if sampler.lost is not None:
-                    raise sampler.lost
+                sampler.engine()
 
 
 def serving(

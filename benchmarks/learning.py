@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.plan_path_agents import DEMONSTRATORS, MAX_TOKENS, WORKFLOWS, base, grid
-from cotune.adapters.trained import TrainedPolicy, latest_policies
+from cotune.adapters.export import TrainedPolicy, latest_policies
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.recording.recorder import Nowhere

@@ -22,10 +22,9 @@ from langchain_openai import ChatOpenAI
 from langgraph.graph import START, MessagesState, StateGraph
 
 import cotune
-from cotune.adapters.export import export_run
+from cotune.adapters.export import export_run, latest_policies
 from cotune.adapters.manifest import Manifest
 from cotune.adapters.serving import serving
-from cotune.adapters.trained import latest_policies
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.prepare import prepare

@@ -22,8 +22,8 @@ OUTPUTS, OUTPUT_BYTES = 100_000, 8 << 20
 """Most answers that are kept, and most bytes of all of them."""
 _OVERHEAD = 200
 """Bytes of an entry beside its key and value, about."""
-NAMES = 8 << 20
-"""Most bytes of messages and addresses that are remembered as stored; then all are, and are stored again when met."""
+NAMES, NAME_BYTES = 100_000, 8 << 20
+"""Most messages that are remembered as stored, and bytes of all of them; others are stored again when met."""
 _FORGOTTEN = (
     f"The answers of one episode take more than {OUTPUT_BYTES >> 20} MiB: the least recently read are forgotten. "
     "A call that reads one of them is recorded without that parent."
@@ -84,8 +84,7 @@ class CallRecords:
         self.outputs = Outputs()
         """The answers of the calls that have ended. Hold the lock to use it."""
         self._prompts = PromptTree()
-        self._names: dict[bytes | str, str] = {}
-        self._names_size = 0
+        self._names: BoundedCache[str] = BoundedCache(NAMES, NAME_BYTES)
         self._withheld: set[str] = set()
 
     def paths(self, role: str) -> list[tuple[int, ...]]:
@@ -145,17 +144,10 @@ class CallRecords:
             name = self._names.get(key)
             if name is None:
                 name = key if isinstance(key, str) else address(raw)
-                self._remember(key, name)
+                self._names.put(key, name, bytes_of((key, name)))
                 records.append(Message(name, body))
             names.append(name)
         return tuple(names)
-
-    def _remember(self, key: bytes | str, name: str) -> None:
-        self._names_size += bytes_of((key, name))
-        if self._names_size > NAMES:
-            self._names.clear()
-            self._names_size = 0
-        self._names[key] = name
 
     def _prompt(self, role: str, answer: Answer | None, tokens_withheld: bool) -> tuple[str | None, list[Segment]]:
         """The segment of an answer's prompt, and the segments that are new: of those whose ids may be stored."""

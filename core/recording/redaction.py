@@ -14,6 +14,7 @@ import msgspec
 from cotune.errors import CotuneError, WorkflowError
 from cotune.recording.answers import Answer
 from cotune.recording.records import Candidate, Task
+from cotune.runtime.bounded_cache import BoundedCache
 from cotune.user_objects import load_object, takes
 
 Redactor = Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -24,8 +25,8 @@ _FINISHED = {"stop", "length", "tool_calls", "function_call", "content_filter", 
 FAILED = "[redaction failed]"
 WITHHELD = "[redacted]"
 """In place of a grammar that holds what was redacted."""
-_MOST = 16 << 20
-"""Bytes of messages whose redaction an episode keeps; older ones are redacted again."""
+_KEPT, _MOST = 100_000, 16 << 20
+"""Messages, and bytes of them, whose redaction an episode keeps; older ones are redacted again."""
 _json = msgspec.json.Encoder(enc_hook=repr)
 """As the store encodes what is no JSON."""
 
@@ -88,8 +89,7 @@ class Redaction:
     redactors: Sequence[Redactor]
     keep_token_ids: bool = False
     warn: Callable[[str, str], None] = lambda kind, text: None
-    _done: dict[bytes, tuple[dict[str, Any], bool, int]] = field(default_factory=dict)
-    _held: int = 0
+    _done: BoundedCache[tuple[dict[str, Any], bool]] = field(default_factory=lambda: BoundedCache(_KEPT, _MOST))
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """What to store of a message; the message itself is not touched."""
@@ -187,13 +187,11 @@ class Redaction:
         except Exception:  # noqa: BLE001
             return self._failed(message, "it is no JSON"), True
         name = hashlib.blake2b(raw, digest_size=16).digest()
-        if name not in self._done:
+        if (known := self._done.get(name)) is None:
             found = self._redact(raw)
-            self._done[name] = (found, found != msgspec.json.decode(raw), len(raw))
-            self._held += len(raw)
-            while self._held > _MOST and len(self._done) > 1:
-                self._held -= self._done.pop(next(iter(self._done)))[2]
-        return self._done[name][:2]
+            known = found, found != msgspec.json.decode(raw)
+            self._done.put(name, known, len(raw))
+        return known
 
     def _redact(self, raw: bytes) -> dict[str, Any]:
         message = msgspec.json.decode(raw)

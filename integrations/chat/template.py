@@ -49,15 +49,7 @@ class ChatTemplate:
     which the chat template writes a call. Safe to use from several threads.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        end_token_ids: Sequence[int],
-        *,
-        tools: str = AUTO,
-        cache: int = 2048,
-        cache_bytes: int = 32 << 20,
-    ) -> None:
+    def __init__(self, tokenizer: Any, end_token_ids: Sequence[int], *, tools: str = AUTO) -> None:
         self.tokenizer = tokenizer
         self.end_token_ids = tuple(end_token_ids)
         self.counts: Counter[str] = Counter()
@@ -65,7 +57,7 @@ class ChatTemplate:
         them in which the template spells a reply in another way), "diverged" (earlier ids were given, and the prompt
         does not go on from them), "cached". Replies that the tokenizer's response template refuses: "unparsed", their
         text is kept as it is."""
-        self._rendered: BoundedCache[tuple[str, bytes]] = BoundedCache(cache, cache_bytes)
+        self._rendered: BoundedCache[tuple[str, bytes]] = BoundedCache(PROMPTS, PROMPT_BYTES)
         self._lock = threading.Lock()
         self._encoder = msgspec.json.Encoder()
         self.spelled: str | None = None
@@ -312,6 +304,8 @@ PATIENCE = 10.0
 _NAME_IT = "Name the format as tool_format: vllm:NAME is any tool parser of vLLM."
 _NO_MARK = "\0"
 """Where a format marks no call: what no reply contains."""
+PROMPTS, PROMPT_BYTES = 2048, 32 << 20
+"""Most prompts, and bytes of all of them, that are kept as rendered."""
 _OVERHEAD = 400
 """Bytes of a kept prompt beside its text and ids, about."""
 _REMEDY = "Check the path or id given as --model."

@@ -39,29 +39,17 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     left_out: Mapping[str, int]
 
 
-def export_file(
-    store: Store,
-    path: str | Path,
-    *,
-    episode: str | None = None,
-    detail: Detail = STRUCTURE,
-    service: str = SERVICE,
-) -> Exported:
+def export_file(store: Store, path: str | Path, *, episode: str | None = None, detail: Detail = STRUCTURE) -> Exported:
     """Write OTLP/JSON, one line per episode: the form of a collector's file exporter and receiver."""
     with Path(path).open("wb") as file:
-        return _export(store, episode, detail, lambda spans: file.write(encode(spans, service) + b"\n"))
+        return _export(store, episode, detail, lambda spans: file.write(encode(spans, SERVICE) + b"\n"))
 
 
 def export_to(
-    store: Store,
-    exporter: SpanExporter,
-    *,
-    episode: str | None = None,
-    detail: Detail = STRUCTURE,
-    service: str = SERVICE,
+    store: Store, exporter: SpanExporter, *, episode: str | None = None, detail: Detail = STRUCTURE
 ) -> Exported:
     """Send every finished episode to a span exporter. Raises CotuneError when it refuses one."""
-    return _export(store, episode, detail, lambda spans: _send(exporter, spans, service))
+    return _export(store, episode, detail, lambda spans: _send(exporter, spans))
 
 
 def otlp_exporter(endpoint: str, headers: Mapping[str, str] | None = None, timeout: float = 60.0) -> SpanExporter:
@@ -84,13 +72,10 @@ class LiveExport:
     An exporter that fails costs spans, never records: counted in `failed`, and logged once.
     """
 
-    def __init__(
-        self, store: Store, exporter: SpanExporter, *, detail: Detail = STRUCTURE, service: str = SERVICE
-    ) -> None:
+    def __init__(self, store: Store, exporter: SpanExporter, *, detail: Detail = STRUCTURE) -> None:
         self.store = store
         self.exporter = exporter
         self.detail = detail
-        self.service = service
         self.spans = 0
         self.failed = 0
         """Episodes whose spans could not be exported."""
@@ -117,7 +102,7 @@ class LiveExport:
             try:
                 self.store.flush()
                 made = episode_spans(self.store, episode, self.detail, self.left_out)
-                _send(self.exporter, made, self.service)
+                _send(self.exporter, made)
                 self.spans += len(made)
             except Exception as error:  # noqa: BLE001
                 if not self.failed:
@@ -137,11 +122,11 @@ def _export(store: Store, only: str | None, detail: Detail, write: Callable[[Seq
     return Exported(episodes=episodes, spans=spans, left_out=dict(left_out))
 
 
-def _send(exporter: SpanExporter, spans: Sequence[Span], service: str) -> None:
+def _send(exporter: SpanExporter, spans: Sequence[Span]) -> None:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace.export import SpanExportResult
 
-    resource = Resource({"service.name": service})
+    resource = Resource({"service.name": SERVICE})
     if exporter.export([_readable(span, resource) for span in spans]) is not SpanExportResult.SUCCESS:
         raise CotuneError(
             f"The exporter {type(exporter).__name__} did not deliver {len(spans)} spans.",

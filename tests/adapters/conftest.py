@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cotune.adapters.export import write_export
-from cotune.adapters.trained import TrainedPolicy
+from cotune.adapters.export import TrainedPolicy, write_export
 from cotune.policies import ALL_LINEAR, LoraSpec
 from cotune.sampling.protocol import Weights
 

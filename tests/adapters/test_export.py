@@ -14,11 +14,10 @@ from peft import PeftModel, set_peft_model_state_dict
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cotune.adapters.export import export_run, write_export
+from cotune.adapters.export import TrainedPolicy, export_run, write_export
 from cotune.adapters.fingerprint import write_hashes
 from cotune.adapters.load import load_export
 from cotune.adapters.manifest import read_manifest
-from cotune.adapters.trained import TrainedPolicy
 from cotune.cli.main import main
 from cotune.errors import ConfigError, RunError
 from cotune.policies import LoraSpec

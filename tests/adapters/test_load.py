@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from cotune.adapters.export import write_export
+from cotune.adapters.export import TrainedPolicy, write_export
 from cotune.adapters.fingerprint import base_fingerprint
 from cotune.adapters.load import load_export
-from cotune.adapters.trained import TrainedPolicy
 from cotune.errors import AdapterError
 from cotune.integrations.models.folder import read_parameters
 from cotune.recording.records import PolicyRef

@@ -15,8 +15,8 @@ from langchain_openai import ChatOpenAI
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cotune.adapters.export import TrainedPolicy
 from cotune.adapters.serving import Endpoint, serving
-from cotune.adapters.trained import TrainedPolicy
 from cotune.sampling.protocol import fingerprint
 
 pytestmark = pytest.mark.slow

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cotune.adapters.export import write_export
+from cotune.adapters.export import TrainedPolicy, write_export
 from cotune.adapters.manifest import read_manifest
 from cotune.adapters.open_policies import open_local
-from cotune.adapters.trained import TrainedPolicy
 from cotune.cli.main import main
 from cotune.errors import ConfigError, SamplerError
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler

@@ -21,7 +21,6 @@ import cotune
 from cotune.integrations.gateway.settings import Limits
 from cotune.integrations.openai import responses as openai_responses
 from cotune.recording import call_records, recorder
-from cotune.recording import call_records as outputs
 from cotune.recording.answers import Answer
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
@@ -265,8 +264,8 @@ def test_an_open_episode_keeps_so_many_bytes_of_responses(
 
 def test_short_messages_are_bounded_together(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them was kept, 800 bytes for a call, as long as its episode was open."""
-    monkeypatch.setattr(call_records, "NAMES", 1 << 19, raising=False)
-    monkeypatch.setattr(outputs, "OUTPUT_BYTES", 1 << 19, raising=False)
+    monkeypatch.setattr(call_records, "NAME_BYTES", 1 << 19)
+    monkeypatch.setattr(call_records, "OUTPUT_BYTES", 1 << 19)
     stored: set[str] = set()
 
     class Counting:

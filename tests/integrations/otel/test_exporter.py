@@ -147,10 +147,10 @@ def test_what_has_no_place_is_counted(tmp_path: Path) -> None:
 def test_spans_reach_an_exporter_without_any_tracer_provider(store: SqliteStore) -> None:
     before = trace.get_tracer_provider()
     exporter = InMemorySpanExporter()
-    made = export_to(store, exporter, service="mine")
+    made = export_to(store, exporter)
     spans = exporter.get_finished_spans()
     assert (made.episodes, made.spans, len(spans)) == (1, 10, 10)
-    assert spans[0].resource.attributes["service.name"] == "mine"
+    assert spans[0].resource.attributes["service.name"] == "cotune"
     assert spans[2].parent is not None and spans[2].parent.span_id == spans[1].context.span_id
     assert spans[9].status.status_code.name == "ERROR" and spans[2].status.status_code.name == "UNSET"
     assert trace.get_tracer_provider() is before

@@ -12,9 +12,8 @@ import openai
 import pytest
 
 import cotune
-from cotune.adapters.export import write_export
+from cotune.adapters.export import TrainedPolicy, write_export
 from cotune.adapters.serving import serving
-from cotune.adapters.trained import TrainedPolicy
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.recording.recorder import Nowhere

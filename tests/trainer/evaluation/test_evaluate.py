@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import cotune
-from cotune.adapters.export import write_export
-from cotune.adapters.trained import TrainedPolicy
+from cotune.adapters.export import TrainedPolicy, write_export
 from cotune.algorithms.recipes import LossSpec
 from cotune.context import current_episode
 from cotune.errors import ConfigError, RunError
