@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from cotune.adapters.trained import read_weights
+from cotune.adapters.export import read_weights
 from cotune.algorithms.samples import TrainRow
 from cotune.trainer.checkpoint import BestLoss, commit_checkpoint
 from cotune.trainer.from_records.run import RecordsRun

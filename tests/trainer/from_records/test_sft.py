@@ -13,8 +13,7 @@ import torch
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from cotune.adapters.export import export_run
-from cotune.adapters.trained import latest_policies
+from cotune.adapters.export import export_run, latest_policies
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.samples import TrainRow
 from cotune.cli.main import main
