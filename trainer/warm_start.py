@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
+from cotune.adapters.export import TrainedPolicy
 from cotune.adapters.fingerprint import BaseFingerprint
 from cotune.adapters.manifest import is_export
-from cotune.adapters.trained import TrainedPolicy
 from cotune.errors import ConfigError
 from cotune.policies import Policies, PolicySpec
 from cotune.storage.run_layout import RunLayout, is_run, newest_checkpoint, read_run_json

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from cotune.adapters.export import export_run
-from cotune.adapters.trained import latest_policies
+from cotune.adapters.export import export_run, latest_policies
 from cotune.errors import ConfigError
 from tests.trainer.conftest import Trainer
 from tests.trainer.from_records.records import traced
