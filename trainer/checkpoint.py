@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -120,6 +119,7 @@ def _policies(checkpoint: Checkpoint) -> list[SavedPolicy]:
     roles: dict[str, list[str]] = {}
     for role, name in checkpoint.policies.roles.items():
         roles.setdefault(name, []).append(role)
+    metrics = checkpoint.metrics
     trained = [name for name, spec in checkpoint.policies.specs.items() if spec.trained]
     return [
         SavedPolicy(
@@ -129,12 +129,8 @@ def _policies(checkpoint: Checkpoint) -> list[SavedPolicy]:
             roles=tuple(roles.get(spec.name, ())),
             lora=spec.lora if spec.kind == "lora" else None,
             model=spec.model,
-            metrics=_metrics(checkpoint.metrics, roles.get(spec.name, [])),
+            metrics={role: metrics[role] for role in roles.get(spec.name, ()) if role in metrics},
             weights_file=f"{trained.index(spec.name)}.safetensors" if spec.trained else None,
         )
         for spec in checkpoint.policies.specs.values()
     ]
-
-
-def _metrics(metrics: Mapping[str, dict[str, float]], roles: list[str]) -> dict[str, dict[str, float]]:
-    return {role: metrics[role] for role in roles if role in metrics}

@@ -41,12 +41,9 @@ class TaskSchedule(Generic[Item]):
 
     def of(self, step: int) -> list[Item]:
         """The tasks of `step`."""
-        while len(self._drawn) <= step:
-            self._drawn.append(self._draw(self._count(len(self._drawn))))
+        while (at := len(self._drawn)) <= step:
+            self._drawn.append(self._draw([count for first, count in self._counts if first <= at][-1]))
         return [self._tasks[index] for index in self._drawn[step]]
-
-    def _count(self, step: int) -> int:
-        return [count for first, count in self._counts if first <= step][-1]
 
     def _draw(self, count: int) -> list[int]:
         if count >= len(self._tasks):

@@ -6,7 +6,7 @@ a request is made. Outside, and in whatever else is done with it, it is the clie
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -132,7 +132,8 @@ def _caller(episode: LiveEpisode, owner: Any, messages: Any) -> CallerContext:
         thread = getattr(owner, "_message_thread", None)
         received = tuple(thread or ()) if thread is not None else (own.received if own else ())
         state = AgentState(owner, scope.team if scope else None, received, tuple(messages))
-        read = lineage_of(episode).read([*_as_llm(thread or ()), *messages])
+        earlier = [message.to_model_message() for message in thread or () if hasattr(message, "to_model_message")]
+        read = lineage_of(episode).read([*earlier, *messages])
         return CallerContext(role, NAME, state=state, read=read, output=new_id())
     except Exception as error:  # noqa: BLE001
         episode.warn("autogen", "The AutoGen integration could not tell what a call reads.", error)
@@ -144,10 +145,6 @@ def _name(owner: Any, names: Names | None) -> str:
     if isinstance(owner, BaseAgent):
         return str(owner.id.type)
     return names.of(owner, owner.name) if names else str(owner.name)
-
-
-def _as_llm(thread: Any) -> Iterator[Any]:
-    return (message.to_model_message() for message in thread if hasattr(message, "to_model_message"))
 
 
 def _has_answered(episode: LiveEpisode, owner: Any, caller: CallerContext, result: Any) -> None:

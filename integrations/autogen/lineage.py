@@ -41,14 +41,13 @@ class Lineage:
 
     def read(self, messages: Sequence[Any]) -> tuple[str, ...]:
         """Outputs that LLM messages contain; of equal answers the newest, as many as there are in the messages."""
-        counts = Counter(key for message in messages for key in _keys_of(message))
-        found = (output for key, n in counts.items() for output in self._outputs.get(key, ())[-_most(key, n) :])
-        return tuple(dict.fromkeys(found))
-
-
-def _most(key: Any, count: int) -> int:
-    """A function call and its result name the call that asked, and the calls that answered it."""
-    return 0 if key[0] == "call" else count
+        counts: Counter[Any] = Counter(key for message in messages for key in _keys_of(message))
+        found: dict[str, None] = {}
+        for key, count in counts.items():
+            # A function call and its result name the call that asked, and the calls that answered it.
+            most = 0 if key[0] == "call" else count
+            found.update(dict.fromkeys(self._outputs.get(key, ())[-most:]))
+        return tuple(found)
 
 
 def _keys_of(message: Any) -> Iterator[Hashable]:

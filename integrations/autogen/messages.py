@@ -25,11 +25,12 @@ _FINISH = {"stop": "stop", "length": "length", "content_filter": "content_filter
 def request_of(client: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """What a model client was called with, as the body of a chat request."""
     choice = options.get("tool_choice", "auto")
+    tools = [tool if isinstance(tool, Mapping) else tool.schema for tool in options.get("tools") or ()]
     body = {
         "model": _model(client),
         "messages": [part for message in messages for part in _message(message)],
-        "tools": [_tool(tool) for tool in options.get("tools") or ()],
-        "tool_choice": choice if isinstance(choice, str) else _named(choice.name),
+        "tools": [{"type": "function", "function": dict(schema)} for schema in tools],
+        "tool_choice": choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}},
         "response_format": _response_format(options.get("json_output")),
         "stream": options.get("stream"),
         **(options.get("extra_create_args") or {}),
@@ -97,8 +98,11 @@ def _message(message: Any) -> Iterator[dict[str, Any]]:
     if isinstance(message, SystemMessage):
         yield {"role": "system", "content": message.content}
     elif isinstance(message, UserMessage):
-        parts = message.content
-        content = parts if isinstance(parts, str) else [_part(part) for part in parts]
+        content: Any = message.content
+        if not isinstance(content, str):
+            content = [
+                {"type": "text", "text": p} if isinstance(p, str) else dict(p.to_openai_format()) for p in content
+            ]
         yield {"role": "user", "name": message.source, "content": content}
     elif isinstance(message, AssistantMessage):
         if isinstance(message.content, str):
@@ -116,23 +120,8 @@ def _message(message: Any) -> Iterator[dict[str, Any]]:
         raise TypeError(f"not an LLM message: {type(message).__name__}")
 
 
-def _part(part: Any) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    return dict(part.to_openai_format())
-
-
 def _call(call: FunctionCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _tool(tool: Any) -> dict[str, Any]:
-    schema = tool if isinstance(tool, Mapping) else tool.schema
-    return {"type": "function", "function": dict(schema)}
-
-
-def _named(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name}}
 
 
 def _response_format(wanted: Any) -> dict[str, Any] | None:

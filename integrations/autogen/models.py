@@ -28,14 +28,11 @@ def install() -> None:
 
 
 def _wrap(cls: type) -> None:
-    if cls is ChatCompletionClient or any(_is_passed(base) for base in cls.__mro__):
+    passed = any(base.__name__ in _PASSED and base.__module__.startswith("autogen_ext.") for base in cls.__mro__)
+    if passed or cls is ChatCompletionClient:
         return
     replace_method(cls, "create", _create)
     replace_method(cls, "create_stream", _create_stream)
-
-
-def _is_passed(cls: type) -> bool:
-    return cls.__name__ in _PASSED and cls.__module__.startswith("autogen_ext.")
 
 
 def _create(original: Any) -> Any:

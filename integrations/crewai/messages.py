@@ -92,18 +92,18 @@ def _tool_call(index: int, value: Any) -> dict[str, Any]:
     plain = value.model_dump() if isinstance(value, BaseModel) else value
     raw = plain if isinstance(plain, Mapping) else {k: getattr(value, k, None) for k in ("id", "function", "name")}
     function = raw.get("function") or raw
-    name = function.get("name") if isinstance(function, Mapping) else function.name
-    given = _arguments(function) if isinstance(function, Mapping) else function.arguments
+    given: Any
+    if isinstance(function, Mapping):
+        name = function.get("name")
+        given = next((function[k] for k in ("arguments", "input", "args") if function.get(k) is not None), {})
+    else:
+        name, given = function.name, function.arguments
     arguments = given if isinstance(given, str) else json.dumps(plain_json(given or {}))
     return {
         "id": str(raw.get("id") or raw.get("toolUseId") or f"call_{index}"),
         "type": "function",
         "function": {"name": str(name), "arguments": arguments},
     }
-
-
-def _arguments(function: Mapping[str, Any]) -> Any:
-    return next((function[k] for k in ("arguments", "input", "args") if function.get(k) is not None), {})
 
 
 def _schema(model: Any) -> dict[str, Any] | None:

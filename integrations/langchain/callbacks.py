@@ -16,7 +16,7 @@ from cotune.integrations.patching import replace_method
 from cotune.integrations.versions import missing_hook
 from cotune.recording.recorder import LiveEpisode
 
-Observer = Callable[[LiveEpisode, Any, tuple[Any, ...], Mapping[str, Any]], None]
+Observer = Callable[[LiveEpisode, Any, tuple[Any, ...], Mapping[str, Any]], object]
 """Takes the episode, the manager of one run (`run_id`, `parent_run_id`, `metadata`), and the event's arguments."""
 _KINDS = {"chain": "Chain", "tool": "Tool", "retriever": "Retriever", "llm": "LLM"}
 _LIKE = ("", "Async")

@@ -51,7 +51,7 @@ def install() -> None:
         on_end(f"on_{kind}_end", _run_ends)
         on_end(f"on_{kind}_error", _run_ends)
     on_end("on_llm_end", _model_ends)
-    on_end("on_llm_error", _model_fails)
+    on_end("on_llm_error", _done)
     scope_finders.append(_node_scope)
 
 
@@ -132,7 +132,7 @@ def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
 
 
 def _model_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    caller = _done(episode, run)
+    caller = _done(episode, run, args, kwargs)
     if caller is None:
         return
     response = args[0] if args else kwargs["response"]
@@ -148,11 +148,7 @@ def _model_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: M
         )
 
 
-def _model_fails(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    _done(episode, run)
-
-
-def _done(episode: LiveEpisode, run: Any) -> CallerContext | None:
+def _done(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallerContext | None:
     # Where a model runs in a context of its own, resetting the ContextVar would be lost.
     caller: CallerContext | None = _runs(episode).callers.pop(run.run_id.int, None)
     if caller is not None:

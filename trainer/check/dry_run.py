@@ -230,6 +230,7 @@ def _calls(
     tasks = {outcome.episode.id: outcome.episode.task.id for outcome in outcomes}
     steps = {call.id: call.step for call in calls}
     for call in calls:
+        tools = store.message(call.tools) if call.tools else ()
         yield CallCheck(
             task=tasks[call.episode],
             step=call.step,
@@ -242,7 +243,7 @@ def _calls(
             temperature=call.params.get("temperature"),
             n=int(call.params.get("n") or 1),
             stream=call.streamed,
-            tools=_tool_names(store.message(call.tools)) if call.tools else (),
+            tools=tuple(str((tool.get("function") or tool).get("name") or tool.get("type")) for tool in tools),
             structured=isinstance(call.params.get("response_format"), Mapping),
             status=call.status,
             error=call.error,
@@ -257,10 +258,6 @@ def _length(message: Mapping[str, Any]) -> int:
         content = "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
     functions = [tool.get("function") or {} for tool in message.get("tool_calls") or ()]
     return len(content) + sum(len(f"{f.get('name')}{f.get('arguments')}") for f in functions)
-
-
-def _tool_names(tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    return tuple(str((tool.get("function") or tool).get("name") or tool.get("type")) for tool in tools)
 
 
 def _means(outcomes: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -93,7 +93,7 @@ def call_findings(calls: Sequence[Call], plan: Plan, config: TrainConfig) -> Ite
     for role in dict.fromkeys(call.role for call in calls):
         own = [call for call in calls if call.role == role]
         yield from _failures(role, own)
-        n = max(_asked_n(call) for call in own)
+        n = max(asked if isinstance(asked := call.params.get("n"), int) else 1 for call in own)
         if n > 1:
             kept = f"{max(n, plan.k)} are drawn and compared" if plan.kind == "tree" else "only the first is trained"
             yield Finding("warns", role, f"asks for n = {n} choices; {kept}.")
@@ -155,8 +155,3 @@ def _failures(role: str, calls: Sequence[Call]) -> Iterator[Finding]:
     errors = Counter(call.error for call in calls if call.status == "ok" and call.error)
     for error, count in errors.items():
         yield Finding("warns", role, f"{count} of {len(calls)} calls got no reward. {error}")
-
-
-def _asked_n(call: Call) -> int:
-    n = call.params.get("n")
-    return n if isinstance(n, int) else 1

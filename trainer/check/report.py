@@ -149,13 +149,10 @@ def _roles(roles: Sequence[RoleCheck]) -> Iterable[RenderableType]:
     table = grid("role", "calls>", "policy", "scorer", "trained")
     for one in roles:
         trained = Text("yes", style=GOOD) if one.trained else Text(f"no: {one.reason}", style="yellow")
-        table.add_row(*cells((one.role, one.calls, _policy(one), "yes" if one.scorer else "", trained)))
+        policy = one.kind if one.policy in (one.role, one.kind) else f"{one.policy} ({one.kind})"
+        table.add_row(*cells((one.role, one.calls, policy, "yes" if one.scorer else "", trained)))
     yield table
     yield ""
-
-
-def _policy(role: RoleCheck) -> str:
-    return role.kind if role.policy in (role.role, role.kind) else f"{role.policy} ({role.kind})"
 
 
 def _calls(calls: Sequence[CallCheck]) -> Iterable[RenderableType]:

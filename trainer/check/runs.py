@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.episodes import Outcome, run_episode
@@ -39,13 +39,9 @@ async def run_tasks(
         found = await _run_task(workflow, task, store, stub, timeout, parts)
         outcomes += found
         seen += _calls(found, store)
-    roles = {call.role for call in seen}
-    return Runs(outcomes, seen, [(part, parts.ran(part)) for part in parts.known if not _called(part, roles)])
-
-
-def _called(part: Part, roles: Collection[str]) -> bool:
-    """Whether a part called, or what it holds did."""
-    return part.role in roles or any(role.startswith(f"{part.role}/") for role in roles)
+    called = [f"{call.role}/" for call in seen]
+    idle = [part for part in parts.known if not any(role.startswith(f"{part.role}/") for role in called)]
+    return Runs(outcomes, seen, [(part, parts.ran(part)) for part in idle])
 
 
 async def _run_task(

@@ -14,7 +14,6 @@ from rich.text import Text
 from cotune.errors import WorkflowError
 from cotune.sampling.responder import PolicyResponder
 from cotune.tables import grid
-from cotune.trainer.evaluation.cost import Use
 from cotune.trainer.evaluation.run import Evaluation
 from cotune.trainer.evaluation.statistics import Interval, paired_difference, paired_shares
 from cotune.trainer.evaluation.verdict import tasks_for_share, verdict_on_reward, verdict_on_success
@@ -178,15 +177,11 @@ def _use(report: EvaluationReport) -> Table:
     for label, e in report.evaluations.items():
         n = max(e.episodes, 1)
         tokens = f"{e.use.prompt_tokens / n:.0f}+{e.use.completion_tokens / n:.0f}"
-        money = [_cost(e.use, n)] if cost else []
-        table.add_row(label, f"{e.use.calls / n:.1f}", tokens, _number(e.use.seconds), *money)
+        money = "-" if e.use.cost is None else f"{e.use.cost / n:.6f}"
+        if e.use.cost is not None and e.use.unpriced:
+            money += f" ({e.use.unpriced} calls without a price)"
+        table.add_row(label, f"{e.use.calls / n:.1f}", tokens, _number(e.use.seconds), *([money] if cost else []))
     return table
-
-
-def _cost(use: Use, episodes: int) -> str:
-    if use.cost is None:
-        return "-"
-    return f"{use.cost / episodes:.6f}" + (f" ({use.unpriced} calls without a price)" if use.unpriced else "")
 
 
 def _percent(interval: Interval | None, sign: str = "") -> str:

@@ -10,9 +10,8 @@ import msgspec
 
 from cotune.recording.rollout import EpisodeBatch, rollout
 from cotune.sampling.responder import PolicyResponder
-from cotune.trainer.evaluation.cost import Use, total_use
 from cotune.trainer.evaluation.modes import Prices
-from cotune.trainer.evaluation.sink import Ending, EvaluationSink, RoleStatistics
+from cotune.trainer.evaluation.sink import Ending, EvaluationSink, RoleStatistics, Use, total_use
 from cotune.trainer.evaluation.statistics import Interval, mean, share
 from cotune.workflows import Workflow
 
