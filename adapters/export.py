@@ -33,12 +33,15 @@ from cotune.errors import AdapterError, ConfigError, RunError
 from cotune.integrations.models.folder import locate_model, write_model
 from cotune.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
-from cotune.storage.run_layout import RunLayout, newest_checkpoint, read_policies, read_run
+from cotune.storage.run_layout import RunDescription, RunLayout, newest_checkpoint, read_best, read_policies, read_run
 
 
-def export_run(run: str | Path, to: str | Path) -> Manifest:
-    """Export the newest checkpoint of a run. Raises RunError, ConfigError, AdapterError."""
-    policies = latest_policies(run)
+def export_run(run: str | Path, to: str | Path, *, best: bool = False) -> Manifest:
+    """Export the newest checkpoint of a run, or each policy at its `best` held-out evaluation.
+
+    Raises RunError, ConfigError, AdapterError.
+    """
+    policies = best_policies(run) if best else latest_policies(run)
     config = read_run(run).config
     name = Path(run).resolve().name
     return write_export(to, policies, run=name, other_roles=config.other_roles, tool_format=config.tool_format)
@@ -217,6 +220,25 @@ def latest_policies(run: str | Path) -> list[TrainedPolicy]:
     checkpoint = newest_checkpoint(RunLayout(run).checkpoints)
     if checkpoint is None:
         raise RunError(f"{run} has no checkpoint yet.", "Let the run finish a step.")
+    return _policies_of(described, checkpoint)
+
+
+def best_policies(run: str | Path) -> list[TrainedPolicy]:
+    """Each trained policy of a run as it was at its best held-out evaluation. Raises RunError, AdapterError."""
+    described, checkpoints = read_run(run), RunLayout(run).checkpoints
+    best = read_best(checkpoints)
+    if not best:
+        remedy = "Train with evaluation.tasks and evaluation.keep_best, or leave --best out."
+        raise RunError(f"{run} has kept no best checkpoint.", remedy)
+    names = {kept.checkpoint for kept in best.values()}
+    known = {name: {policy.name: policy for policy in _policies_of(described, checkpoints / name)} for name in names}
+    return [
+        known[best[policy.name].checkpoint][policy.name] if policy.name in best else policy
+        for policy in latest_policies(run)
+    ]
+
+
+def _policies_of(described: RunDescription, checkpoint: Path) -> list[TrainedPolicy]:
     if wrong := changed(checkpoint):
         remedy = "Name an older checkpoint in checkpoints/latest, or train again."
         raise RunError(f"The checkpoint {checkpoint} is broken: {wrong}.", remedy)

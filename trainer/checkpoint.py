@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -52,8 +53,10 @@ class Checkpoint(msgspec.Struct, kw_only=True):
     """Of each policy that learns from records, the lowest held-out loss so far."""
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, learner: Learner, *, keep: int) -> Path:
-    """Write `folder/step-NNNNNN` atomically, point `latest` at it and remove all but the newest `keep`."""
+def save_checkpoint(
+    folder: Path, checkpoint: Checkpoint, learner: Learner, *, keep: int, spare: Collection[str] = ()
+) -> Path:
+    """Write `folder/step-NNNNNN` atomically, point `latest` at it and remove all but the newest `keep`, and `spare`."""
     target = folder / checkpoint_name(checkpoint.steps)
     partial = folder / f".{target.name}.partial"
     for stale in (partial, target):
@@ -74,14 +77,17 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, learner: Learner, *, k
     sync(folder)
     write_atomically(latest_in(folder), target.name.encode())
     for old in sorted(path for path in folder.glob("step-*") if path.name <= target.name)[:-keep]:
-        shutil.rmtree(old)
+        if old.name not in spare:
+            shutil.rmtree(old)
     return target
 
 
-def commit_checkpoint(folder: RunFolder, checkpoint: Checkpoint, learner: Learner, *, keep: int) -> None:
+def commit_checkpoint(
+    folder: RunFolder, checkpoint: Checkpoint, learner: Learner, *, keep: int, spare: Collection[str] = ()
+) -> None:
     """`save_checkpoint` in a run. Raises RunError where it cannot be written, with the way to go on."""
     try:
-        save_checkpoint(folder.checkpoints, checkpoint, learner, keep=keep)
+        save_checkpoint(folder.checkpoints, checkpoint, learner, keep=keep, spare=spare)
     except OSError as error:
         raise RunError(
             f"The checkpoint after {checkpoint.steps} steps cannot be written: {error}.",

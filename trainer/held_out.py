@@ -40,7 +40,8 @@ async def evaluate_held_out(run: Run, report: StepReport) -> dict[str, float]:
     """Run the held-out tasks once each after this step, where that is due: one sample per call, nothing is selected.
 
     Returns `success` and `reward` with the ends of their 95% intervals, as far as they are known, `episodes` and
-    `failed`; nothing where it is not due or the run is stopped. A failed episode is no success.
+    `failed`, and `ROLE/NAME` for each reward of a role's scorer; nothing where it is not due or the run is stopped. A
+    failed episode is no success.
     """
     config = run.config
     step = run.state.steps + 1
@@ -58,4 +59,6 @@ async def evaluate_held_out(run: Run, report: StepReport) -> dict[str, float]:
             figures[name] = interval.mean
             if interval.low is not None and interval.high is not None:
                 figures |= {f"{name}_low": interval.low, f"{name}_high": interval.high}
+    for role, own in found.roles.items():
+        figures |= {f"{role}/{name}": value for name, value in own.rewards.items()}
     return figures

@@ -12,8 +12,10 @@ from cotune.policies import unlisted_said
 from cotune.recording.records import Episode
 from cotune.recording.rollout import EpisodeBatch
 from cotune.trainer.batch import collect_samples, group_and_weigh
+from cotune.trainer.best import note_best, write_best
 from cotune.trainer.checkpoint import commit_checkpoint
 from cotune.trainer.curriculum import fewer_episodes
+from cotune.trainer.guard import roll_back, safe_checkpoint, watch
 from cotune.trainer.held_out import evaluate_held_out
 from cotune.trainer.progress import Progress
 from cotune.trainer.restore import add_new_roles, mark_consumed, recovery
@@ -37,7 +39,7 @@ async def train_steps(run: Run, progress: Progress) -> None:
         await commit(run)
     roll_out_step = functools.partial(roll_out, run, progress)
     async with RolloutPipeline(roll_out_step, steps=steps, ahead=run.config.ahead) as rollouts:
-        while run.state.steps < steps and not run.stopping:
+        while run.state.steps < steps and not (run.stopping or run.ended):
             async with recovery(run, rollouts, report):
                 await add_new_roles(run, report)
                 with report.phase("rollout"):
@@ -55,9 +57,12 @@ async def train_steps(run: Run, progress: Progress) -> None:
                 held_out = await evaluate_held_out(run, report)
                 metrics = await report.write(batch, updates, held_out)
                 run.complete_step(collected, batch.prepared, metrics.roles)
+                better = note_best(run, held_out, progress)
+                watch(run)
                 with report.phase("checkpoint"):
-                    await commit(run)
-        await commit(run, last=True)
+                    await commit(run, due=better)
+        await commit(run, due=True)
+        roll_back(run)
 
 
 async def roll_out(run: Run, progress: Progress, step: int) -> list[Episode]:
@@ -111,16 +116,19 @@ async def judge(run: Run, progress: Progress, episodes: Sequence[Episode]) -> No
         progress.say_once(f"the judge gave {count} episodes no outcome, which are not trained on: {text}")
 
 
-async def commit(run: Run, *, last: bool = False) -> None:
+async def commit(run: Run, *, due: bool = False) -> None:
     """Write a checkpoint where one is due, then mark its groups as consumed.
 
-    One is due every `checkpoint_every` steps, after the `last` one, and before new roles get their policies.
+    One is every `checkpoint_every` steps, after the last one, and before new roles get their policies.
     """
     state, config = run.state, run.config
-    due = last or run.state.new_roles or state.steps % config.checkpoint_every == 0 or state.steps == config.steps
+    due = due or bool(run.state.new_roles) or state.steps % config.checkpoint_every == 0 or state.steps == config.steps
     if state.steps == run.committed or not due:
         return
-    await asyncio.to_thread(commit_checkpoint, run.folder, state, run.learner, keep=config.keep_checkpoints)
+    kept = {best.checkpoint for best in run.best.values()} | {name for name in [safe_checkpoint(run)] if name}
+    keep = config.keep_checkpoints
+    await asyncio.to_thread(commit_checkpoint, run.folder, state, run.learner, keep=keep, spare=kept)
+    write_best(run)
     mark_consumed(run, state)
     state.ledger.clear()
     state.members.clear()

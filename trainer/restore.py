@@ -11,6 +11,7 @@ import msgspec
 
 from cotune.errors import LearnerLost
 from cotune.recording.records import PolicyRef
+from cotune.storage.run_layout import read_best, steps_of
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.rollout.pipeline import RolloutPipeline
 from cotune.trainer.run import Run
@@ -34,6 +35,8 @@ async def restore(run: Run, checkpoint: Checkpoint, path: Path) -> None:
     run.consumed = {group for group, step in consumed if step < checkpoint.steps} | checkpoint.ledger.keys()
     run.state = msgspec.structs.replace(checkpoint, policies=policies, ledger={}, members={}, new_roles=())
     run.committed = checkpoint.steps
+    best = read_best(run.folder.checkpoints).items()
+    run.best = {policy: kept for policy, kept in best if steps_of(Path(kept.checkpoint)) <= checkpoint.steps}
     run.folder.truncate_metrics(checkpoint.steps)
     for policy, number in checkpoint.versions.items():
         await publish_version(run, policy, number)

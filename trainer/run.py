@@ -16,6 +16,7 @@ from cotune.recording.records import PolicyRef, Task
 from cotune.sampling.plans import Plan
 from cotune.sampling.protocol import Sampler
 from cotune.storage.protocol import Store
+from cotune.storage.run_layout import Best
 from cotune.trainer.checkpoint import Checkpoint
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.curriculum import task_rewards
@@ -57,13 +58,18 @@ class Run:
     published: dict[str, list[Proof]] = field(default_factory=dict)
     """By policy, the proofs of the versions that the sampler serves, oldest first."""
     stopping: bool = False
+    ended: str = ""
+    """Why the run ends before its last step, by its own settings."""
+    collapsed: bool = False
+    best: dict[str, Best] = field(default_factory=dict)
+    """By policy, the checkpoint of its best evaluation."""
     learner_restarts: int = 0
     _working: asyncio.Future[Any] | None = None
 
     @property
     def finished(self) -> bool:
-        """Whether no step is left to make."""
-        return self.state.steps >= self.config.steps
+        """Whether no step is left to make, or the run's own settings have ended it."""
+        return self.state.steps >= self.config.steps or bool(self.ended)
 
     async def interruptible(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`, or None when `stop` was called meanwhile."""

@@ -27,9 +27,13 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     left_out: Mapping[str, int]
     lost_records: int
     seconds: float
+    ended: str = ""
+    """Why it ended before its last step by its own settings (patience, guard); then it is finished too."""
 
 
-def sum_up(run: Path, state: Checkpoint, *, finished: bool, lost_records: int, seconds: float) -> RunSummary:
+def sum_up(
+    run: Path, state: Checkpoint, *, finished: bool, lost_records: int, seconds: float, ended: str = ""
+) -> RunSummary:
     """The summary of a run in its folder."""
     lines = list(read_metrics(run))
     left_out: dict[str, int] = {}
@@ -49,4 +53,5 @@ def sum_up(run: Path, state: Checkpoint, *, finished: bool, lost_records: int, s
         left_out=left_out,
         lost_records=lost_records,
         seconds=seconds,
+        ended=ended,
     )

@@ -233,10 +233,13 @@ async def _train(
             except CotuneError:
                 progress.say(f"failed in step {run.state.steps + 1}. {go_on_with}")
                 raise
-            if run.stopping:
+            if ended := run.ended if isinstance(run, Run) else "":
+                progress.say(f"ended after step {run.state.steps}: {ended}")
+            elif run.stopping:
                 progress.say(f"stopped after step {run.state.steps}; saved. {go_on_with}")
         run.store.flush()
         if run.store.lost:
             progress.say(f"{run.store.lost} records could not be stored and are lost")
         seconds = time.perf_counter() - started
-        return sum_up(folder.path, run.state, finished=run.finished, lost_records=run.store.lost, seconds=seconds)
+        lost = run.store.lost
+        return sum_up(folder.path, run.state, finished=run.finished, lost_records=lost, seconds=seconds, ended=ended)

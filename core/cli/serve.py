@@ -8,7 +8,7 @@ from typing import Any
 
 from cotune.cli.command import add_address, add_command, add_trust, pairs
 from cotune.cli.fields import add_fields
-from cotune.storage.run_layout import RunLayout, newest_checkpoint, read_run, steps_of
+from cotune.storage.run_layout import RunLayout, newest_checkpoint, read_best, read_run, steps_of
 from cotune.terminal import tell
 
 _UNTRAINED = {"frozen": "frozen, the base model answers", "provider": "the application's own provider"}
@@ -20,13 +20,16 @@ def add_export(commands: Any) -> None:
     def run(a: argparse.Namespace) -> int:
         from cotune.adapters.export import export_run
 
-        manifest = export_run(a.run_folder, a.to)
+        manifest = export_run(a.run_folder, a.to, best=a.best)
         checkpoint, steps = newest_checkpoint(RunLayout(a.run_folder).checkpoints), read_run(a.run_folder).config.steps
         done = 0 if checkpoint is None else steps_of(checkpoint)
         kinds = {entry.role: manifest.policy(entry.role).kind for entry in manifest.roles}
         trained = sorted(role for role, kind in kinds.items() if kind in ("lora", "full"))
         tell(f"exported {', '.join(trained)} to {a.to}")
-        if steps is not None and done < steps:
+        if a.best:
+            kept = read_best(RunLayout(a.run_folder).checkpoints)
+            tell("best: " + ", ".join(f"{name} of {b.checkpoint} ({b.figure:.3f})" for name, b in sorted(kept.items())))
+        elif steps is not None and done < steps:
             tell(f"the run is not finished: this is step {done} of {steps}")
         for role in sorted(kinds.keys() - set(trained)):
             tell(f"no folder for {role}: its policy is {_UNTRAINED[kinds[role]]}")
@@ -38,6 +41,9 @@ def add_export(commands: Any) -> None:
     add_trust(command)
     command.add_argument("run_folder", metavar="RUN", help="run folder")
     command.add_argument("--to", required=True, metavar="DIR", help="folder to write; must be empty, new, or an export")
+    command.add_argument(
+        "--best", action="store_true", help="the best checkpoint by held-out evaluation (evaluation.keep_best)"
+    )
 
 
 def add_serve(commands: Any) -> None:

@@ -4,7 +4,7 @@ RUN/run.json           what is needed to repeat the run: config, workflow, tasks
 RUN/records.db         every episode, call, candidate and reward
 RUN/judge.db           what judges have answered and cost
 RUN/metrics.jsonl      one line per step
-RUN/checkpoints/       step-000012/, and `latest`, the name of the newest complete one
+RUN/checkpoints/       step-000012/, `latest`, the name of the newest complete one, and best.json
 RUN/opponents/         weights of earlier versions that later steps may play against, where [routing] asks for them
 """
 
@@ -29,6 +29,8 @@ RECORDS = "records.db"
 """Name of the records file in a run folder."""
 POLICIES = "policies.json"
 """Name of the file in a checkpoint that describes its policies."""
+BEST = "best.json"
+"""Name of the file in the folder of checkpoints that names the best one of each policy."""
 _RUN = "run.json"
 
 
@@ -80,6 +82,13 @@ class SavedPolicy(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     metrics: dict[str, dict[str, float]] = {}
     weights_file: str | None = None
+
+
+class Best(msgspec.Struct, frozen=True):
+    """The checkpoint at which a policy's held-out figure was the highest, and that figure."""
+
+    checkpoint: str
+    figure: float
 
 
 class _Line(msgspec.Struct):
@@ -162,6 +171,14 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
     if not latest.is_file():
         return None
     return checkpoints / Path(latest.read_text(errors="replace").strip() or "?").name
+
+
+def read_best(checkpoints: Path) -> dict[str, Best]:
+    """The best checkpoint of each policy, by name; empty where none was kept. Raises RunError for a broken file."""
+    file = checkpoints / BEST
+    if not file.is_file():
+        return {}
+    return _read(file, dict[str, Best], "Remove it: export takes the newest checkpoint without --best.")
 
 
 def read_policies(checkpoint: Path) -> list[SavedPolicy]:

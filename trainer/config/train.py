@@ -22,6 +22,7 @@ from cotune.sampling.plans import Plan, PlanKind, Select
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.config.from_records import DpoConfig, RecordsConfig, check_records
+from cotune.trainer.config.guard import GuardConfig
 from cotune.trainer.config.learner import LearnerSettings, check_anchor
 from cotune.trainer.config.replay import ReplayConfig
 from cotune.trainer.config.routing import RoutingConfig
@@ -82,6 +83,13 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Steps between evaluations; there is one after the last step too."""
     limit: int | None = None
     """Take only the first so many tasks."""
+    keep_best: bool = False
+    """Keep the checkpoint of the best evaluation beside the newest ones; `cotune export --best` takes it."""
+    best_by: str = ""
+    """Held-out figure that says which is best: success (or else reward, without a value) | reward | ROLE/NAME, a reward
+    of a role's scorer | roles: each policy by what the scorers give its own roles."""
+    patience: int | None = None
+    """End the run after so many evaluations without a better one."""
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -153,6 +161,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     routing: RoutingConfig = RoutingConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    guard: GuardConfig = GuardConfig()
     learner: LearnerSettings = LearnerSettings()
     cluster: ClusterConfig = ClusterConfig()
     records: RecordsConfig = RecordsConfig()
@@ -166,11 +175,17 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _positive("lora.rank", self.lora.rank)
         _positive("evaluation.every", self.evaluation.every)
         _positive("evaluation.limit", 1 if self.evaluation.limit is None else self.evaluation.limit)
+        _positive("evaluation.patience", 1 if self.evaluation.patience is None else self.evaluation.patience)
+        if (self.evaluation.keep_best or self.evaluation.patience) and not self.evaluation.tasks:
+            asking = "keep_best" if self.evaluation.keep_best else "patience"
+            value = self.evaluation.keep_best or self.evaluation.patience
+            raise ConfigError(f"evaluation.{asking}", value, "given with evaluation.tasks", "Pass --eval-tasks FILE.")
         _failure("on_failure", self.on_failure)
         check_tool_format(self.tool_format)
         if self.cluster.colocate and self.mode != "sync":
             raise ConfigError("mode", self.mode, "sync, where cluster.colocate is true")
         rollouts = {"evaluation.tasks": self.evaluation.tasks, "overrides": self.overrides, "plan.kind": self.plan.kind}
+        rollouts["guard.action"] = "" if self.guard.action == "off" else self.guard.action
         check_records(self.recipe, self.records, self.learner, rollouts)
         for name, count in Counter(p.name for p in self.policy).items():
             if count > 1:

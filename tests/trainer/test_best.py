@@ -1,0 +1,196 @@
+"""The best checkpoint by held-out evaluation is kept and exported; runs that get no better, or collapse, end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from cotune.adapters.export import best_policies, latest_policies
+from cotune.cli.main import main
+from cotune.errors import ConfigError, RunError
+from cotune.storage.run_layout import Best, newest_checkpoint, read_best
+from cotune.trainer.best import judged_figures
+from cotune.trainer.config.guard import GuardConfig
+from cotune.trainer.guard import best_window, collapse
+from tests.trainer.conftest import Trainer
+from tests.trainer.tiny_app import application, ask, letters
+
+
+class Scripted:
+    """Outcomes of the held-out task, one after the other; other tasks are as good as their letters."""
+
+    def __init__(self, held_out: Sequence[float]) -> None:
+        self.left = list(held_out)
+        self.now = 0.0
+
+    async def __call__(self, task: dict[str, str]) -> float:
+        if task["id"] == "held":
+            self.now = self.left.pop(0)
+        await ask("first", f"say {task['letter']}")
+        await ask("second", f"say {task['letter']}")
+        return self.now if task["id"] == "held" else 0.0
+
+
+def held_out(trainer: Trainer, **settings: Any) -> dict[str, Any]:
+    file = trainer.folder / "held.jsonl"
+    file.write_text(json.dumps({"id": "held", "letter": "h"}) + "\n")
+    return {"tasks": str(file), "every": 1, **settings}
+
+
+def steps_kept(trainer: Trainer) -> list[str]:
+    return sorted(path.name for path in (trainer.folder / "run" / "checkpoints").glob("step-*"))
+
+
+def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(
+    trainer: Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = application(Scripted([0.2, 0.8, 0.5, 0.8, 0.7]), first=letters, second=letters)
+    evaluation = held_out(trainer, keep_best=True, patience=2)
+    settings = {"steps": 9, "keep_checkpoints": 1, "checkpoint_every": 3, "policies": "full"}
+    summary = trainer(app, evaluation=evaluation, **settings)
+    assert (summary.finished, summary.steps) == (True, 4)
+    assert summary.ended == "2 evaluations in a row were no better than that after step 2"
+    assert "ended after step 4: 2 evaluations in a row were no better than that after step 2" in trainer.said
+    run = trainer.folder / "run"
+    assert read_best(run / "checkpoints") == dict.fromkeys(("first", "second"), Best("step-000002", 0.8))
+    assert steps_kept(trainer) == ["step-000002", "step-000004"]
+    assert [line["held_out"]["reward"] for line in trainer.metrics()] == [0.2, 0.8, 0.5, 0.8]
+    assert [p.version for p in best_policies(run)] == [2, 2] and [p.version for p in latest_policies(run)] == [4, 4]
+
+    assert main(["export", str(run), "--to", str(trainer.folder / "best"), "--best"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "best: first of step-000002 (0.800), second of step-000002 (0.800)" in said
+    exported = json.loads((trainer.folder / "best" / "roles.json").read_text())
+    assert {policy["version"] for policy in exported["policies"]} == {2}
+
+    again = trainer.resume(application(Scripted([0.9, 0.1]), first=letters, second=letters), steps=6)
+    assert (again.finished, again.steps, again.ended) == (True, 6, "")
+    assert read_best(run / "checkpoints")["first"] == Best("step-000005", 0.9)
+    assert steps_kept(trainer) == ["step-000005", "step-000006"]
+
+
+def test_each_policy_may_have_a_best_checkpoint_of_its_own(trainer: Trainer) -> None:
+    held = {"first": [0.9, 0.1, 0.3], "second": [0.1, 0.2, 0.8]}
+
+    def scripted(role: str) -> Any:
+        def scorer(candidate: Any, call: Any, task: Any) -> float:
+            return held[role].pop(0) if task["id"] == "held" else letters(candidate, call, task)
+
+        return scorer
+
+    app = application(Scripted([0.0] * 3), first=scripted("first"), second=scripted("second"))
+    settings = {"steps": 3, "keep_checkpoints": 1, "policies": "full"}
+    trainer(app, evaluation=held_out(trainer, keep_best=True, best_by="roles"), **settings)
+    run = trainer.folder / "run"
+    assert read_best(run / "checkpoints") == {"first": Best("step-000001", 0.9), "second": Best("step-000003", 0.8)}
+    assert steps_kept(trainer) == ["step-000001", "step-000003"]
+    found = {policy.name: policy for policy in best_policies(run)}
+    assert {name: policy.version for name, policy in found.items()} == {"first": 1, "second": 3}
+    kept = load_file(run / "checkpoints" / "step-000001" / "0.safetensors")
+    assert all(np.array_equal(kept[name], found["first"].weights[name]) for name in kept)
+
+
+def test_what_an_evaluation_says_of_each_policy() -> None:
+    held = {"success": 0.5, "reward": 2.0, "a/local": 1.0, "b/x": 3.0, "b/y": 5.0, "episodes": 9.0}
+    policies = {"one": ["a", "b"], "two": ["b"], "three": ["c"]}
+    assert judged_figures(held, policies, "") == dict.fromkeys(policies, 0.5)
+    assert judged_figures({"reward": 2.0}, policies, "") == dict.fromkeys(policies, 2.0)
+    assert judged_figures(held, policies, "b/x") == dict.fromkeys(policies, 3.0)
+    assert judged_figures(held, policies, "roles") == {"one": 3.0, "two": 4.0}
+    assert judged_figures(held, policies, "none") == {}
+
+
+def test_a_run_without_a_kept_checkpoint_has_no_best_one(trainer: Trainer) -> None:
+    trainer(application(first=letters), steps=1)
+    with pytest.raises(RunError, match="has kept no best checkpoint"):
+        best_policies(trainer.folder / "run")
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"evaluation": {"keep_best": True}}, "evaluation.keep_best"),
+        ({"evaluation": {"patience": 3}}, "evaluation.patience"),
+        ({"evaluation": {"patience": 0, "tasks": "x"}}, "evaluation.patience"),
+        ({"guard": {"window": 1}}, "guard.window"),
+        ({"guard": {"reward_drop": 0.0}}, "guard.reward_drop"),
+        ({"guard": {"action": "pray"}}, "guard.action"),
+    ],
+)
+def test_settings_that_do_not_fit(trainer: Trainer, settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        trainer(application(first=letters), **settings)
+    assert caught.value.field == field
+
+
+def lines(rewards: Sequence[float], **figures: Sequence[float]) -> list[dict[str, Any]]:
+    """Metrics of steps with these outcomes, and these figures of the role `a`."""
+    roles = [{name: values[i] for name, values in figures.items()} for i in range(len(rewards))]
+    return [
+        {"step": i, "outcome": {"team": reward}, "roles": {"a": roles[i]}, "held_out": {}}
+        for i, reward in enumerate(rewards)
+    ]
+
+
+GUARD = GuardConfig(action="stop", window=2)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        # gained 0.75 from 0.25; half of that is lost at once, but 4 standard errors of (1, 0) are 2
+        ([0.0, 0.5, 1.0, 1.0, 0.0], None),
+        ([0.0, 0.5, 1.0, 1.0, 0.0, 0.0], "the outcome team fell from 1.000 to 0.000 (means over 2 steps)"),
+        # 0.375 is half of what was gained
+        ([0.0, 0.5, 1.0, 1.0, 0.65, 0.65], None),
+        ([0.0, 0.5, 1.0, 1.0, 0.6, 0.6], "the outcome team fell from 1.000 to 0.600 (means over 2 steps)"),
+        # nothing gained: half of half the best is 0.225
+        ([0.9, 0.9, 0.7, 0.7], None),
+        ([0.9, 0.9, 0.6, 0.6], "the outcome team fell from 0.900 to 0.600 (means over 2 steps)"),
+        ([0.9, 0.1], None),
+        ([0.5] * 9, None),
+    ],
+)
+def test_a_reward_that_collapses(rewards: list[float], said: str | None) -> None:
+    assert collapse(lines(rewards), GUARD) == said
+
+
+def test_entropy_and_gap_that_collapse() -> None:
+    steady = lines([0.5] * 4, entropy=[1.0, 0.5, 0.02, 0.01], sampler_gap_mean=[0.0, 0.0, 0.1, 0.3])
+    assert collapse(steady, GUARD) is None
+    low = GuardConfig(action="stop", window=2, min_entropy=0.02)
+    assert collapse(steady, low) == "the entropy of role a is 0.0150, below guard.min_entropy = 0.02"
+    wide = GuardConfig(action="stop", window=2, max_gap=0.1)
+    assert collapse(steady, wide) == "sampler and learner disagree on role a by 0.2000, above guard.max_gap = 0.1"
+
+
+def test_the_end_of_the_best_window() -> None:
+    assert best_window(lines([0.0, 0.5, 1.0, 1.0, 0.0, 0.0]), 2) == 4
+    assert best_window(lines([0.0]), 2) is None
+
+
+@pytest.mark.parametrize(("action", "latest"), [("stop", "step-000006"), ("roll_back", "step-000004")])
+def test_a_run_that_collapses_ends_and_may_go_back_to_its_best_time(trainer: Trainer, action: str, latest: str) -> None:
+    script = [0.0, 0.5, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    ran = [-3]  # the preflight's episodes
+
+    async def fading(task: Any) -> float:
+        step, ran[0] = max(ran[0] // 6, 0), ran[0] + 1
+        await ask("first", f"say {task['letter']}")
+        return script[step]
+
+    settings = {"plan": {"kind": "independent", "k": 2}, "concurrency": 1, "keep_checkpoints": 1, "steps": 8}
+    summary = trainer(application(fading), guard={"action": action, "window": 2}, **settings)
+    run: Path = trainer.folder / "run"
+    back = "; rolled back to step-000004" if action == "roll_back" else ""
+    assert summary.ended == f"the guard: the outcome team fell from 1.000 to 0.000 (means over 2 steps){back}"
+    assert summary.steps == 6 and newest_checkpoint(run / "checkpoints") == run / "checkpoints" / latest
+    ran[0] = 6 * 3
+    again = trainer.resume(application(fading), guard={"action": "off"}, steps=7)
+    assert again.steps == 7 and again.ended == ""

@@ -1,0 +1,64 @@
+"""The best checkpoint by held-out evaluation, for each policy, and when no better one is to be expected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from cotune.storage.run_layout import BEST, Best, checkpoint_name, read_metrics, steps_of
+from cotune.trainer.progress import Progress
+from cotune.trainer.run import Run
+from cotune.trainer.run_folder import write_atomically
+
+
+def judged_figures(held_out: Mapping[str, float], policies: Mapping[str, list[str]], by: str) -> dict[str, float]:
+    """What an evaluation says of each policy (by name; `policies` has their roles), as far as it says anything.
+
+    `by` is a figure of the evaluation, the same for all policies; empty for `success`, or else `reward`; `roles` for
+    the mean of the rewards that scorers give the policy's own roles.
+    """
+    if by != "roles":
+        figure = held_out.get(by or ("success" if "success" in held_out else "reward"))
+        return {} if figure is None else dict.fromkeys(policies, figure)
+    found = {}
+    for policy, roles in policies.items():
+        own = [value for name, value in held_out.items() if "/" in name and name.rpartition("/")[0] in roles]
+        if own:
+            found[policy] = sum(own) / len(own)
+    return found
+
+
+def note_best(run: Run, held_out: Mapping[str, float], progress: Progress) -> bool:
+    """After a step with an evaluation: whether some policy is better than at any earlier one, so that the checkpoint of
+    this step is to be kept. Ends the run where none has been for `evaluation.patience` evaluations."""
+    config = run.config.evaluation
+    if not held_out or not (config.keep_best or config.patience):
+        return False
+    roles: dict[str, list[str]] = {}
+    for role, policy in run.trained_roles.items():
+        roles.setdefault(policy, []).append(role)
+    figures = judged_figures(held_out, roles, config.best_by)
+    if not figures:
+        known = ", ".join(name for name in held_out if name not in ("episodes", "failed")) or "none"
+        progress.say_once(
+            f"evaluation.best_by = {config.best_by!r} is no held-out figure, so no checkpoint is best; known: {known}"
+        )
+        return False
+    here = checkpoint_name(run.state.steps)
+    better = {name: Best(here, x) for name, x in figures.items() if name not in run.best or x > run.best[name].figure}
+    run.best = {**run.best, **better}
+    if config.patience is None or better:
+        return bool(better)
+    last = max(steps_of(Path(best.checkpoint)) for best in run.best.values())
+    since = sum(bool(line["held_out"]) for line in read_metrics(run.folder.path) if line["step"] + 1 > last)
+    if since >= config.patience:
+        run.ended = f"{since} evaluations in a row were no better than that after step {last}"
+    return False
+
+
+def write_best(run: Run) -> None:
+    """Name the best checkpoints, once they are written."""
+    if run.best and run.config.evaluation.keep_best:
+        write_atomically(run.folder.checkpoints / BEST, msgspec.json.encode(run.best))

@@ -1,0 +1,101 @@
+"""The guard: tells from the metrics of a run that training has broken down, before more is lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cotune.storage.run_layout import checkpoint_name, latest_in, read_metrics, steps_of
+from cotune.trainer.config.guard import GuardConfig
+from cotune.trainer.run import Run
+from cotune.trainer.run_folder import write_atomically
+
+NOISE = 4.0
+"""Standard errors that a fall must exceed."""
+
+
+def collapse(lines: Sequence[Mapping[str, Any]], config: GuardConfig) -> str | None:
+    """What has collapsed in the last `window` steps of these metrics, in one sentence; None where nothing has.
+
+    A reward has where its mean over the window is below that of the best window by more than `reward_drop` of what the
+    run had gained since its first window (or of half the best, if that is more), and by more than four standard errors
+    of both. The rewards watched are the mean outcome of each name, and each role's.
+    """
+    if len(lines) < config.window:
+        return None
+    for name in sorted({name for line in lines for name in _rewards(line)}):
+        series = [value for line in lines if (value := _rewards(line).get(name)) is not None]
+        if said := _fallen(name, series, config):
+            return said
+    for role in sorted({role for line in lines for role in line["roles"]}):
+        recent = [line["roles"].get(role, {}) for line in lines[-config.window :]]
+        entropy = _mean([figures["entropy"] for figures in recent if "entropy" in figures])
+        if config.min_entropy is not None and entropy < config.min_entropy:
+            return f"the entropy of role {role} is {entropy:.4f}, below guard.min_entropy = {config.min_entropy}"
+        gap = _mean([figures["sampler_gap_mean"] for figures in recent if "sampler_gap_mean" in figures])
+        if config.max_gap is not None and gap > config.max_gap:
+            return f"sampler and learner disagree on role {role} by {gap:.4f}, above guard.max_gap = {config.max_gap}"
+    return None
+
+
+def best_window(lines: Sequence[Mapping[str, Any]], window: int) -> int | None:
+    """Steps done at the end of the window whose mean reward, of all names together, was the best; None without one."""
+    totals = [sum(_rewards(line).values()) for line in lines]
+    if len(totals) < window:
+        return None
+    means = np.convolve(totals, np.full(window, 1 / window), "valid")
+    return int(lines[int(np.argmax(means)) + window - 1]["step"]) + 1
+
+
+def watch(run: Run) -> None:
+    """End the run where training has collapsed."""
+    if run.config.guard.action != "off":
+        said = collapse(list(read_metrics(run.folder.path)), run.config.guard)
+        if said is not None:
+            run.ended = f"the guard: {said}"
+            run.collapsed = True
+
+
+def safe_checkpoint(run: Run) -> str | None:
+    """Name of the newest checkpoint that is no younger than the best window's end; None where there is none."""
+    if run.config.guard.action != "roll_back":
+        return None
+    end = best_window(list(read_metrics(run.folder.path)), run.config.guard.window)
+    there = [steps_of(path) for path in run.folder.checkpoints.glob("step-*")]
+    before = [steps for steps in [*there, run.state.steps] if end is not None and steps <= end]
+    return checkpoint_name(max(before)) if before else None
+
+
+def roll_back(run: Run) -> None:
+    """After a collapse: let `latest` name the checkpoint of the run's best time, which export and --resume take."""
+    safe = safe_checkpoint(run)
+    if run.collapsed and safe is not None:
+        write_atomically(latest_in(run.folder.checkpoints), safe.encode())
+        run.ended = f"{run.ended}; rolled back to {safe}"
+
+
+def _fallen(name: str, series: Sequence[float], config: GuardConfig) -> str | None:
+    window = config.window
+    if len(series) < 2 * window:
+        return None
+    values = np.asarray(series, np.float64)
+    means = np.convolve(values, np.full(window, 1 / window), "valid")
+    best = int(np.argmax(means))
+    drop, had = means[best] - means[-1], max(means[best] - means[0], abs(means[best]) / 2)
+    spread = values[best : best + window].var(ddof=1) + values[-window:].var(ddof=1)
+    if drop <= config.reward_drop * had or drop <= NOISE * math.sqrt(spread / window):
+        return None
+    return f"{name} fell from {means[best]:.3f} to {means[-1]:.3f} (means over {window} steps)"
+
+
+def _rewards(line: Mapping[str, Any]) -> dict[str, float]:
+    outcome = {f"the outcome {name}": value for name, value in line["outcome"].items() if value is not None}
+    roles = line["roles"].items()
+    return outcome | {f"the reward of role {role}": own["reward"] for role, own in roles if "reward" in own}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
