@@ -10,13 +10,15 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from cotune.errors import AdapterError
 
-_CHUNK = 1 << 22
+HASHES = "hashes.json"
+"""File of a checkpoint that holds the hash of every other one, by its path in the folder."""
+_AT_ONCE = 4
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _VOLATILE = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "_attn_implementation"}
 
@@ -91,44 +93,19 @@ def _object(path: Path) -> dict[str, Any]:
     return found
 
 
-class _Entry(msgspec.Struct):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
-
-
 def _tensors(path: Path) -> Iterator[tuple[str, str]]:
-    """Name and digest of each tensor of a safetensors file: an 8-byte length, a JSON header, then the data."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        try:
-            header: Any = json.loads(file.read(length)) if length <= size else None
-            entries = msgspec.convert({k: v for k, v in header.items() if k != "__metadata__"}, dict[str, _Entry])
-        except (ValueError, AttributeError, RecursionError):
-            raise AdapterError(f"{path} is no safetensors file.", "Fetch or export the model again.") from None
-        for name, entry in entries.items():
-            begin, end = entry.data_offsets
-            if not 0 <= begin <= end:
-                raise AdapterError(f"{path} is no safetensors file.", "Fetch or export the model again.")
-            file.seek(min(8 + length + begin, size))
-            yield name, f"{entry.dtype} {entry.shape} {_digest(file, end - begin, path)}"
+    """Name and digest of each tensor of a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+    from torch import uint8
 
-
-def _digest(file: BinaryIO, size: int, path: Path) -> str:
-    digest = hashlib.sha256()
-    while size:
-        block = file.read(min(size, _CHUNK))
-        if not block:
-            raise AdapterError(f"{path} is cut short.", "Fetch or export the model again.")
-        digest.update(block)
-        size -= len(block)
-    return digest.hexdigest()
-
-
-HASHES = "hashes.json"
-"""File of a checkpoint that holds the hash of every other one, by its path in the folder."""
-_AT_ONCE = 4
+    try:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118, it is no mapping
+                piece, data = file.get_slice(name), file.get_tensor(name).reshape(-1).view(uint8).numpy()
+                yield name, f"{piece.get_dtype()} {piece.get_shape()} {hashlib.sha256(data).hexdigest()}"
+    except SafetensorError as error:
+        text = f"{path} is no safetensors file, or is cut short: {error}."
+        raise AdapterError(text, "Fetch or export the model again.") from None
 
 
 def file_sha256(path: Path) -> str:

@@ -207,22 +207,16 @@ class Within(LiveEpisode):
         self.outer.warn(kind, message, error)
 
 
+_SHOWN = ("id", "role", "step", "turn", "status", "error", "attempts", "model", "params", "parents", "streamed")
+"""Fields of a record that a traced call has too."""
+
+
 def _traced(call: Call, read: Reader) -> TracedCall:
     return TracedCall(
-        id=call.id,
-        role=call.role,
-        step=call.step,
-        turn=call.turn,
-        status=call.status,
-        error=call.error,
-        attempts=call.attempts,
-        model=call.model,
-        params=call.params,
+        **{name: getattr(call, name) for name in _SHOWN},
         messages=[read.message(name) for name in call.messages],
         tools=read.message(call.tools) if call.tools else None,
         answer=None if call.chosen is None else call.candidates[call.chosen].message,
-        parents=call.parents,
-        streamed=call.streamed,
         latency=call.latency,
         record=call,
     )

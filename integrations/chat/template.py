@@ -22,13 +22,14 @@ from cotune.integrations.chat.grammar import Grammars
 from cotune.integrations.chat.replies import Replies
 from cotune.integrations.chat.reply_grammar import Syntax, reply_grammar
 from cotune.integrations.chat.time_limit import TookTooLong, time_limit
-from cotune.integrations.chat.token_reuse import EarlierIds
+from cotune.integrations.chat.token_reuse import EarlierIds, Messages
 from cotune.integrations.chat.tool_formats import (
     AUTO,
     HERMES,
     REASONING,
     VLLM,
     ToolFormat,
+    Tools,
     recognised,
     spelled_by,
     tool_format,
@@ -38,6 +39,8 @@ from cotune.runtime.bounded_cache import BoundedCache
 
 log = logging.getLogger("cotune")
 
+Options = Mapping[str, Any]
+"""Variables for a chat template, by name."""
 _QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
@@ -113,12 +116,12 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: Messages,
+        tools: Tools | None,
         *,
         earlier: Sequence[Sequence[int]] = (),
         most: int | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: Options | None = None,
     ) -> list[int]:
         """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered.
 
@@ -154,23 +157,13 @@ class ChatTemplate:
         return [*kept, *self._encode(rest)]
 
     def transcript(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        *,
-        options: Mapping[str, Any] | None = None,
-        generation: bool = False,
+        self, messages: Messages, tools: Tools | None, *, options: Options | None = None, generation: bool = False
     ) -> str:
         """A conversation as the template writes it, ready for a reply with `generation`. Raises SamplerError."""
         return self._template(messages, tools, options or {}, generation=generation)
 
     def _spelled(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any],
-        known: EarlierIds,
-        canonical: str,
+        self, messages: Messages, tools: Tools | None, options: Options, known: EarlierIds, canonical: str
     ) -> str | None:
         # A template that refuses a call without its mark, and messages of another form than OpenAI's.
         with contextlib.suppress(SamplerError, TypeError, AttributeError):
@@ -183,7 +176,7 @@ class ChatTemplate:
         stop: Sequence[str] = (),
         *,
         prompt: Sequence[int] = (),
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
     ) -> tuple[str, dict[str, Any], str]:
         """Return (text, assistant message in OpenAI form, finish reason: "stop", "tool_calls" or "malformed").
 
@@ -213,9 +206,7 @@ class ChatTemplate:
         """Whether the template knows a variable of this name."""
         return option in str(self.tokenizer.chat_template)
 
-    def grammar(
-        self, asked: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, prompt: Sequence[int]
-    ) -> str:
+    def grammar(self, asked: Mapping[str, Any], tools: Tools | None, prompt: Sequence[int]) -> str:
         """The grammar of the replies that a request in OpenAI form allows (`reply_grammar`). Raises RequestRefused."""
         found = reply_grammar(asked, tools, self._syntax(prompt))
         self._grammars.start(found)
@@ -240,11 +231,7 @@ class ChatTemplate:
         return ids[0] if len(ids) == 1 and self._grammars.special(ids[0]) else None
 
     def _render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any],
-        most: int | None,
+        self, messages: Messages, tools: Tools | None, options: Options, most: int | None
     ) -> tuple[str, list[int]]:
         try:
             key = hashlib.blake2b(self._encoder.encode((messages, tools, options)), digest_size=16).digest()
@@ -269,14 +256,7 @@ class ChatTemplate:
         with self._lock:
             self.counts[how] += 1
 
-    def _template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any],
-        *,
-        generation: bool = True,
-    ) -> str:
+    def _template(self, messages: Messages, tools: Tools | None, options: Options, *, generation: bool = True) -> str:
         from jinja2 import TemplateError
 
         try:

@@ -14,6 +14,8 @@ from cotune.integrations.chat.tool_formats import REASONING
 
 _PLACE = "\ue000reply {}\ue001"
 Path = Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+"""Of a chat, in OpenAI form."""
 
 
 class EarlierIds:
@@ -47,12 +49,7 @@ class EarlierIds:
                     return path[:-1], text[len(whole) :]
         return [], text
 
-    def spelled(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        template: Callable[[Sequence[Mapping[str, Any]]], str],
-        canonical: str,
-    ) -> str | None:
+    def spelled(self, messages: Messages, template: Callable[[Messages], str], canonical: str) -> str | None:
         """The prompt's text with earlier replies spelled as the model wrote them; None where that changes nothing."""
         known: dict[str, list[str]] = {}
         for said, text in self._replies():
@@ -107,7 +104,7 @@ class EarlierIds:
         return chosen
 
 
-def _placed(messages: Sequence[Mapping[str, Any]], at: Sequence[int]) -> list[dict[str, Any]]:
+def _placed(messages: Messages, at: Sequence[int]) -> list[dict[str, Any]]:
     """The messages with a mark in place of what the replies at `at` said after their reasoning."""
     made = [dict(message) for message in messages]
     for i in at:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from cotune.errors import ConfigError
 from cotune.integrations.http.protocol import BoundedProtocol
@@ -66,8 +66,20 @@ def running(
     ready: Future[tuple[uvicorn.Server, T]] = Future()
     # Not the thread's own `join`: once that was interrupted, it takes a running thread for an ended one.
     ended = threading.Event()
-    work = (opening, listener, ready, ended, date_header, seconds)
-    threading.Thread(target=_run, args=work, name=name, daemon=True).start()
+
+    def run() -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
+                runner.run(_serve(opening, listener, ready, date_header, seconds))
+        except BaseException as error:
+            if ready.done():
+                logger.exception("The server stopped.")
+                raise
+            ready.set_exception(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
     try:
         bound = listener.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
@@ -100,57 +112,33 @@ def check_access(host: str, token: str | None) -> None:
 class _Server(uvicorn.Server):
     """Says when it accepts requests."""
 
-    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, started: Callable[[uvicorn.Server], None]) -> None:
         super().__init__(config)
         self._started = started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._started()
+        self._started(self)
 
 
-def _run(
-    opening: Opening[T],
-    listener: socket.socket,
-    ready: Future[Any],
-    ended: threading.Event,
-    date_header: bool,
-    seconds: float,
+async def _serve(
+    opening: Opening[T], listener: socket.socket, ready: Future[Any], date_header: bool, seconds: float
 ) -> None:
-    config = uvicorn.Config(
-        _not_open,
-        http=functools.partial(BoundedProtocol, seconds),  # type: ignore[arg-type]
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        date_header=date_header,
-        backlog=2048,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=GRACE,
-    )
-    try:
-        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(_serve(opening, config, listener, ready))
-    except BaseException as error:
-        if ready.done():
-            logger.exception("The server stopped.")
-            raise
-        ready.set_exception(error)
-    finally:
-        ended.set()
-
-
-async def _serve(opening: Opening[T], config: uvicorn.Config, listener: socket.socket, ready: Future[Any]) -> None:
     async with opening() as (app, opened):
-        config.app = app
-        server = _Server(config, lambda: ready.set_result((server, opened)))
-        await server.serve(sockets=[listener])
-
-
-async def _not_open(scope: Scope, receive: Receive, send: Send) -> None:
-    raise AssertionError("replaced before the server starts")
+        config = uvicorn.Config(
+            app,
+            http=functools.partial(BoundedProtocol, seconds),  # type: ignore[arg-type]
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=date_header,
+            backlog=2048,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=GRACE,
+        )
+        await _Server(config, lambda server: ready.set_result((server, opened))).serve(sockets=[listener])
 
 
 def _stop(ready: Future[tuple[uvicorn.Server, Any]]) -> None:
