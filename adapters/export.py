@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from cotune.adapters.fingerprint import base_fingerprint, changed, hashes_of
 from cotune.adapters.manifest import (
-    ADAPTER_FILE,
     FORMAT,
     MANIFEST,
     Base,
@@ -30,7 +28,7 @@ from cotune.adapters.manifest import (
     write_manifest,
 )
 from cotune.errors import AdapterError, ConfigError, RunError
-from cotune.integrations.models.folder import locate_model, write_model
+from cotune.integrations.models.folder import locate_model, write_adapter, write_model
 from cotune.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
 from cotune.storage.run_layout import RunDescription, RunLayout, newest_checkpoint, read_best, read_policies, read_run
@@ -141,26 +139,6 @@ def _write_policy(folder: Path, policy: TrainedPolicy, base: Base | None, taken:
         fingerprint=fingerprint(policy.weights),
         lora=policy.lora if policy.kind == "lora" else None,
     )
-
-
-def write_adapter(folder: Path, weights: Weights, lora: LoraSpec, base: str) -> None:
-    """Write a PEFT folder: adapter_config.json and adapter_model.safetensors, in fp32."""
-    from safetensors.numpy import save_file
-
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": sorted(lora.targets),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-    }
-    (folder / "adapter_config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
-    tensors = {name: np.ascontiguousarray(array, dtype=np.float32) for name, array in weights.items()}
-    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
 
 
 def _folder_name(policy: str, taken: list[str]) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from cotune.adapters.export import read_weights
 from cotune.adapters.fingerprint import base_fingerprint, changed
-from cotune.adapters.manifest import ADAPTER_FILE, MANIFEST, Base, ExportedPolicy, Manifest, read_manifest
+from cotune.adapters.manifest import MANIFEST, Base, ExportedPolicy, Manifest, read_manifest
 from cotune.errors import AdapterError, ConfigError
-from cotune.integrations.models.folder import locate_model, read_parameters
+from cotune.integrations.models.folder import ADAPTER_FILE, locate_model, read_parameters
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Sampler, Weights, fingerprint, publish_verified
 

@@ -15,7 +15,6 @@ from cotune.recording.records import PolicyRef
 
 MANIFEST = "roles.json"
 FORMAT = 1
-ADAPTER_FILE = "adapter_model.safetensors"
 
 
 class Base(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from cotune.integrations.ray.runtime import RayRuntime, open_ray
+from cotune.integrations.ray.runtime import open_ray
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray would kill actors when other processes fill the machine's memory.
@@ -34,7 +34,7 @@ ORDER = (".", "core", "trainer", "adapters", "integrations", "examples")
 
 
 @pytest.fixture(scope="session")
-def ray_runtime() -> Iterator[RayRuntime]:
+def ray_runtime() -> Iterator[str]:
     """One local Ray for the whole session. Its CPUs are a count only: actors share the machine's."""
     with open_ray("local", num_cpus=32) as runtime:
         yield runtime

@@ -117,9 +117,7 @@ class Cluster:
         return await self.open_learner(policies, loss)
 
     async def _open_workers(self, sampler: Sampler) -> RolloutWorkers:
-        workers = await RolloutWorkers.open(
-            self._workflow, self._path, self._config, sampler, on_loss=lambda loss: self._say(str(loss))
-        )
+        workers = await RolloutWorkers.open(self._workflow, self._path, self._config, sampler, on_loss=self._say)
         self._stack.push_async_callback(workers.aclose)
         return workers
 

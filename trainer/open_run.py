@@ -22,9 +22,8 @@ from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.restore import begin_from, restore
 from cotune.trainer.resume import tasks_per_step
 from cotune.trainer.rollout.forks import expected_budget
-from cotune.trainer.rollout.local import LocalRunner
 from cotune.trainer.rollout.preflight import preflight
-from cotune.trainer.rollout.protocol import EpisodeRunner
+from cotune.trainer.rollout.protocol import EpisodeRunner, LocalRunner
 from cotune.trainer.routing import check_routing
 from cotune.trainer.run import Run
 from cotune.trainer.run_folder import RunFolder
@@ -116,7 +115,7 @@ def _cluster(
     stack: contextlib.AsyncExitStack,
     say: Callable[[str], None],
 ) -> Cluster:
-    from cotune.integrations.ray.crash_notice import crash_notice
+    from cotune.integrations.ray.runtime import crash_notice
     from cotune.trainer.cluster import Cluster
 
     killed = "The run was ended from outside: killed, out of memory, or Ray has lost a node that it cannot do without."

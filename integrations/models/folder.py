@@ -1,4 +1,4 @@
-"""Model folders in Hugging Face form: found, read as weights, written with new weights."""
+"""Models and adapters as folders in Hugging Face form: found, read as weights, written with new weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from cotune.errors import ConfigError
 from cotune.integrations.models.gguf import find_gguf, unpack_gguf
+from cotune.policies import LoraSpec
 from cotune.sampling.protocol import Weights
 
 TRUST = "COTUNE_TRUST_REMOTE_CODE"
@@ -175,3 +177,31 @@ def write_model(base: Path, weights: Weights, to: Path) -> None:
             parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights[name], dtype=np.float32)))
     model.save_pretrained(to)
     AutoTokenizer.from_pretrained(base, **loading()).save_pretrained(to)
+
+
+ADAPTER_FILE = "adapter_model.safetensors"
+
+
+def write_adapter(folder: Path, weights: Weights, lora: LoraSpec, base: str) -> None:
+    """Write an adapter over the model `base` into an existing folder, in fp32."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
+    write_tensors(folder, {name: np.asarray(array, np.float32) for name, array in weights.items()})
+
+
+def write_tensors(folder: Path, weights: Weights) -> None:
+    """Write weights alone, as they are."""
+    from safetensors.numpy import save_file
+
+    tensors = {name: np.ascontiguousarray(array) for name, array in weights.items()}
+    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})

@@ -6,14 +6,14 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
-
-import msgspec
 
 from cotune.errors import ConfigError
 from cotune.integrations.ray.temp_dir import owned_folder
@@ -40,18 +40,12 @@ _LONGEST_FOLDER = 24
 """Ray puts sockets of up to 80 more characters under its folder; the system takes 107 in all."""
 
 
-class RayRuntime(msgspec.Struct, frozen=True, kw_only=True):
-    """A running Ray. `local` says that it was started by this process and ends with it."""
-
-    address: str
-    local: bool
-
-
 @contextmanager
 def open_ray(
     address: str | None = None, *, num_cpus: float | None = None, env: Mapping[str, str] | None = None
-) -> Iterator[RayRuntime]:
-    """Start Ray here (`address` None or "local") or join the cluster at `address`; leave it in the end.
+) -> Iterator[str]:
+    """Start Ray here (`address` None or "local") or join the cluster at `address`; leave it in the end. Gives its
+    address.
 
     A Ray that this process already has is used, and is left running, unless another `address` is asked for.
     `num_cpus` is how many a local Ray gives out (default: those of the machine), `env` the environment of all its
@@ -69,7 +63,7 @@ def open_ray(
     with _folder(local) as folder, _signals():
         _start(ray, _arguments(address, local, num_cpus, env or {}, folder))
         try:
-            yield RayRuntime(address=ray.get_runtime_context().gcs_address, local=local)
+            yield ray.get_runtime_context().gcs_address
         finally:
             ray.shutdown()
 
@@ -130,11 +124,11 @@ def _start(ray: Any, arguments: Mapping[str, Any]) -> None:
         _handle_sigterm(before)
 
 
-def _joined(ray: Any, address: str | None) -> RayRuntime:
-    running = ray.get_runtime_context().gcs_address
+def _joined(ray: Any, address: str | None) -> str:
+    running: str = ray.get_runtime_context().gcs_address
     if address not in (None, "local", "auto", running):
         raise ConfigError("cluster", address, f"{running}, where this process already is", "Use one Ray per process.")
-    return RayRuntime(address=running, local=False)
+    return running
 
 
 def _arguments(
@@ -184,3 +178,18 @@ def _sigterm() -> Any:
 def _handle_sigterm(handler: Any) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
+
+
+_WITNESS = "import sys; sys.stdin.buffer.read() or sys.stderr.write(sys.argv[1] + chr(10))"
+
+
+@contextmanager
+def crash_notice(text: str) -> Iterator[None]:
+    """Print `text` to stderr if this process ends while the block runs: by SIGKILL, for want of memory, or by Ray,
+    which ends a process at once when it loses its node."""
+    command = [sys.executable, "-I", "-S", "-c", _WITNESS, text]
+    witness = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        witness.communicate(b"all is well")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -186,17 +185,3 @@ def room_after(prompt: int, max_model_len: int) -> int:
 def fitted(params: SamplingParams, room: int) -> SamplingParams:
     """The same parameters with at most `room` tokens."""
     return params if params.max_tokens <= room else msgspec.structs.replace(params, max_tokens=room)
-
-
-def spread(seed: int | None) -> int:
-    """What vLLM is given as a seed: in [0, 2**62) and far from those of neighbouring seeds, or else random.
-
-    vLLM seeds the candidates of a request with seed, seed + 1, ...: unspread, candidates of the seeds 5 and 6 would be
-    the same. And on CPUs, it ignores all seeds of a batch in which one request has none.
-    """
-    if seed is None:
-        seed = int.from_bytes(os.urandom(8), "little")
-    z = (seed + 0x9E3779B97F4A7C15) % 2**64
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-    return (z ^ (z >> 31)) >> 2

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from cotune.integrations.ray.runtime import RayRuntime
 from cotune.integrations.ray.sampler import start_sampler
 from cotune.sampling.protocol import Sampler
 from tests.integrations.provider import Provider, serving
@@ -58,7 +57,7 @@ def vllm_url(contract_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
-def vllm_by_url(ray_runtime: RayRuntime, vllm_url: str, contract_model: Path) -> Iterator[Sampler]:
+def vllm_by_url(ray_runtime: str, vllm_url: str, contract_model: Path) -> Iterator[Sampler]:
     sampler = asyncio.run(client_of(vllm_url, contract_model))
     yield sampler
     asyncio.run(sampler.aclose())
@@ -71,13 +70,13 @@ async def client_of(url: str, model: Path) -> Sampler:
 
 
 @pytest.fixture(scope="session")
-def vllm_in_ray(ray_runtime: RayRuntime, contract_model: Path) -> Iterator[Sampler]:
+def vllm_in_ray(ray_runtime: str, contract_model: Path) -> Iterator[Sampler]:
     """An engine for adapters in a Ray actor."""
     yield from vllm_actor(contract_model, policies=3, max_lora_rank=8, sleeps=True)
 
 
 @pytest.fixture(scope="session")
-def vllm_full(ray_runtime: RayRuntime, contract_model: Path) -> Iterator[Sampler]:
+def vllm_full(ray_runtime: str, contract_model: Path) -> Iterator[Sampler]:
     """An engine for full weights in a Ray actor."""
     yield from vllm_actor(contract_model, weights="full")
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cotune.integrations.ray.runtime import RayRuntime
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.trainer.summary import RunSummary
 from cotune.trainer.train import resume, train
@@ -87,12 +86,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="package")
-def two_ranks(ray_runtime: RayRuntime) -> Iterator[OpenRanks]:
+def two_ranks(ray_runtime: str) -> Iterator[OpenRanks]:
     with OpenRanks(2) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="package")
-def one_rank(ray_runtime: RayRuntime) -> Iterator[OpenRanks]:
+def one_rank(ray_runtime: str) -> Iterator[OpenRanks]:
     with OpenRanks(1) as ranks:
         yield ranks

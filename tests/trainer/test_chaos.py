@@ -8,7 +8,6 @@ import psutil
 import pytest
 
 from cotune.integrations.ray.process import Host
-from cotune.integrations.ray.runtime import RayRuntime
 from cotune.integrations.ray.sampler import SamplerActor
 from cotune.integrations.ray.worker_group import Worker
 from tests.trainer import chaos
@@ -16,7 +15,7 @@ from tests.trainer import chaos
 pytestmark = pytest.mark.slow
 
 
-def test_rays_actors_have_the_titles_that_victims_are_found_by(ray_runtime: RayRuntime) -> None:
+def test_rays_actors_have_the_titles_that_victims_are_found_by(ray_runtime: str) -> None:
     import ray
 
     pid = os.getpid

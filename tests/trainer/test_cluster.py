@@ -15,7 +15,6 @@ import pytest
 
 from cotune.adapters.export import export_run
 from cotune.errors import ConfigError, LearnerLost
-from cotune.integrations.ray.runtime import RayRuntime
 from cotune.trainer.learner.fsdp.learner import FsdpLearner
 from tests.trainer import chaos, worker_app
 from tests.trainer.conftest import Trainer
@@ -56,7 +55,7 @@ def when(moment: Callable[[], bool], deed: Callable[[], None]) -> threading.Thre
     return thread
 
 
-def test_reward_rises_and_the_export_is_as_ever(ray_runtime: RayRuntime, trainer: Trainer) -> None:
+def test_reward_rises_and_the_export_is_as_ever(ray_runtime: str, trainer: Trainer) -> None:
     summary = trainer(worker_app.solve, steps=6, cluster=CLUSTER, **SETTINGS)
     lines = trainer.metrics()
     assert summary.finished and summary.lost_records == 0
@@ -72,7 +71,7 @@ def test_reward_rises_and_the_export_is_as_ever(ray_runtime: RayRuntime, trainer
     assert sorted(entry.role for entry in manifest.roles) == ["first", "second"]
 
 
-def test_mode_async_on_ray(ray_runtime: RayRuntime, trainer: Trainer) -> None:
+def test_mode_async_on_ray(ray_runtime: str, trainer: Trainer) -> None:
     summary = trainer(worker_app.solve, steps=5, mode="async", cluster={**CLUSTER, "learners": 1}, **SETTINGS)
     assert summary.finished
     assert [set(line["staleness"]) for line in trainer.metrics()] == [{"0"}, *[{"1"}] * 4]
@@ -80,7 +79,7 @@ def test_mode_async_on_ray(ray_runtime: RayRuntime, trainer: Trainer) -> None:
 
 
 def test_a_lost_learner_goes_on_from_the_last_checkpoint_and_one_lost_too_often_ends_the_run(
-    ray_runtime: RayRuntime, trainer: Trainer, learners: list[FsdpLearner], monkeypatch: pytest.MonkeyPatch
+    ray_runtime: str, trainer: Trainer, learners: list[FsdpLearner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, original, asked = trainer.folder / "run", FsdpLearner.weights, itertools.count()
 
@@ -103,7 +102,7 @@ def test_a_lost_learner_goes_on_from_the_last_checkpoint_and_one_lost_too_often_
     assert audit(run, 5) == (0, 0, 0)
 
 
-def test_engines_that_break_are_replaced_and_the_run_does_not_notice(ray_runtime: RayRuntime, trainer: Trainer) -> None:
+def test_engines_that_break_are_replaced_and_the_run_does_not_notice(ray_runtime: str, trainer: Trainer) -> None:
     engine = {"engine": "tests.trainer.odd_engine:open", "engines": 3, "engine_timeout": 5.0}
     cluster = {"address": "local", **engine, "engine_args": {"markers": str(trainer.folder)}}
     summary = trainer(worker_app.solve, steps=5, cluster=cluster, **SETTINGS)
@@ -118,12 +117,12 @@ def test_engines_that_break_are_replaced_and_the_run_does_not_notice(ray_runtime
 
 
 @pytest.mark.parametrize("engine", ["sglang", "tests.trainer.odd_engine:missing"])
-def test_an_engine_that_does_not_exist_is_refused(ray_runtime: RayRuntime, trainer: Trainer, engine: str) -> None:
+def test_an_engine_that_does_not_exist_is_refused(ray_runtime: str, trainer: Trainer, engine: str) -> None:
     with pytest.raises(ConfigError, match=engine):
         trainer(worker_app.solve, cluster={**CLUSTER, "engine": engine}, **SETTINGS)
 
 
-def test_a_workflow_without_an_import_path_is_refused_before_work(ray_runtime: RayRuntime, trainer: Trainer) -> None:
+def test_a_workflow_without_an_import_path_is_refused_before_work(ray_runtime: str, trainer: Trainer) -> None:
     with pytest.raises(ConfigError, match="import by module and name"):
         trainer(application(first=letters, second=letters), cluster=CLUSTER, **SETTINGS)
 

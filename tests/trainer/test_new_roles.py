@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 
 from cotune.errors import GroupError
-from cotune.integrations.ray.runtime import RayRuntime
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.checkpoint import load_checkpoint
 from tests.trainer import worker_app
@@ -96,7 +95,7 @@ def test_a_step_in_which_everything_fails_names_the_cause_and_goes_on_once_it_is
     assert not (trainer.folder / "run" / "metrics.jsonl").exists()
 
 
-def test_a_late_role_on_a_cluster(ray_runtime: RayRuntime, trainer: Trainer) -> None:
+def test_a_late_role_on_a_cluster(ray_runtime: str, trainer: Trainer) -> None:
     cluster = {"address": "local", "engine": "transformers", "learners": 2, "rollout_workers": 1}
     plan = {"kind": "independent", "k": 4}
     summary = trainer(worker_app.late, LATE, steps=2, tasks_per_step=4, plan=plan, cluster=cluster)

@@ -20,22 +20,23 @@ from cotune.policies import Policies
 from cotune.sampling.protocol import Weights
 from cotune.trainer.config.learner import FULL_LR, LORA_LR, LearnerSettings, check_loss
 from cotune.trainer.learner import files
-from cotune.trainer.learner.batching import mini_batches, passes
+from cotune.trainer.learner.batching import (
+    check_rows,
+    counted_tokens,
+    lengths_of,
+    masked_share,
+    mini_batches,
+    passes,
+    row_of_token,
+    sampler_logprobs,
+    trajectory_tokens,
+)
 from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, gather
 from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
 from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.loss import Tokens, policy_loss, token_weights
 from cotune.trainer.learner.metric_sums import MetricSums
 from cotune.trainer.learner.policy_model import PolicyModel
-from cotune.trainer.learner.rows import (
-    check_rows,
-    counted_tokens,
-    lengths_of,
-    masked_share,
-    row_of_token,
-    sampler_logprobs,
-    trajectory_tokens,
-)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from cotune.policies import PolicySpec
 from cotune.sampling.protocol import Weights
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.dist import copy_whole, gather
-from cotune.trainer.learner.forward import can_share
-from cotune.trainer.learner.logprob_model import LogprobModel
+from cotune.trainer.learner.logprob_model import LogprobModel, can_share
 
 COPY = {"dtype": torch.float32, "device": "cpu", "copy": True}
 

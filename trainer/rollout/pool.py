@@ -41,22 +41,6 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that may be lost one after another without any episode finishing; then the rollout stops."""
 
 
-class WorkerLost(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that was lost or replaced: why, and what became of the episodes it ran ("task/rollout")."""
-
-    worker: int
-    pid: int | None
-    cause: str
-    rerun: tuple[str, ...] = ()
-    failed: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        parts = [f"rollout worker {self.worker} (process {self.pid}) was replaced: {self.cause}"]
-        parts += [f"run again: {', '.join(self.rerun)}"] if self.rerun else []
-        parts += [f"failed: {', '.join(self.failed)}"] if self.failed else []
-        return "; ".join(parts)
-
-
 class _Worker:
     def __init__(self, number: int, process: RayProcess) -> None:
         self.number = number
@@ -95,9 +79,10 @@ class WorkerPool:
         *,
         limits: WorkerLimits,
         check: Callable[[Started], None],
-        on_loss: Callable[[WorkerLost], None],
+        on_loss: Callable[[str], None],
     ) -> None:
-        """`check` raises where a worker is not as it should be; `on_loss` is called for every worker that is lost."""
+        """`check` raises where a worker is not as it should be; `on_loss` is told of every worker that is lost
+        or replaced: why, and what became of the episodes it ran ("task/rollout")."""
         self.counters: Counter[str] = Counter()
         self._setup = setup
         self._config = config
@@ -179,7 +164,7 @@ class WorkerPool:
             except (ProcessGone, TimeoutError) as error:
                 process = None
                 cause = f"its successor did not start: {error or f'not within {self._limits.start:g} s'}"
-                self._on_loss(WorkerLost(worker=number, pid=None, cause=cause))
+                self._on_loss(f"rollout worker {number} was not replaced yet: {cause}")
                 self._died(cause)
                 await asyncio.sleep(min(2.0**failures, _LONGEST_PAUSE))
                 failures += 1
@@ -194,14 +179,13 @@ class WorkerPool:
 
     async def _start(self) -> RayProcess:
         """A worker that is ready. Raises ProcessGone, TimeoutError, and what importing the application raises."""
-        mark = uuid.uuid4().hex
         environment = self._config.runtime_env
-        environment = {**environment, "env_vars": {**environment.get("env_vars", {}), MARK: mark}}
+        environment = {**environment, "env_vars": {**environment.get("env_vars", {}), MARK: uuid.uuid4().hex}}
         process = RayProcess(_WORKER, cpus=self._config.cpus_per_rollout_worker, runtime_env=environment)
         try:
             async with asyncio.timeout(self._limits.start):
                 await process.start()
-                started = await process.call("start", msgspec.structs.replace(self._setup, mark=mark))
+                started = await process.call("start", self._setup)
             self._check(started)
         except TypeError as error:
             await asyncio.shield(process.kill())
@@ -322,8 +306,10 @@ class WorkerPool:
         self.counters["workers_lost" if loss.fault else "workers_replaced"] += 1
         self.counters["episodes_run_again"] += len(rerun)
         self.counters["episodes_lost"] += len(failed)
-        names = {"rerun": tuple(job.name for job in rerun), "failed": tuple(job.name for job in failed)}
-        self._on_loss(WorkerLost(worker=worker.number, pid=worker.process.pid, cause=loss.cause, **names))
+        said = [f"rollout worker {worker.number} (process {worker.process.pid}) was replaced: {loss.cause}"]
+        for became, some in (("run again", rerun), ("failed", failed)):
+            said += [f"{became}: {', '.join(job.name for job in some)}"] if some else []
+        self._on_loss("; ".join(said))
         if loss.fault:
             self._died(loss.cause)
         self._dispatch()

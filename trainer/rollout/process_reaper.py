@@ -22,12 +22,12 @@ _POLL_SECONDS = 0.3
 _ROUNDS = 20
 
 
-def start_reaper(mark: str) -> None:
-    """Start a process that kills what has `mark` in its environment once this process is gone, however it ends.
+def start_reaper() -> None:
+    """Start a process that kills what has this one's `MARK` once this process is gone, however it ends.
 
     It is no child of this process: Ray kills those.
     """
-    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark]
+    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), os.environ[MARK]]
     null = subprocess.DEVNULL
     subprocess.run(command, stdin=null, stdout=null, stderr=null, env={}, check=True)
 

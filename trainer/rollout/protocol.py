@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -9,7 +10,7 @@ import msgspec
 
 from cotune.algorithms.recipes import Attribution
 from cotune.recording.records import Episode, PolicyRef
-from cotune.recording.rollout import EpisodeBatch
+from cotune.recording.rollout import EpisodeBatch, rollout
 from cotune.sampling.plans import Plan
 from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
 from cotune.sampling.responder import PolicyResponder
@@ -55,3 +56,26 @@ class EpisodeRunner(Protocol):
         Returns the episodes, those in `batch.done` too, by rollout and task. Cancelling it cancels them; finished ones
         are in the sink.
         """
+
+
+class LocalRunner:
+    """An `EpisodeRunner` in this process."""
+
+    def __init__(self, workflow: Workflow, sampler: Sampler, chat: ChatFormat) -> None:
+        self.counters: Counter[str] = Counter()
+        self.scorer_errors: Counter[str] = Counter()
+        self.unlisted: Counter[str] = Counter()
+        self._workflow = workflow
+        self._sampler = sampler
+        self._chat = chat
+
+    async def run(self, batch: EpisodeBatch, responder: ResponderConfig | None) -> list[Episode]:
+        """Run a batch: see `EpisodeRunner`."""
+        if responder is None:
+            return await rollout(self._workflow, batch)
+        answering = responder.responder(self._sampler, self._chat, self._workflow)
+        try:
+            return await rollout(self._workflow, batch, answering)
+        finally:
+            self.scorer_errors.update(answering.scorer_errors)
+            self.unlisted.update(answering.unlisted)

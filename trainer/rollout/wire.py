@@ -17,8 +17,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker starts with."""
 
     app: AppSource
-    mark: str = ""
-    """In the environment of the worker and of all that it starts; the worker's own."""
     sampler: Any = None
     """A Sampler that crosses processes, such as RaySampler; None leaves all calls to the application's provider."""
     model: str = ""

@@ -80,7 +80,7 @@ class RolloutWorker:
         return Heartbeat(blocked=blocked, culprit=culprit, where=place(frame), overdue=overdue)
 
     def _start(self, setup: Setup) -> Started:
-        start_reaper(setup.mark)
+        start_reaper()
         workflow = setup.app.load()
         for activate in activators:  # here, where what it imports is on no episode's time
             activate()

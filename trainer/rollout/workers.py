@@ -22,7 +22,7 @@ from cotune.sampling.blame import Blame
 from cotune.sampling.protocol import Sampler
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.app_source import app_source
-from cotune.trainer.rollout.pool import WorkerLimits, WorkerLost, WorkerPool
+from cotune.trainer.rollout.pool import WorkerLimits, WorkerPool
 from cotune.trainer.rollout.process_reaper import MARK
 from cotune.trainer.rollout.protocol import ResponderConfig
 from cotune.trainer.rollout.queue import EpisodeLost
@@ -54,7 +54,7 @@ class RolloutWorkers:
         sampler: Sampler | None,
         *,
         limits: WorkerLimits | None = None,
-        on_loss: Callable[[WorkerLost], None] = lambda lost: None,
+        on_loss: Callable[[str], None] = lambda lost: None,
     ) -> RolloutWorkers:
         """Start `cluster.rollout_workers` processes and import the workflow in each; Ray must be up (`open_ray`).
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Protocol, TypeVar
 
 BLOCK_TOKENS = 16
 """Prefixes are compared in blocks of this many tokens."""
@@ -13,20 +13,21 @@ SLACK = 4.0
 """How many requests like the one to place an engine may be ahead of the least loaded one, for a known prefix."""
 
 
-class Option(NamedTuple):
+class Loaded(Protocol):
     """An engine that can take a request, as routing sees it."""
 
     name: str
     load: int
     """Tokens that its running requests may take."""
-    matched: int
-    """Leading blocks of the prompt that it has seen."""
     idle_since: int
     """A number that grows with each request it is given; the smallest was given one the longest time ago."""
 
 
-def choose(engines: Sequence[Option], cost: int, slack: float = SLACK) -> Option:
-    """The engine for a request that adds `cost` to its load.
+L = TypeVar("L", bound=Loaded)
+
+
+def choose(engines: Sequence[L], matched: Mapping[str, int], cost: int, slack: float = SLACK) -> L:
+    """The engine for a request that adds `cost` to its load; `matched` is how many leading blocks of it each has seen.
 
     Only engines that are at most `slack` times the cost above the least loaded one count, so that a prefix that
     everybody shares does not starve the others. Of these: the longest known prefix, then the lowest load, then the one
@@ -34,7 +35,7 @@ def choose(engines: Sequence[Option], cost: int, slack: float = SLACK) -> Option
     """
     least = min(engine.load for engine in engines)
     near = [engine for engine in engines if engine.load <= least + slack * cost]
-    return min(near, key=lambda engine: (-engine.matched, engine.load, engine.idle_since))
+    return min(near, key=lambda engine: (-matched[engine.name], engine.load, engine.idle_since))
 
 
 def prefix_blocks(prompt: Sequence[int], size: int, seed: str = "") -> tuple[int, ...]:

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 
 from cotune.errors import EngineLost
 from cotune.integrations.ray.router import limits
-from cotune.integrations.ray.router.affinity import BLOCK_TOKENS, Option, PrefixMap, choose, prefix_blocks
-from cotune.integrations.ray.router.engine import Engine
-from cotune.integrations.ray.router.replica import Replica
+from cotune.integrations.ray.router.affinity import BLOCK_TOKENS, PrefixMap, choose, prefix_blocks
+from cotune.integrations.ray.router.replica import Engine, Replica
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import SamplingParams
 
@@ -140,10 +139,9 @@ class Queue:
         untried = [e for e in free if e not in request.tried]
         if not untried and any(e not in request.tried for e in self.healthy()):
             return None
-        by_name = {e.name: e for e in untried or free}
-        matched = self._prefixes.matched(request.blocks, by_name)
-        options = [Option(e.name, e.load, matched[e.name], e.idle_since) for e in by_name.values()]
-        return by_name[choose(options, request.cost).name]
+        engines = untried or free
+        matched = self._prefixes.matched(request.blocks, [engine.name for engine in engines])
+        return choose(engines, matched, request.cost)
 
     def _give(self, request: Request, engine: Engine) -> None:
         self._given += 1

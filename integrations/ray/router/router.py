@@ -11,9 +11,8 @@ import msgspec
 
 from cotune.errors import CotuneError, RequestRefused, SamplerError, SampleTimeout, SyncError
 from cotune.integrations.ray.router import limits
-from cotune.integrations.ray.router.engine import Engine, TakenOut, describe
 from cotune.integrations.ray.router.queue import Queue, Request
-from cotune.integrations.ray.router.replica import Make, Replica
+from cotune.integrations.ray.router.replica import Engine, Make, Replica, TakenOut, describe
 from cotune.integrations.ray.router.validate import validate_completions
 from cotune.integrations.ray.router.versions import Artifact, keep
 from cotune.integrations.samplers.base import LoopSampler

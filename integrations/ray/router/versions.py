@@ -35,17 +35,8 @@ def expected(versions: Versions) -> dict[str, str]:
 
 
 def keep(weights: Weights) -> dict[str, npt.NDArray[Any]]:
-    """Weights that stay as they are now: arrays that somebody may write to are copied."""
-    return {name: array if _fixed(array) else np.array(array) for name, array in weights.items()}
-
-
-def _fixed(array: Any) -> bool:
-    """Nobody can write to it: read-only, as Ray hands arrays over, and so is what it is a view of."""
-    while isinstance(array, np.ndarray):
-        if array.flags.writeable:
-            return False
-        array = array.base
-    return True
+    """Weights that stay as they are now: arrays are copied, unless they are read-only, as Ray hands them over."""
+    return {name: np.array(array) if array.flags.writeable else array for name, array in weights.items()}
 
 
 def differences(wanted: Mapping[str, str], served: Mapping[str, str]) -> list[str]:

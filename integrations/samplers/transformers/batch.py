@@ -13,10 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from cotune.integrations.chat.grammar import Grammars
-from cotune.integrations.samplers.transformers.attention import use_rows_attention
-from cotune.integrations.samplers.transformers.cache import RowCache
-from cotune.integrations.samplers.transformers.draw import RowParams, draw, streams, uniforms
-from cotune.integrations.samplers.transformers.logit_shaping import Shaped, is_shaped, shape
+from cotune.integrations.samplers.transformers.cache import RowCache, use_rows_attention
+from cotune.integrations.samplers.transformers.draw import RowParams, Shaped, draw, is_shaped, shape, streams, uniforms
 from cotune.integrations.samplers.transformers.lora import Adapter, LoraRows
 from cotune.sampling.protocol import Completion, SamplingParams
 

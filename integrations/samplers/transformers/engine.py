@@ -20,25 +20,11 @@ from cotune.integrations.samplers.base import room_after
 from cotune.integrations.samplers.transformers.batch import BASE, Batch, Job
 from cotune.integrations.samplers.transformers.cache import attention_only
 from cotune.integrations.samplers.transformers.lora import read_adapter
-from cotune.integrations.samplers.transformers.wire import (
-    Answer,
-    Cancel,
-    Close,
-    Command,
-    Completions,
-    Done,
-    Failure,
-    Info,
-    ModelSource,
-    Numbered,
-    Publish,
-    Retire,
-    SampleRequest,
-)
+from cotune.integrations.samplers.transformers.wire import Answer, Command, ModelSource
 from cotune.integrations.samplers.versions import Version, Versions
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import SamplerInfo, Weights, fingerprint
+from cotune.sampling.protocol import SamplerInfo, SamplingParams, Weights, fingerprint
 
 PREFILL_TOKENS = 8192
 """Prompt tokens prefilled at most between two decode steps; one prompt always goes."""
@@ -98,38 +84,32 @@ class DecodingEngine:
             except queue.Empty:
                 return True
             wait = False
-            if isinstance(command, Close):
+            if command.method == "close":
                 return False
             self._handle(command)
             if not self._jobs and self._inbox.empty():
                 self._flush()
                 wait = True
 
-    def _handle(self, command: Numbered) -> None:
+    def _handle(self, command: Command) -> None:
+        deeds: dict[str, Callable[..., Any]] = {"publish": self._publish, "retire": self._retire, "info": self._info}
         try:
-            match command:
-                case SampleRequest():
-                    self._start(command)
-                case Cancel():
-                    self._cancel(command.id)
-                case Publish():
-                    value = self._publish(command.policy, command.weights, command.lora)
-                    self._replies.append(Done(command.id, value))
-                case Retire():
-                    self._retire(command.policy)
-                    self._replies.append(Done(command.id, None))
-                case Info():
-                    self._replies.append(Done(command.id, self._info()))
+            if command.method == "sample":
+                self._start(command.id, *command.arguments)
+            elif command.method == "cancel":
+                self._cancel(command.id)
+            else:
+                self._replies.append(Answer(command.id, deeds[command.method](*command.arguments)))
         except SamplerError as error:
-            self._replies.append(Failure(command.id, error.cause, error.remedy))
+            self._replies.append(Answer(command.id, refused=(error.cause, error.remedy)))
 
-    def _start(self, command: SampleRequest) -> None:
-        params, version = command.params, self._versions.locate(command.policy)
+    def _start(self, id: int, prompt: tuple[int, ...], n: int, params: SamplingParams, policy: PolicyRef) -> None:
+        version = self._versions.locate(policy)
         batch, kind = version.target
-        room = room_after(len(command.prompt), self.max_model_len)
-        if not 1 <= command.n <= self.source.max_batch_rows or params.max_tokens < 1:
+        room = room_after(len(prompt), self.max_model_len)
+        if not 1 <= n <= self.source.max_batch_rows or params.max_tokens < 1:
             raise SamplerError(
-                f"n = {command.n} and max_tokens = {params.max_tokens} were asked for; n may be 1 to "
+                f"n = {n} and max_tokens = {params.max_tokens} were asked for; n may be 1 to "
                 f"{self.source.max_batch_rows}, max_tokens at least 1.",
                 "Ask for fewer candidates, or open the sampler with a larger max_batch_rows.",
             )
@@ -147,7 +127,7 @@ class DecodingEngine:
                 "Name tokens of the model that answers, by their ids.",
             )
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
-        job = Job(command.id, command.prompt, command.n, params, kind, min(params.max_tokens, room), seed)
+        job = Job(id, prompt, n, params, kind, min(params.max_tokens, room), seed)
         self._jobs[job.id] = job, version
         self._waiting[batch].append(job)
         version.running += 1
@@ -172,7 +152,7 @@ class DecodingEngine:
 
     def _finish(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
-            self._replies.append(Completions(job.id, [c for c in job.done if c is not None]))
+            self._replies.append(Answer(job.id, [c for c in job.done if c is not None]))
             self._forget(job)
 
     def _forget(self, job: Job) -> None:

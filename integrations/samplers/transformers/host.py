@@ -11,23 +11,10 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
-
-import msgspec
-import numpy as np
+from typing import Any
 
 from cotune.errors import ConfigError, SamplerError
-from cotune.integrations.samplers.transformers.wire import (
-    Answer,
-    Close,
-    Command,
-    Failure,
-    ModelSource,
-    Publish,
-    decode_commands,
-    decode_replies,
-    encode,
-)
+from cotune.integrations.samplers.transformers.wire import Answer, Command, ModelSource, receive, send
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +28,11 @@ _LOADING = threading.Lock()
 """transformers loads a model under settings of the whole process: two at once spoil each other."""
 
 
-class Host(Protocol):
-    """Runs one engine. `send` never blocks; replies and the engine's end arrive on a thread of the host."""
-
-    def send(self, command: Command) -> None: ...
-
-    def close(self) -> None: ...
+CLOSE = Command("close")
 
 
 class ThreadHost:
-    """The engine in a thread of this process."""
+    """The engine in a thread of this process. `send` never blocks; `receive` and `fail` are called in that thread."""
 
     def __init__(self, source: ModelSource, receive: Receive, fail: Fail) -> None:
         from cotune.integrations.samplers.transformers.engine import load
@@ -65,7 +47,7 @@ class ThreadHost:
         self._engine.submit(command)
 
     def close(self) -> None:
-        self._engine.submit(Close())
+        self._engine.submit(CLOSE)
         self._thread.join()
 
     def _run(self) -> None:
@@ -77,9 +59,10 @@ class ThreadHost:
 
 
 class ProcessHost:
-    """The engine in a process of its own. A writer and a reader thread keep the pipe away from event loops.
+    """As `ThreadHost`, with the engine in a process of its own.
 
-    The process is a fresh interpreter that imports nothing of the application, and ends with it.
+    A writer and a reader thread keep the pipe away from event loops. The process is a fresh interpreter that imports
+    nothing of the application, and ends with it.
     """
 
     def __init__(self, source: ModelSource, receive: Receive, fail: Fail) -> None:
@@ -102,7 +85,7 @@ class ProcessHost:
 
     def close(self) -> None:
         self._closing = True
-        self.send(Close())
+        self.send(CLOSE)
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -132,11 +115,8 @@ class ProcessHost:
                 commands = [self._outbox.get()]
                 while not self._outbox.empty():
                     commands.append(self._outbox.get())
-                self._pipe.send_bytes(encode([_without_weights(c) for c in commands]))
-                for command in commands:
-                    if isinstance(command, Publish):
-                        _send_weights(self._pipe, command.weights)
-                if any(isinstance(c, Close) for c in commands):
+                send(self._pipe, commands)
+                if CLOSE in commands:
                     return
         except OSError:
             return  # the process is gone: the reader reports it
@@ -144,17 +124,17 @@ class ProcessHost:
     def _read(self) -> None:
         try:
             while True:
-                replies = decode_replies(self._pipe.recv_bytes())
-                gone = next((r for r in replies if isinstance(r, Failure) and not r.id), None)
+                replies = receive(self._pipe)
+                gone = next((reply.refused for reply in replies if not reply.id), None)
                 if gone is not None:
-                    self._fail(SamplerError(gone.cause, gone.remedy))
+                    self._fail(SamplerError(*gone))
                     break
                 self._receive(replies)
         except (EOFError, OSError):
             self._process.wait()
         if not self._closing:
             self._fail(_gone(f"its process ended with code {self._process.returncode}"))
-        self._outbox.put(Close())  # lets the writer end
+        self._outbox.put(CLOSE)  # lets the writer end
 
 
 def serve(pipe: Connection) -> None:
@@ -163,7 +143,7 @@ def serve(pipe: Connection) -> None:
     from cotune.integrations.samplers.transformers.engine import load
 
     try:
-        engine = load(pipe.recv(), lambda replies: pipe.send_bytes(encode(replies)))
+        engine = load(pipe.recv(), lambda replies: send(pipe, replies))
     except ConfigError as error:
         pipe.send(("config", error.field, error.value, error.allowed, error.remedy))
         return
@@ -176,7 +156,7 @@ def serve(pipe: Connection) -> None:
         engine.run()
     except BaseException as error:
         gone = _gone(f"{type(error).__name__}: {error}")
-        pipe.send_bytes(encode([Failure(0, gone.cause, gone.remedy)]))
+        send(pipe, [Answer(0, refused=(gone.cause, gone.remedy))])
         raise
 
 
@@ -184,40 +164,10 @@ def _feed(pipe: Connection, engine: Any) -> None:
     """Hand commands from the pipe to the engine, until the application is gone."""
     try:
         while True:
-            for command in decode_commands(pipe.recv_bytes()):
-                if isinstance(command, Publish):
-                    command = msgspec.structs.replace(command, weights=_receive_weights(pipe, command.weights))
+            for command in receive(pipe):
                 engine.submit(command)
     except (EOFError, OSError):
-        engine.submit(Close())
-
-
-def _without_weights(command: Command) -> Command:
-    if not isinstance(command, Publish):
-        return command
-    header = [(name, array.dtype.str, array.shape) for name, array in command.weights.items()]
-    return msgspec.structs.replace(command, weights=header)
-
-
-def _send_weights(pipe: Connection, weights: dict[str, Any]) -> None:
-    for array in weights.values():
-        if array.size:
-            pipe.send_bytes(_bytes(np.ascontiguousarray(array)))
-
-
-def _receive_weights(pipe: Connection, header: list[Any]) -> dict[str, Any]:
-    weights = {}
-    for name, dtype, shape in header:
-        array = np.empty(shape, np.dtype(dtype))
-        if array.size:
-            pipe.recv_bytes_into(_bytes(array))
-        weights[name] = array
-    return weights
-
-
-def _bytes(array: Any) -> memoryview:
-    """The memory of a contiguous array."""
-    return memoryview(array.reshape(-1)).cast("B")
+        engine.submit(CLOSE)
 
 
 def _gone(reason: str) -> SamplerError:

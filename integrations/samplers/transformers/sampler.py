@@ -12,17 +12,7 @@ from typing import Any, Literal
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.samplers.transformers.host import ProcessHost, ThreadHost
-from cotune.integrations.samplers.transformers.wire import (
-    Answer,
-    Cancel,
-    Failure,
-    Info,
-    ModelSource,
-    Numbered,
-    Publish,
-    Retire,
-    SampleRequest,
-)
+from cotune.integrations.samplers.transformers.wire import Answer, Command, ModelSource
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, in_time
@@ -35,8 +25,7 @@ class TransformersSampler:
     """
 
     def __init__(self) -> None:
-        self._host: Any = None
-        """A `Host`, once it is open."""
+        self._host: ProcessHost | ThreadHost | None = None
         self._ids = itertools.count(1)
         self._pending: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
@@ -91,20 +80,19 @@ class TransformersSampler:
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
     ) -> list[Completion]:
         """Draw `n` candidates from one prefill. Raises RequestRefused, SampleTimeout, SamplerError."""
-        command = SampleRequest(next(self._ids), tuple(prompt_token_ids), n, params, policy)
         async with in_time(policy, params):
-            return await self._ask(command)
+            return await self._ask("sample", tuple(prompt_token_ids), n, params, policy)
 
     async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
         """Serve `policy` with these weights; return the fingerprint of what arrived."""
-        return await self._ask(Publish(next(self._ids), policy, lora, dict(weights)))
+        return await self._ask("publish", policy, dict(weights), lora)
 
     async def retire(self, policy: PolicyRef) -> None:
         """Refuse new requests of a version at once; it is freed when its running requests have ended."""
-        await self._ask(Retire(next(self._ids), policy))
+        await self._ask("retire", policy)
 
     async def info(self) -> SamplerInfo:
-        return await self._ask(Info(next(self._ids)))
+        return await self._ask("info")
 
     async def aclose(self) -> None:
         """Stop the engine; pending requests fail with SamplerError. Safe to call twice."""
@@ -133,20 +121,22 @@ class TransformersSampler:
         if host is not None:
             threading.Thread(target=host.close, daemon=True).start()
 
-    async def _ask(self, command: Numbered) -> Any:
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        id = next(self._ids)
         answer: Future[Any] = Future()
         with self._lock:
             if self._broken is not None:
                 raise SamplerError(self._broken.cause, self._broken.remedy)
-            self._pending[command.id] = answer
-        self._host.send(command)
+            self._pending[id] = answer
+        assert self._host is not None
+        self._host.send(Command(method, id, arguments))
         try:
             return await asyncio.wrap_future(answer)
         except asyncio.CancelledError:
             with self._lock:
-                unanswered = self._pending.pop(command.id, None)
-            if unanswered is not None and isinstance(command, SampleRequest):
-                self._host.send(Cancel(command.id))
+                unanswered = self._pending.pop(id, None)
+            if unanswered is not None and method == "sample":
+                self._host.send(Command("cancel", id))
             raise
 
     def _receive(self, replies: Sequence[Answer]) -> None:
@@ -155,8 +145,8 @@ class TransformersSampler:
         for reply, answer in zip(replies, answers, strict=True):
             if answer is None or not answer.set_running_or_notify_cancel():
                 continue
-            if isinstance(reply, Failure):
-                answer.set_exception(RequestRefused(reply.cause, reply.remedy))
+            if reply.refused is not None:
+                answer.set_exception(RequestRefused(*reply.refused))
             else:
                 answer.set_result(reply.value)
 

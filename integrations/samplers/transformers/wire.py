@@ -1,15 +1,10 @@
-"""What goes between the in-process sampler and its engine, and how it travels to another process."""
+"""What goes between the in-process sampler and its engine, and how it crosses a pipe to another process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
-
-import msgspec
-
-from cotune.policies import LoraSpec
-from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams
 
 
 class ModelSource(NamedTuple):
@@ -25,87 +20,37 @@ class ModelSource(NamedTuple):
     end_token_ids: tuple[int, ...] | None
 
 
-class SampleRequest(msgspec.Struct, frozen=True, tag="sample"):
-    """Ask for `n` candidates; answered by Completions or Failure."""
+class Command(NamedTuple):
+    """What the engine is asked: "sample", "publish", "retire" and "info" with the arguments of the `Sampler` protocol,
+    answered under `id`; "cancel" of the command `id`, and "close", which are not answered."""
+
+    method: str
+    id: int = 0
+    arguments: tuple[Any, ...] = ()
+
+
+class Answer(NamedTuple):
+    """What a command came to, or cause and remedy where it is refused. Id 0 says that the engine itself is gone."""
 
     id: int
-    prompt: tuple[int, ...]
-    n: int
-    params: SamplingParams
-    policy: PolicyRef
+    value: Any = None
+    refused: tuple[str, str] | None = None
 
 
-class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Drop a Sample; not answered."""
-
-    id: int
-
-
-class Publish(msgspec.Struct, frozen=True, tag="publish"):
-    """Serve a policy version; answered by its fingerprint. `weights` are arrays by name."""
-
-    id: int
-    policy: PolicyRef
-    lora: LoraSpec | None
-    weights: Any
+def send(pipe: Connection, message: Any) -> None:
+    """Send an object; arrays in it go as they are, without a copy."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+    views = [buffer.raw() for buffer in buffers]
+    pipe.send((data, [len(view) for view in views]))
+    for view in views:
+        pipe.send_bytes(view)
 
 
-class Retire(msgspec.Struct, frozen=True, tag="retire"):
-    """Serve no new requests of a version and free it when the running ones have ended."""
-
-    id: int
-    policy: PolicyRef
-
-
-class Info(msgspec.Struct, frozen=True, tag="info"):
-    """Ask for SamplerInfo."""
-
-    id: int
-
-
-class Close(msgspec.Struct, frozen=True, tag="close"):
-    """Stop; pending requests are failed by whoever sent them."""
-
-
-Numbered = SampleRequest | Cancel | Publish | Retire | Info
-Command = Numbered | Close
-
-
-class Completions(msgspec.Struct, frozen=True, tag="completions"):
-    """Answer to Sample."""
-
-    id: int
-    value: list[Completion]
-
-
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Answer to any other command."""
-
-    id: int
-    value: str | SamplerInfo | None
-
-
-class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """The command is refused. Id 0 says that the engine itself is gone."""
-
-    id: int
-    cause: str
-    remedy: str
-
-
-Answer = Completions | Done | Failure
-
-_COMMANDS = msgspec.msgpack.Decoder(list[Command])
-_REPLIES = msgspec.msgpack.Decoder(list[Answer])
-
-
-def encode(messages: Sequence[Command] | Sequence[Answer]) -> bytes:
-    return msgspec.msgpack.encode(messages)
-
-
-def decode_commands(data: bytes) -> list[Command]:
-    return _COMMANDS.decode(data)
-
-
-def decode_replies(data: bytes) -> list[Answer]:
-    return _REPLIES.decode(data)
+def receive(pipe: Connection) -> Any:
+    """What was sent by `send`. Raises EOFError, OSError where the other side is gone."""
+    data, sizes = pipe.recv()
+    buffers = [bytearray(size) for size in sizes]
+    for buffer in buffers:
+        pipe.recv_bytes_into(buffer)
+    return pickle.loads(data, buffers=buffers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -10,17 +9,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import quote
 
-import numpy as np
+import msgspec
 
 from cotune.errors import SamplerError
+from cotune.integrations.models import folder as model_folder
 from cotune.integrations.ray.temp_dir import goes_with, owned_folder
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Weights
 
 SHARED_MEMORY = Path("/dev/shm")
-
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class SharedFolders:
@@ -60,29 +58,16 @@ class SharedFolders:
         self._made.clear()
 
 
-def write_adapter(folders: SharedFolders, name: str, policy: PolicyRef, weights: Weights, lora: LoraSpec) -> Path:
-    """Write an adapter in PEFT's form, with fp32 weights as they were trained. Raises SamplerError when it cannot."""
-    folder = write_weights(folders, name, policy, weights)
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": sorted({_module(key) for key in weights}),
-        "bias": "none",
-    }
-    (folder / _CONFIG).write_text(json.dumps(config))
-    return folder
-
-
-def write_weights(folders: SharedFolders, name: str, policy: PolicyRef, weights: Weights) -> Path:
-    """Write weights into a fresh folder. Raises SamplerError when the disk or shared memory is full."""
-    from safetensors.numpy import save_file
-
-    arrays = {key: np.ascontiguousarray(array) for key, array in weights.items()}
-    folder = folders.make(name, sum(array.nbytes for array in arrays.values()))
+def write_shared(folders: SharedFolders, name: str, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Path:
+    """Write an adapter in PEFT's form, or full weights, into a fresh folder. Raises SamplerError when the disk or
+    shared memory is full."""
+    folder = folders.make(name, sum(array.nbytes for array in weights.values()))
     try:
-        save_file(arrays, folder / _WEIGHTS)
+        if lora is None:
+            model_folder.write_tensors(folder, weights)
+        else:
+            modules = tuple({_module(key) for key in weights})
+            model_folder.write_adapter(folder, weights, msgspec.structs.replace(lora, targets=modules), "")
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise SamplerError(f"{policy} cannot be written to {folder}: {error}.", "Free space there.") from error
@@ -93,7 +78,7 @@ def read_weights(folder: Path) -> Weights:
     """What stands in a folder, as the engine reads it: arrays by name."""
     from safetensors.numpy import load_file
 
-    return load_file(folder / _WEIGHTS)
+    return load_file(folder / model_folder.ADAPTER_FILE)
 
 
 def _module(name: str) -> str:

@@ -16,8 +16,8 @@ from cotune.integrations.activation import NO_ACTIVATION
 from cotune.integrations.models.meta_model import ModelSkeleton
 from cotune.integrations.samplers.base import LoopSampler
 from cotune.integrations.samplers.versions import BASE, Version
-from cotune.integrations.samplers.vllm.adapters import SharedFolders, write_adapter, write_weights
-from cotune.integrations.samplers.vllm.requests import completion, vllm_params
+from cotune.integrations.samplers.vllm.adapters import SharedFolders, write_shared
+from cotune.integrations.samplers.vllm.requests import completion, python_params
 from cotune.integrations.versions import require
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
@@ -178,7 +178,7 @@ class VllmSampler(LoopSampler):
         from vllm.inputs.engine import tokens_input
 
         id = str(next(self._requests_made))
-        answer = self._llm.generate(tokens_input(list(prompt)), vllm_params(n, params), id, lora_request=target)
+        answer = self._llm.generate(tokens_input(list(prompt)), python_params(n, params), id, lora_request=target)
         final: Any = None
         try:
             async for output in answer:
@@ -187,7 +187,8 @@ class VllmSampler(LoopSampler):
             raise RequestRefused(f"vLLM refused a request: {error}.", "Correct the request.") from error
         except Exception as error:
             raise self._failed(error) from error
-        return [completion(c) for c in sorted(final.outputs, key=lambda c: c.index)]
+        outputs = sorted(final.outputs, key=lambda output: output.index)
+        return [completion(c.token_ids, _chosen(c.token_ids, c.logprobs), c.finish_reason) for c in outputs]
 
     def _locate(self, policy: PolicyRef) -> Version:
         held = next((version.policy for version in self._versions.all()), None) if self._full else None
@@ -221,7 +222,7 @@ class VllmSampler(LoopSampler):
         number = next(self._adapters_made)
         # vLLM keeps cached prefixes by adapter name: one that comes back after it was retired must have another.
         name = f"{policy}#{number}"
-        folder = await asyncio.to_thread(write_adapter, self._folders, name, policy, weights, lora)
+        folder = await asyncio.to_thread(write_shared, self._folders, name, policy, weights, lora)
         return await self._add(policy, name, number, folder)
 
     async def _add(self, policy: PolicyRef, name: str, number: int, folder: Path) -> Version:
@@ -261,7 +262,7 @@ class VllmSampler(LoopSampler):
                 f"The engine serves {others[0]}: vLLM holds the full weights of one policy at a time.",
                 "Open an engine for each policy that is trained in full.",
             )
-        folder = await asyncio.to_thread(write_weights, self._folders, str(policy), policy, weights)
+        folder = await asyncio.to_thread(write_shared, self._folders, str(policy), policy, weights, None)
         try:
             await self._drained()
             await self._replace(folder)
@@ -385,6 +386,10 @@ def _shared_memory() -> list[Path]:
         except psutil.Error:
             continue
     return sorted(files)
+
+
+def _chosen(ids: Sequence[int], logprobs: Sequence[Mapping[int, Any]]) -> list[float]:
+    return [float(at[id].logprob) for id, at in zip(ids, logprobs, strict=True)]
 
 
 def _same(answers: Sequence[str]) -> str:

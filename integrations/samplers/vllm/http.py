@@ -14,9 +14,10 @@ import msgspec
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.models.meta_model import ModelSkeleton
-from cotune.integrations.samplers.base import LoopSampler, spread
+from cotune.integrations.samplers.base import LoopSampler
 from cotune.integrations.samplers.versions import BASE, Version
-from cotune.integrations.samplers.vllm.adapters import SharedFolders, read_weights, write_adapter
+from cotune.integrations.samplers.vllm.adapters import SharedFolders, read_weights, write_shared
+from cotune.integrations.samplers.vllm.requests import completion, http_params
 from cotune.integrations.versions import check
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
@@ -148,7 +149,7 @@ class VllmHttpSampler(LoopSampler):
         stands in its last slot, and a server's slots fill up."""
         name, lora = f"base#0-{self._mark}", LoraSpec(rank=rank, alpha=float(rank))
         empty = self._skeleton.empty_adapter(rank)
-        folder = await asyncio.to_thread(write_adapter, self._folders, name, BASE, empty, lora)
+        folder = await asyncio.to_thread(write_shared, self._folders, name, BASE, empty, lora)
         try:
             await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, CONTROL_SECONDS)
         except SamplerError as error:
@@ -175,13 +176,14 @@ class VllmHttpSampler(LoopSampler):
     async def _generate(
         self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef, target: Any
     ) -> list[Completion]:
-        body = {"model": target or self._base_name, "prompt": list(prompt), **_sampling(n, params)}
+        body = {"model": target or self._base_name, "prompt": list(prompt), **http_params(n, params)}
         answer = await self._post("/v1/completions", body)
         try:
             choices = msgspec.json.decode(answer, type=_Answer).choices
         except msgspec.DecodeError as error:
             raise SamplerError(f"{self._url} answered in another form: {error}.", "Read the server's log.") from None
-        return [_completion(choice) for choice in sorted(choices, key=lambda c: c.index)]
+        choices = sorted(choices, key=lambda choice: choice.index)
+        return [completion(c.token_ids, c.logprobs.token_logprobs, c.finish_reason) for c in choices]
 
     async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Version:
         self._skeleton.check(policy, weights, lora)
@@ -191,7 +193,7 @@ class VllmHttpSampler(LoopSampler):
                 "Train adapters, or let the run open the engines itself.",
             )
         name = f"{policy}#{next(self._made)}-{self._mark}"
-        folder = await asyncio.to_thread(write_adapter, self._folders, name, policy, weights, lora)
+        folder = await asyncio.to_thread(write_shared, self._folders, name, policy, weights, lora)
         try:
             await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, CONTROL_SECONDS)
             if not any(c.id == name and c.root == str(folder) for c in (await self._get("/v1/models", _Models)).data):
@@ -247,38 +249,6 @@ class VllmHttpSampler(LoopSampler):
             return await self._client.request(method, path, **arguments)
         except httpx.HTTPError as error:
             raise SamplerError(f"{self._url} does not answer: {_reason(error)}.", "Look whether it runs.") from error
-
-
-def _sampling(n: int, params: SamplingParams) -> dict[str, Any]:
-    """All that shapes the distribution is named: a model's own generation_config would fill in the rest."""
-    body = {
-        "n": n,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "max_tokens": params.max_tokens,
-        "stop": list(params.stop),
-        "seed": spread(params.seed),
-        "skip_special_tokens": False,
-        "logprobs": 0,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-    }
-    if params.logit_bias:
-        body["logit_bias"] = {str(token): value for token, value in params.logit_bias}
-    if params.grammar:
-        body["structured_outputs"] = {"grammar": params.grammar}
-    return body
-
-
-def _completion(choice: _Choice) -> Completion:
-    if choice.finish_reason not in ("stop", "length"):
-        raise SamplerError(f"The server ended a request with {choice.finish_reason!r}.", "Read the server's log.")
-    return Completion(tuple(choice.token_ids), tuple(choice.logprobs.token_logprobs), choice.finish_reason)
 
 
 def _message(content: bytes) -> str:

@@ -1,42 +1,65 @@
-"""A request and its answer in the terms of vLLM's Python interface."""
+"""A request and its answer in the terms of vLLM's two interfaces, Python and HTTP."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import Any
 
 from cotune.errors import SamplerError
-from cotune.integrations.samplers.base import spread
 from cotune.sampling.protocol import Completion, SamplingParams
 
+_SHAPE = (
+    *("temperature", "top_p", "top_k", "min_p", "max_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""All that shapes the distribution is named: a model's own generation_config would fill in the rest."""
 
-def vllm_params(n: int, params: SamplingParams) -> Any:
+
+def python_params(n: int, params: SamplingParams) -> Any:
     from vllm import SamplingParams as VllmParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     return VllmParams(
-        n=n,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
+        **_common(n, params),
         logit_bias=dict(params.logit_bias) or None,
         structured_outputs=StructuredOutputsParams(grammar=params.grammar) if params.grammar else None,
-        seed=spread(params.seed),
-        stop=list(params.stop) or None,
-        max_tokens=params.max_tokens,
-        logprobs=0,
         detokenize=bool(params.stop),
-        skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
-def completion(output: Any) -> Completion:
-    if output.finish_reason not in ("stop", "length"):
-        raise SamplerError(f"vLLM ended a request with {output.finish_reason!r}.", "Read vLLM's log.")
-    ids = tuple(output.token_ids)
-    logprobs = tuple(float(at[id].logprob) for id, at in zip(ids, output.logprobs, strict=True))
-    return Completion(ids, logprobs, output.finish_reason)
+def http_params(n: int, params: SamplingParams) -> dict[str, Any]:
+    body = {**_common(n, params), "return_token_ids": True, "return_tokens_as_token_ids": True}
+    if params.logit_bias:
+        body["logit_bias"] = {str(token): value for token, value in params.logit_bias}
+    if params.grammar:
+        body["structured_outputs"] = {"grammar": params.grammar}
+    return body
+
+
+def _common(n: int, params: SamplingParams) -> dict[str, Any]:
+    shape = {name: getattr(params, name) for name in _SHAPE}
+    more = {"stop": list(params.stop), "seed": spread(params.seed), "skip_special_tokens": False, "logprobs": 0}
+    return {"n": n, **shape, **more}
+
+
+def completion(ids: Sequence[int], logprobs: Sequence[float], finish_reason: str) -> Completion:
+    """Raises SamplerError for a request that vLLM ended otherwise than at its end."""
+    if finish_reason not in ("stop", "length"):
+        raise SamplerError(f"vLLM ended a request with {finish_reason!r}.", "Read vLLM's log.")
+    return Completion(tuple(ids), tuple(logprobs), finish_reason)
+
+
+def spread(seed: int | None) -> int:
+    """What vLLM is given as a seed: in [0, 2**62) and far from those of neighbouring seeds, or else random.
+
+    vLLM seeds the candidates of a request with seed, seed + 1, ...: unspread, candidates of the seeds 5 and 6 would be
+    the same. And on CPUs, it ignores all seeds of a batch in which one request has none.
+    """
+    if seed is None:
+        seed = int.from_bytes(os.urandom(8), "little")
+    z = (seed + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return (z ^ (z >> 31)) >> 2

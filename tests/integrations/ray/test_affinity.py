@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import math
 import random
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.integrations.ray.router.affinity import Option, PrefixMap, choose, prefix_blocks
+from cotune.integrations.ray.router.affinity import PrefixMap, choose, prefix_blocks
 from cotune.integrations.ray.router.validate import validate_completions
 from cotune.sampling.protocol import Completion
+
+
+class Option(NamedTuple):
+    name: str
+    load: int
+    matched: int
+    idle_since: int
+
+
+def chosen_of(engines: list[Option], cost: int, slack: float) -> Option:
+    return choose(engines, {engine.name: engine.matched for engine in engines}, cost, slack)
+
 
 options = st.lists(
     st.builds(Option, st.uuids().map(str), st.integers(0, 1000), st.integers(0, 9), st.integers(0, 99)), min_size=1
@@ -22,7 +35,7 @@ options = st.lists(
 def test_the_chosen_engine_is_near_the_least_loaded_and_knows_most_of_those(
     engines: list[Option], cost: int, slack: float
 ) -> None:
-    chosen = choose(engines, cost, slack)
+    chosen = chosen_of(engines, cost, slack)
     bound = min(e.load for e in engines) + slack * cost
     assert chosen.load <= bound
     near = [e for e in engines if e.load <= bound]
@@ -31,7 +44,7 @@ def test_the_chosen_engine_is_near_the_least_loaded_and_knows_most_of_those(
 
 
 def test_a_tie_goes_to_the_one_that_has_waited_longest() -> None:
-    assert choose([Option("a", 0, 0, 5), Option("b", 0, 0, 3), Option("c", 1, 0, 0)], 10, 1.0).name == "b"
+    assert chosen_of([Option("a", 0, 0, 5), Option("b", 0, 0, 3), Option("c", 1, 0, 0)], 10, 1.0).name == "b"
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 3), max_size=60), st.integers(1, 8))
@@ -83,7 +96,7 @@ def test_no_engine_starves_whatever_is_shared(count: int, slack: float) -> None:
         blocks = prefix_blocks([1] * 64 + [chance.randrange(9)] * 8, 8)
         matched = prefixes.matched(blocks, loads)
         cost = chance.randint(1, 50)
-        chosen = choose([Option(n, load, matched[n], turn) for n, load in loads.items()], cost, slack).name
+        chosen = chosen_of([Option(n, load, matched[n], turn) for n, load in loads.items()], cost, slack).name
         assert loads[chosen] <= min(loads.values()) + slack * cost
         prefixes.add(blocks, chosen)
         loads[chosen] += cost
@@ -104,7 +117,7 @@ def test_conversations_stay_where_they_began() -> None:
         talk = chance.randrange(12)
         blocks = prefix_blocks(talks[talk], 16)
         matched = prefixes.matched(blocks, given_at)
-        engine = choose([Option(n, 0, matched[n], given_at[n]) for n in given_at], 100, 4.0).name
+        engine = chosen_of([Option(n, 0, matched[n], given_at[n]) for n in given_at], 100, 4.0).name
         given_at[engine] = turn
         assert homes.setdefault(talk, engine) == engine
         prefixes.add(blocks, engine)

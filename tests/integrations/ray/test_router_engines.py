@@ -17,7 +17,6 @@ import pytest
 from cotune.integrations.ray.router import limits
 from cotune.integrations.ray.router.replica import Make, Replica
 from cotune.integrations.ray.router.router import RoutedSampler
-from cotune.integrations.ray.runtime import RayRuntime
 from cotune.integrations.ray.sampler import RaySampler, start_sampler
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.recording.records import PolicyRef
@@ -139,7 +138,7 @@ def engine_actors(hosted: Any) -> list[Any]:
 
 @pytest.mark.timeout(900)
 def test_ray_actors_are_killed_and_stopped_in_the_middle_of_a_burst(
-    ray_runtime: RayRuntime,
+    ray_runtime: str,
     reference: Reference,  # noqa: F811
 ) -> None:
     import ray

@@ -17,7 +17,6 @@ from transformers import Qwen3ForCausalLM
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations import versions
-from cotune.integrations.ray.runtime import RayRuntime
 from cotune.integrations.ray.sampler import RaySampler, start_sampler
 from cotune.integrations.samplers.vllm.adapters import SHARED_MEMORY, SharedFolders
 from cotune.integrations.samplers.vllm.engine import VllmSampler, slots
@@ -161,9 +160,7 @@ def test_an_engine_that_sleeps_answers_when_it_wakes_as_before(vllm_in_ray: RayS
     run(asyncio.wait_for(scenario(), 120))
 
 
-def test_an_engine_that_wakes_with_other_weights_serves_nothing_more(
-    ray_runtime: RayRuntime, contract_model: Path
-) -> None:
+def test_an_engine_that_wakes_with_other_weights_serves_nothing_more(ray_runtime: str, contract_model: Path) -> None:
     arguments = {"model": str(contract_model), "sleeps": True, "engine_args": {"max_num_seqs": 8}}
 
     async def scenario() -> None:

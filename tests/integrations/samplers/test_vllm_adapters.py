@@ -13,7 +13,7 @@ import pytest
 from cotune.errors import SamplerError
 from cotune.integrations.ray.temp_dir import owned_folder
 from cotune.integrations.samplers.vllm import adapters as vllm_adapters
-from cotune.integrations.samplers.vllm.adapters import SharedFolders, read_weights, write_adapter
+from cotune.integrations.samplers.vllm.adapters import SharedFolders, read_weights, write_shared
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import fingerprint
@@ -28,7 +28,7 @@ LORA = LoraSpec(rank=2, alpha=8.0)
 
 def test_an_adapter_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     folders = SharedFolders(tmp_path)
-    folder = write_adapter(folders, "a/b@3#1", PolicyRef("a/b", 3), WEIGHTS, LORA)
+    folder = write_shared(folders, "a/b@3#1", PolicyRef("a/b", 3), WEIGHTS, LORA)
     assert fingerprint(read_weights(folder)) == fingerprint(WEIGHTS)
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (2, 8.0, ["q_proj"])
@@ -52,13 +52,13 @@ def test_what_does_not_fit_into_shared_memory_goes_to_disk(tmp_path: Path, monke
 
 
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("safetensors.numpy.save_file", full)
     folders = SharedFolders(tmp_path)
     with pytest.raises(SamplerError, match=r"a@1 cannot be written .* No space left"):
-        write_adapter(folders, "a@1", PolicyRef("a", 1), WEIGHTS, LORA)
+        write_shared(folders, "a@1", PolicyRef("a", 1), WEIGHTS, LORA)
     assert [path.name for path in next(tmp_path.iterdir()).iterdir() if path.is_dir()] == []
     folders.close()
 

@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 from cotune.errors import ConfigError
-from cotune.integrations.ray.runtime import RayRuntime
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.train import train
 from tests.integrations.samplers.vllm_server import vllm_server
@@ -44,7 +43,7 @@ def run(base: Path, url: str, folder: Path, **settings: Any) -> list[dict[str, A
 
 
 def test_a_run_trains_adapters_on_a_server_and_leaves_it_as_it_was(
-    ray_runtime: RayRuntime, base: Path, server: str, tmp_path: Path
+    ray_runtime: str, base: Path, server: str, tmp_path: Path
 ) -> None:
     lines = run(base, server, tmp_path / "run", policies="lora", lora={"rank": 4})
     assert len(lines) == 2
@@ -55,7 +54,7 @@ def test_a_run_trains_adapters_on_a_server_and_leaves_it_as_it_was(
         run(base, server, tmp_path / "wide", policies="lora", lora={"rank": 16})
 
 
-def test_full_weights_are_refused(ray_runtime: RayRuntime, base: Path, tmp_path: Path) -> None:
+def test_full_weights_are_refused(ray_runtime: str, base: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policies = 'full': .* it takes adapters only"):
         run(base, "http://127.0.0.1:9", tmp_path / "full", policies="full")
 

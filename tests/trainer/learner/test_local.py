@@ -10,9 +10,9 @@ from transformers import Qwen3ForCausalLM
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError
 from cotune.policies import LoraSpec, policies_for
-from cotune.trainer.learner.forward import plain_states
 from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
 from cotune.trainer.learner.local import LocalLearner
+from cotune.trainer.learner.logprob_model import plain_states
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, same, snapshot
 
 

@@ -21,8 +21,8 @@ from cotune.sampling.protocol import Weights
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.learner import LearnerSettings, check_loss
 from cotune.trainer.learner import files
+from cotune.trainer.learner.batching import check_rows
 from cotune.trainer.learner.fsdp.worker import pack_rows
-from cotune.trainer.learner.rows import check_rows
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class FsdpLearner:
         specs = [spec for spec in policies.specs.values() if spec.trained]
         names = [spec.name for spec in specs]
         groups = [names] if cluster.pools == "shared" else [[name] for name in names]
-        with ThreadPoolExecutor(len(groups)) as threads:
+        with ThreadPoolExecutor(max(len(groups), 1)) as threads:
             starting = [threads.submit(Pool.start, group, cluster, settings.device) for group in groups]
         learner = cls(specs, [started.result() for started in starting if started.exception() is None])
         try:
@@ -158,7 +158,5 @@ class FsdpLearner:
 
     def _all(self, work: Callable[[Pool], T]) -> list[T]:
         """`work` on every pool at once; the first error, once all are done."""
-        if not self._pools:
-            return []
-        with ThreadPoolExecutor(len(self._pools)) as threads:
+        with ThreadPoolExecutor(max(len(self._pools), 1)) as threads:
             return [done.result() for done in [threads.submit(work, pool) for pool in self._pools]]
