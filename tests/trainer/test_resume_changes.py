@@ -43,7 +43,7 @@ def test_a_finished_run_is_given_more_steps_and_what_is_safe_is_recorded(made: P
     assert summary.finished and summary.steps == 4
     assert [line["episodes"] for line in trainer.metrics()] == [2, 2, 3, 3]
     assert "changed: steps = 4, was 2\n" in trainer.said
-    assert "changed: learner.micro_batch_tokens = 512, was 8192\n" in trainer.said
+    assert "changed: learner.micro_batch_tokens = 512, was 'auto'\n" in trainer.said
     described = json.loads((run / "run.json").read_text())
     assert described["config"]["steps"] == 4 and described["config"]["learner"]["micro_batch_tokens"] == 512
     assert described["changes"] == [
@@ -53,7 +53,7 @@ def test_a_finished_run_is_given_more_steps_and_what_is_safe_is_recorded(made: P
                 "steps": [2, 4],
                 "tasks_per_step": [2, 3],
                 "checkpoint_every": [1, 2],
-                "learner.micro_batch_tokens": [8192, 512],
+                "learner.micro_batch_tokens": ["auto", 512],
             },
         }
     ]

@@ -8,6 +8,7 @@ import msgspec
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError
+from cotune.runtime.memory import parse_size
 
 LORA_LR = 5e-6
 FULL_LR = 1e-6
@@ -38,9 +39,14 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     epochs: int = 1
     """Passes over the rows of one update."""
 
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int | Literal["auto"] = "auto"
     """Padded tokens per forward and backward pass, at most (a single longer row goes alone). Bounds the memory of
-    activations; gradients do not depend on it."""
+    activations; gradients do not depend on it. "auto": a power of two up to 8192 whose activations fit into a sixteenth
+    of the machine's memory, or four fifths of what is free on the GPU, or `memory`."""
+
+    memory: str = ""
+    """Memory that the learner's process may take in all ("6GiB"), on the GPU where it has one; micro_batch_tokens
+    "auto" keeps below it."""
 
     seed: int = 0
     """Seed of the adapters' initial weights and of the order of rows."""
@@ -69,14 +75,25 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         positive = {"mini_batch": self.mini_batch, "epochs": self.epochs, "micro_batch_tokens": self.micro_batch_tokens}
         for field, value in positive.items():
-            if value < 1:
+            if value != "auto" and value < 1:
                 raise ConfigError(f"learner.{field}", value, "an integer of at least 1")
         if self.lr is not None and not self.lr > 0:
             raise ConfigError("learner.lr", self.lr, "a number above 0", "Leave it out for the default.")
         if not self.grad_clip >= 0:
             raise ConfigError("learner.grad_clip", self.grad_clip, "0 (no clipping) or a number above 0")
+        if self.memory:
+            _check_memory(self.memory, self.micro_batch_tokens)
         if self.threads is not None and self.threads < 1:
             raise ConfigError("learner.threads", self.threads, "an integer of at least 1")
+
+
+def _check_memory(memory: str, tokens: int | str) -> None:
+    try:
+        parse_size(memory)
+    except ValueError:
+        raise ConfigError("learner.memory", memory, "a size such as 6GiB or 800MB") from None
+    if tokens != "auto":
+        raise ConfigError("learner.memory", memory, f"nothing beside micro_batch_tokens = {tokens}", "Leave one out.")
 
 
 def check_anchor(settings: LearnerSettings, loss: LossSpec) -> None:

@@ -17,6 +17,7 @@ import msgspec
 
 from cotune.integrations.ray.runtime import open_ray
 from cotune.integrations.versions import installed
+from cotune.runtime.memory import machine_memory
 
 PACKAGES = ("torch", "transformers", "peft", "ray", "vllm", "openai", "langgraph", "autogen-agentchat", "crewai")
 
@@ -60,7 +61,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 def look(runs: Path) -> Machine:
     """Look at this machine; `runs` is where a run would be written."""
-    free, total = _memory()
+    free, total = (size / 2**30 for size in machine_memory())
     return Machine(
         python=platform.python_version(),
         system=platform.platform(terse=True),
@@ -93,22 +94,6 @@ def nodes_of(address: str) -> list[Node]:
             for node in ray.nodes()
             if node["Alive"]
         ]
-
-
-def _memory() -> tuple[float, float]:
-    """Free and total memory in GB, within the limit of the container."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * page
-    free = os.sysconf("SC_AVPHYS_PAGES") * page
-    info = Path("/proc/meminfo")
-    if info.is_file():
-        fields = dict(line.split(":", 1) for line in info.read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit() and int(text) < total:
-        total = int(text)
-        free = min(free, total - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    return free / 2**30, total / 2**30
 
 
 def _free(path: Path) -> float:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimiz
 from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.loss import Tokens, policy_loss, token_weights
 from cotune.trainer.learner.metric_sums import MetricSums
+from cotune.trainer.learner.pass_size import choose_pass_size
 from cotune.trainer.learner.policy_model import PolicyModel
 
 
@@ -81,6 +83,7 @@ class LocalLearner:
         self._lock = threading.RLock()
         self._order = {name: torch.Generator().manual_seed(settings.seed) for name in self._policies}
         self._optimizers = {name: _optimizer(policy, settings) for name, policy in self._policies.items()}
+        self._passes = choose_pass_size(self._policies.values(), settings, self._group)
         trainable = {name: policy.parameters() for name, policy in self._policies.items()}
         check_optimizers(trainable, self._optimizers)
         self._gradient_checks = {
@@ -108,7 +111,8 @@ class LocalLearner:
         the reference (k3, where the loss has that term); `sampler_gap_mean`, `sampler_gap_max` |log pi_train - log
         pi_sampler| and `sampler_kl` (k3) before the first optimizer step; `masked_share` of the tokens, rejected by the
         loss's mask and in no other figure; `tokens`, `rows`, `steps`, `skipped_steps` (gradient not finite),
-        `idle_steps` (no gradient), `seconds`, `weight_norm`, `lr`. Token means per role as `<role>/<metric>` where the
+        `idle_steps` (no gradient), `seconds`, `weight_norm`, `lr`; `pass_tokens`, the most padded tokens of a pass, and
+        `halved_passes`, how often memory ran out and halved it. Token means per role as `<role>/<metric>` where the
         rows are of several roles.
         """
         started = time.perf_counter()
@@ -119,7 +123,8 @@ class LocalLearner:
             epochs = [
                 mini_batches(rows, self._settings.mini_batch, self._order[policy]) for _ in range(self._settings.epochs)
             ]
-            old = self._logprobs_before(model, rows, epochs)
+            halved = self._passes.halved
+            old = self._passes.fitting(partial(self._logprobs_before, model, rows, epochs), lambda: None)
             counted = counted_tokens(rows, self._loss, old)
             found = {**masked_share(rows, counted), "rows": float(len(rows))}
             used = [[i for i in batch if counted[i].any()] for epoch in epochs for batch in epoch]
@@ -130,7 +135,11 @@ class LocalLearner:
             update = _Update(model, rows, old, counted, trajectory_tokens(rows, counted), sums)
             norms, losses = [], []
             for step, batch in enumerate(batches):
-                losses.append(self._backward(update, batch, first=step == 0))
+                losses.append(
+                    self._passes.fitting(
+                        partial(self._backward, update, batch, first=step == 0), self._optimizers[policy].zero_grad
+                    )
+                )
                 norms.append(self._step(policy, lr_scale, moves=any(rows[i].advantage for i in batch)))
             losses = self._group.sum(torch.tensor(losses, dtype=torch.float64)).tolist()
             finite = [norm for norm in norms if np.isfinite(norm)]
@@ -148,6 +157,8 @@ class LocalLearner:
                 "skipped_steps": float(len(norms) - len(finite)),
                 "idle_steps": float(norms.count(0.0)) if self._settings.weight_decay == 0.0 else 0.0,
                 "weight_norm": _norm(model),
+                "pass_tokens": float(self._passes.tokens),
+                "halved_passes": float(self._passes.halved - halved),
                 "lr": _lr(model, self._settings) * lr_scale,
                 "seconds": time.perf_counter() - started,
             }
@@ -156,7 +167,9 @@ class LocalLearner:
         """log pi_train of each row's response tokens at the row's temperature, in nats, without gradients."""
         with self._lock:
             check_rows(rows)
-            return [part.cpu().numpy() for part in self._logprobs(self._model(policy), rows, [range(len(rows))])]
+            model = self._model(policy)
+            found = self._passes.fitting(lambda: self._logprobs(model, rows, [range(len(rows))]), lambda: None)
+            return [part.cpu().numpy() for part in found]
 
     def weights(self, policy: str) -> Weights:
         """Trainable weights as fp32 arrays: PEFT state-dict names for a LoRA, model parameter names else."""
@@ -209,7 +222,7 @@ class LocalLearner:
 
     def _micro_batches(self, model: PolicyModel, rows: Sequence[TrainRow], batch: Sequence[int]) -> list[list[int]]:
         """This rank's passes over a batch: as many as every other rank makes, so the last ones may have no rows."""
-        budget, group = self._settings.micro_batch_tokens, self._group
+        budget, group = self._passes.tokens, self._group
         return passes(rows, batch, budget, shared=model.shares_prompts, rank=group.rank, size=group.size)
 
     def _logprobs_before(
@@ -240,7 +253,7 @@ class LocalLearner:
         lengths = torch.tensor([int(counted[i].sum()) for i in batch])
         weights = token_weights(self._loss, lengths, update.trajectories[torch.tensor(batch)])
         weight_of = dict(zip(batch, weights.split(lengths.tolist()), strict=True))
-        total = 0.0
+        total, done = 0.0, []
         micros = self._micro_batches(model, update.rows, batch)
         for number, micro in enumerate(micros):
             model.logprob_model.reduce_next(number == len(micros) - 1)
@@ -253,6 +266,8 @@ class LocalLearner:
             parts = policy_loss(self._loss, tokens)
             parts.loss.backward()
             total += parts.loss.item()
+            done.append((micro, tokens, parts))
+        for micro, tokens, parts in done:
             update.sums.add(micro, tokens, parts, first=first)
         return total
 

@@ -127,11 +127,16 @@ def token_logprobs(
     float32 tensors [N], both differentiable in hidden, weight and bias. Memory beyond the inputs and gradients:
     about three chunks.
     """
-    rows = max(CHUNK_ROWS.get(hidden.device.type, 64), CHUNK_BYTES // (4 * weight.shape[0]))
+    rows = chunk_tokens(weight.shape[0], hidden.device.type)
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
     logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, shaping, rows)
     return logprobs, entropy
+
+
+def chunk_tokens(vocabulary: int, device: str) -> int:
+    """Tokens of a chunk, for a model with so many logits on such a device."""
+    return max(CHUNK_ROWS.get(device, 64), CHUNK_BYTES // (4 * vocabulary))
 
 
 def _parts(total: int, rows: int) -> list[slice]:

@@ -1,0 +1,122 @@
+"""Passes are as large as fits, and become smaller where memory runs out."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from cotune.algorithms.recipes import LossSpec
+from cotune.errors import ConfigError, LearnerError
+from cotune.policies import policies_for
+from cotune.runtime.memory import parse_size, process_memory
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.learner import pass_size
+from cotune.trainer.learner.batching import micro_batches
+from cotune.trainer.learner.local import LocalLearner
+from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows
+
+
+def open_one(base: str, settings: LearnerSettings = FAST) -> LocalLearner:
+    return LocalLearner.open(base, policies_for("lora", ["a"], SMALL), settings, LossSpec())
+
+
+def test_a_size_in_words() -> None:
+    assert [parse_size(text) for text in ("6GiB", "800 MB", "1.5kib", "12B")] == [6 * 2**30, 800 * 10**6, 1536, 12]
+
+
+@pytest.mark.parametrize("text", ["6", "six GiB", "-1GiB", "1TiBB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"learner\.memory = .*a size such as 6GiB or 800MB"):
+        LearnerSettings(memory=text)
+
+
+def test_a_limit_and_a_number_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"learner\.memory.*nothing beside micro_batch_tokens = 512"):
+        LearnerSettings(memory="1GiB", micro_batch_tokens=512)
+
+
+def test_a_small_model_takes_the_largest_passes(base: str) -> None:
+    metrics = open_one(base).update("a", make_rows())
+    assert (metrics["pass_tokens"], metrics["halved_passes"]) == (8192, 0)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_a_token_takes_is_what_the_graph_of_a_pass_holds(base: str, shared: bool) -> None:
+    model = open_one(base, change(FAST, shared_prompts=shared))._policies["a"]
+    rows = make_rows(groups=20, k=2, prompt=(24, 24), response=(9, 9))
+    held: dict[int, torch.Tensor] = {}
+    own = {p.untyped_storage().data_ptr() for p in model.network.parameters()}
+
+    def hold(tensor: torch.Tensor) -> None:
+        if tensor.untyped_storage().data_ptr() not in own:
+            held[tensor.untyped_storage().data_ptr()] = tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda none: none):
+        model.token_logprobs(rows)
+    tokens = 20 * (24 + 2 * 9) if shared else 40 * (24 + 9)
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+    assert pass_size.bytes_per_token(model) * tokens == pytest.approx(measured, rel=0.15)
+
+
+def test_a_limit_makes_passes_smaller(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = open_one(base)._policies["a"]
+    used = process_memory()
+    per_token = pass_size.bytes_per_token(model) * pass_size.MARGIN
+    fixed = pass_size._logit_bytes(model) + pass_size.OPTIMIZER_BYTES * sum(
+        p.numel() for p in model.parameters().values()
+    )
+    monkeypatch.setattr(pass_size, "process_memory", lambda: used)
+    learner = open_one(base, change(FAST, memory=f"{int(used + fixed + 100 * per_token)}B"))
+    assert learner.update("a", make_rows())["pass_tokens"] == 64  # the power of two below 100
+    with pytest.raises(ConfigError, match=r"learner\.memory = '\d+B': allowed is at least \d+\.\dGiB for this model"):
+        open_one(base, change(FAST, memory=f"{int(used + fixed + 10 * per_token)}B"))
+
+
+class Scarce:
+    """A policy's forward pass on a machine that has memory for so many padded tokens."""
+
+    def __init__(self, learner: LocalLearner, tokens: int) -> None:
+        model = learner._policies["a"]
+        whole = model.token_logprobs
+
+        def limited(rows):  # type: ignore[no-untyped-def]
+            found = whole(rows)
+            if len(micro_batches(rows, range(len(rows)), tokens, model.shares_prompts)) > 1:
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory")
+            return found
+
+        model.token_logprobs = limited  # type: ignore[method-assign]
+
+
+def test_out_of_memory_halves_the_passes_and_changes_nothing_else(base: str, caplog: pytest.LogCaptureFixture) -> None:
+    rows = make_rows(groups=6)
+    settings = change(FAST, micro_batch_tokens=256, mini_batch=12)
+    plain, scarce = open_one(base, settings), open_one(base, settings)
+    Scarce(scarce, 70)
+    expected, found = plain.update("a", rows), scarce.update("a", rows)
+    assert (found["pass_tokens"], found["halved_passes"]) == (64, 2)
+    for name in ("tokens", "rows", "steps", "loss", "grad_norm", "entropy", "ratio_mean"):
+        assert found[name] == pytest.approx(expected[name], abs=1e-5), name
+    for name, weights in plain.weights("a").items():
+        assert scarce.weights("a")[name] == pytest.approx(weights, abs=1e-5)
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
+        "Memory ran out in a pass of 256 tokens: passes are of 128 from now on",
+        "Memory ran out in a pass of 128 tokens: passes are of 64 from now on",
+    ]
+    assert scarce.update("a", rows)["halved_passes"] == 0
+
+
+def test_memory_for_nothing_is_an_error(base: str) -> None:
+    learner = open_one(base, change(FAST, micro_batch_tokens=64))
+    Scarce(learner, 1)
+    with pytest.raises(LearnerError, match=r"Memory ran out in a pass of 16 tokens\. Set learner\.micro_batch_tokens"):
+        learner.update("a", make_rows())
+
+
+def test_other_errors_pass(base: str) -> None:
+    sizes = pass_size.PassSize(64, alone=True)
+    with pytest.raises(RuntimeError, match="shape"):
+        sizes.fitting(lambda: torch.zeros(2).view(3), lambda: None)
+    assert sizes.tokens == 64
