@@ -9,6 +9,7 @@ from cotune.context import role
 from cotune.errors import CotuneError
 from cotune.lazy_names import opener
 from cotune.recording.episodes import activators
+from cotune.replay.tools import recorded
 from cotune.workflows import runners, workflow
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ else:
         },
     )
 
-__all__ = ["CotuneError", "Judge", "deployed", "evaluate", "gateway", "role", "trace", "train", "workflow"]
+__all__ = ["CotuneError", "Judge", "deployed", "evaluate", "gateway", "recorded", "role", "trace", "train", "workflow"]
 
 
 def _activate() -> None:

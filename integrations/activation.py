@@ -34,6 +34,7 @@ INTEGRATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "openai.resources.beta.realtime.realtime": _SOCKETS,
     "langchain_core.runnables.config": ("langgraph.identity", ("langchain-core", "langgraph")),
     "langchain_core.language_models.chat_models": ("langchain.models", ("langchain-core",)),
+    "langchain_core.tools.base": ("langchain.tools", ("langchain-core",)),
     "langchain.agents.middleware.types": ("langchain.middleware", ("langchain-core",)),
     "langgraph.pregel.main": ("langgraph.graphs", ("langgraph",)),
     "autogen_core": ("autogen.runtime", ("autogen-core",)),

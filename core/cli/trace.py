@@ -30,13 +30,15 @@ def trace(
     roles_by: str | None = None,
     otlp: str | None = None,
     otlp_content: bool = False,
+    record_tools: bool = False,
     console: Console | None = None,
 ) -> int:
     """Run every task once and record it in `out`; return 1 when every episode failed or records were lost.
 
     `redact` names a `module:function` that sees each message before it is stored, `roles_by` one that names the role of
     each call (or is `caller`). With `otlp`, an OTLP/HTTP endpoint, each episode is sent there as spans when it has
-    ended; with `otlp_content`, what its messages say too.
+    ended; with `otlp_content`, what its messages say too. With `record_tools` what a framework's tools return is kept,
+    for `cotune replay`.
     """
     from cotune.integrations.otel.exporter import LiveExport, otlp_exporter
     from cotune.integrations.otel.spans import Detail
@@ -63,6 +65,7 @@ def trace(
                 concurrency=concurrency,
                 timeout=timeout,
                 on_episode=advance,
+                record_tools=record_tools,
             )
             episodes = run_sync(rollout(flow, batch))
         store.flush()

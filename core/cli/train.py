@@ -106,6 +106,7 @@ def add_trace(commands: Any) -> None:
         from cotune.cli.trace import trace
 
         settings = {"concurrency": a.concurrency, "limit": a.limit, "timeout": a.timeout, **given(a)}
+        settings["record_tools"] = a.record_tools
         return trace(a.workflow, a.tasks, a.out, otlp=a.otlp, otlp_content=a.otlp_content, **settings)
 
     text = "record episodes of an application with the model that it uses today"
@@ -119,6 +120,11 @@ def add_trace(commands: Any) -> None:
     command.add_argument("--limit", type=int, help="take only the first N tasks")
     command.add_argument("--timeout", type=float, default=600.0, help="seconds for one episode (default: %(default)s)")
     add_fields(command, "redact", "roles_by")
+    command.add_argument(
+        "--record-tools",
+        action="store_true",
+        help="keep what a framework's tools return, for cotune replay to give back",
+    )
     command.add_argument("--otlp", metavar="URL", help="also send each episode's spans to this OTLP/HTTP endpoint")
     command.add_argument("--otlp-content", action="store_true", help="with --otlp, send messages and task inputs too")
 

@@ -55,6 +55,7 @@ async def run_episode(
     timeout: float | None = None,
     offline: bool = False,
     parts: Parts | None = None,
+    record_tools: bool = False,
 ) -> Outcome:
     """Run `workflow` on `task` and record it; errors of the workflow are in the outcome, not raised.
 
@@ -62,7 +63,8 @@ async def run_episode(
     `timeout` (seconds) the thread cannot be stopped, but its open calls are cancelled and further ones refused. An
     async one that blocks its event loop for that long is interrupted (`loop_watch`), and so is an async scorer.
     Cancelling records the episode as cancelled. `offline` refuses what the responder leaves to the provider. `parts`
-    collects the parts of the application that run.
+    collects the parts of the application that run. With `record_tools` the results of a framework's tools are recorded,
+    as those of functions under `cotune.recorded` always are.
     """
     for activate in activators:
         activate()
@@ -82,6 +84,7 @@ async def run_episode(
         parts=parts,
         roles=workflow.roles,
     )
+    live.tape.frameworks = record_tools
     try:
         async with asyncio.timeout(timeout) as limit:
             with watched(limit, timeout):

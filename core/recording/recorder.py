@@ -26,6 +26,7 @@ from cotune.recording.records import (
 )
 from cotune.recording.redaction import Redaction, Redactor
 from cotune.recording.role_functions import RolesFunction, named
+from cotune.replay.tape import Tape, tool_at_work
 from cotune.runtime.forks import survives_fork
 from cotune.sampling.blame import Blame
 
@@ -156,6 +157,7 @@ class LiveEpisode:
         """Working state of integrations, by integration; goes with the episode."""
         self.parts = parts
         """Where integrations add the parts of the application; None where they are not wanted."""
+        self.tape = Tape()
         self.fork: Fork | None = None
         """Where this episode leaves the one that it repeats, once it has."""
         self.ended = False
@@ -202,6 +204,8 @@ class LiveEpisode:
             call = LiveCall(self, caller, step, turn, body)
             self._open[call.id] = call
             caller.calls += 1
+            if (tool := tool_at_work.get()) is not None:
+                tool.calls += 1
             self._link(call)  # under the lock: what ends from now on was not read
         return call
 
@@ -274,6 +278,7 @@ class LiveEpisode:
         self.stop()
         with self._idle:
             self._idle.wait_for(lambda: not self._ending)
+        bodies, results = self.tape.records(None if self.redaction is None else self.redaction.changes)
         record = Episode(
             id=self.id,
             task=self.task if self.redaction is None else self.redaction.task(self.task),
@@ -289,9 +294,10 @@ class LiveEpisode:
             calls=self._steps,
             metrics=dict(metrics or {}),
             fork=self.fork,
+            results=results,
         )
         now = time.time()
-        self._write([*(Reward(self.id, k, v, now) for k, v in (rewards or {}).items()), record])
+        self._write([*bodies, *(Reward(self.id, k, v, now) for k, v in (rewards or {}).items()), record])
         return record
 
     def _end(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> None:

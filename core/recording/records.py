@@ -135,6 +135,16 @@ class Fork(msgspec.Struct, frozen=True, gc=False):
     at: str
 
 
+class ToolResult(msgspec.Struct, frozen=True, gc=False):
+    """What a tool returned, for a replay to give again: `arguments` is a digest, `value` the id of a `Message` whose
+    body is {"result": ...}, `started` in seconds since the epoch."""
+
+    name: str
+    arguments: str
+    started: float
+    value: str
+
+
 class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     """One run of a workflow on one task; written when it has ended, so a stored episode is a finished one.
 
@@ -157,6 +167,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     calls: int = 0
     metrics: dict[str, float] = {}
     fork: Fork | None = None
+    results: tuple[ToolResult, ...] = ()
 
 
 class Reward(msgspec.Struct, frozen=True, gc=False, tag="reward"):

@@ -33,6 +33,8 @@ class EpisodeBatch(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int = 64
     timeout: float | None = None
     """Seconds that one episode may take."""
+    record_tools: bool = False
+    """Whether the results of a framework's tools are recorded, and given again in `replays`."""
     done: Sequence[Episode] = ()
     """Episodes of the batch that finished before an interruption; they are not run again."""
     on_episode: Callable[[Episode], None] | None = None
@@ -59,6 +61,7 @@ async def rollout(workflow: Workflow, batch: EpisodeBatch, responder: Responder 
             training_step=batch.training_step,
             rollout=number,
             timeout=batch.timeout,
+            record_tools=batch.record_tools,
         )
         return outcome.episode
 

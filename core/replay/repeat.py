@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+from cotune.context import current_episode
 from cotune.recording.recorder import Responder
 from cotune.replay.responder import ReplayResponder
 from cotune.replay.script import Replay
@@ -20,10 +21,15 @@ def repeating(workflow: Workflow, replay: Replay, others: Responder | None) -> t
     application makes of that.
     """
     responder = ReplayResponder(replay, others)
-    return replace(workflow, fn=_checked(workflow.fn, responder)), responder
+    return replace(workflow, fn=_checked(workflow.fn, responder, replay)), responder
 
 
-def _checked(fn: Callable[[Any], Any], responder: ReplayResponder) -> Callable[[Any], Any]:
+def _checked(fn: Callable[[Any], Any], responder: ReplayResponder, replay: Replay) -> Callable[[Any], Any]:
+    def begin() -> None:
+        live = current_episode.get()
+        assert live is not None
+        live.tape.give(replay.results)
+
     async def finish(value: Awaitable[Any]) -> Any:
         try:
             found = await value
@@ -34,9 +40,11 @@ def _checked(fn: Callable[[Any], Any], responder: ReplayResponder) -> Callable[[
         return found
 
     async def run_async(task: Any) -> Any:
+        begin()
         return await finish(fn(task))
 
     def run(task: Any) -> Any:
+        begin()
         try:
             value = fn(task)
         except Exception:

@@ -11,6 +11,7 @@ from cotune.errors import RecordError
 from cotune.ids import address, canonical
 from cotune.recording.answers import Answer
 from cotune.recording.records import Call
+from cotune.replay.tape import Given
 from cotune.storage.protocol import Store
 
 Key = tuple[str, str]
@@ -42,11 +43,13 @@ class ScriptCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Script(msgspec.Struct, frozen=True):
-    """The calls of a recorded episode in step order, and the bodies of their messages and tools by id."""
+    """The calls of a recorded episode in step order, the bodies of their messages and tools by id, and what its tools
+    returned."""
 
     episode: str
     calls: tuple[ScriptCall, ...]
     bodies: Mapping[str, Any]
+    results: tuple[Given, ...] = ()
 
     def before(self, fork: str) -> set[str]:
         """Ids of the calls that no answer to the call `fork` can have changed: those that began before it ended."""
@@ -67,6 +70,12 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
         """The recorded call at the fork."""
         return next((call for call in self.script.calls if call.id == self.fork), None)
 
+    @property
+    def results(self) -> list[Given]:
+        """What tools returned that no answer to the call at the fork can have changed: they began before it ended."""
+        fork = self.forked
+        return [one for one in self.script.results if fork is None or one.started < fork.ended]
+
 
 def read_script(store: Store, episode: str) -> Script:
     """The script of a recorded episode. Raises RecordError for one that is unknown or lacks records."""
@@ -78,7 +87,12 @@ def read_script(store: Store, episode: str) -> Script:
         for id in (*call.messages, *([call.tools] if call.tools else [])):
             if id not in bodies:
                 bodies[id] = store.message(id)
-    return Script(episode, tuple(_script_call(store, call) for call in calls), bodies)
+    return Script(episode, tuple(_script_call(store, call) for call in calls), bodies, _results(store, episode))
+
+
+def _results(store: Store, episode: str) -> tuple[Given, ...]:
+    found = store.episode(episode).results
+    return tuple(Given(one.name, one.arguments, one.started, store.message(one.value)["result"]) for one in found)
 
 
 def request_digest(messages: Sequence[str], tools: str | None, model: str, params: Mapping[str, Any]) -> str:

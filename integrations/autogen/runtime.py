@@ -16,6 +16,7 @@ from autogen_core import BaseAgent, SingleThreadedAgentRuntime
 from autogen_core.tools import BaseStreamTool, BaseTool
 
 from cotune.context import current_episode, entered, recording
+from cotune.integrations.autogen import tools
 from cotune.integrations.autogen.clients import ClientAttribute, lineage_of
 from cotune.integrations.autogen.scopes import AutogenScope, open_scope, stepped
 from cotune.integrations.patching import replace_method
@@ -54,6 +55,7 @@ def install() -> None:
     replace_method(BaseAgent, "on_message", _on_message)
     replace_method(SingleThreadedAgentRuntime, "send_message", _sent)
     replace_method(SingleThreadedAgentRuntime, "publish_message", _sent)
+    tools.install()
     replace_method(BaseTool, "run_json", _tool)
     replace_method(BaseStreamTool, "run_json_stream", _tool_stream)
 

@@ -17,6 +17,7 @@ from crewai.lite_agent import LiteAgent
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
 from cotune.integrations.crewai import models as crewai_models
+from cotune.integrations.crewai import tools as crewai_tools
 from cotune.integrations.crewai.scopes import (
     CrewScope,
     agent_scope,
@@ -40,6 +41,7 @@ _GUARDED = ("crewai.task", "crewai.agent.core", "crewai.lite_agent")
 def install() -> None:
     """Hook agents, tasks, flows and models. Raises UnsupportedVersion where this CrewAI has not what is hooked."""
     crewai_models.install()
+    crewai_tools.install()
     for name in ("execute_task", "aexecute_task"):
         _scoped(Agent, name, lambda agent, given: agent_scope(agent, given.get("task")))
     for name in _KICKOFFS:

@@ -100,7 +100,7 @@ def test_a_changed_prompt_is_a_divergence_at_its_call(lab: Lab, monkeypatch: pyt
         assert any(episode.error.startswith(f"Turn 0 of role {role!r} differs") for role in first)
 
 
-FORKS = {"langgraph": ("team/check", "helper"), "autogen": ("expert", "asks", "says"), "crewai": ("One", "Join")}
+FORKS = {"langgraph": ("team/check", "helper"), "autogen": ("expert", "asks", "says"), "crewai": ("Join",)}
 """By framework, a role of the application, and those whose calls depend on what it says."""
 
 

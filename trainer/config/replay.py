@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from cotune.errors import ConfigError
@@ -16,6 +18,10 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     role:NAME (all calls of a role). Only calls of trained roles count."""
     forks_per_episode: int = 4
     """Most calls of an episode that are forked. Where `forks` takes more, a random choice, new in each step."""
+
+    tools: Literal["run", "recorded"] = "run"
+    """What a framework's tools do in the part of a branch that repeats its trunk: they run again | they give back what
+    they returned in the trunk, as functions under `cotune.recorded` always do."""
 
     def __post_init__(self) -> None:
         fork_rule(self.forks)

@@ -151,6 +151,7 @@ async def _replay(
                     rollout=number,
                     timeout=options.timeout,
                     offline=not new,
+                    record_tools=replay is not None and bool(replay.script.results),
                 )
             if on_episode is not None:
                 on_episode(outcome.episode)

@@ -45,6 +45,7 @@ class EpisodeRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float | None
     responder: ResponderConfig | None
     replay: Replay | None = None
+    record_tools: bool = False
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -135,6 +135,7 @@ class RolloutWorker:
                 training_step=request.training_step,
                 rollout=request.rollout,
                 timeout=request.timeout,
+                record_tools=request.record_tools,
             )
         )
         await asyncio.wait({episode})

@@ -109,6 +109,7 @@ class RolloutWorkers:
                 timeout=batch.timeout,
                 responder=responder,
                 replay=batch.replays.get((task.id, number)),
+                record_tools=batch.record_tools,
             )
             return await self._episode(request, batch.sink)
 

@@ -143,3 +143,13 @@ async def hand_back(question: Question) -> None:
             await solve(question)
     except cotune.CotuneError as error:
         print(error)
+
+
+@cotune.recorded
+def price(item: str) -> dict[str, int]:
+    return {item: 1}
+
+
+@cotune.recorded
+async def stock(item: str) -> int:
+    return price(item)[item]

@@ -1,0 +1,197 @@
+"""What does a team learn from outcomes alone? On Plan-Path, at an equal number of sampled tokens.
+
+    python -m benchmarks.replay                                        # 3 seeds x 3 ways; hours on one core
+    python -m benchmarks.replay --seeds 0 --steps 20 --tasks 300       # a reduced form
+
+`tree` has scorers (AT-GRPO, K = 8); `dr_mas` (8 episodes a task) and `replay` (4 forks an episode, K = 4) know only the
+outcome of an episode. A seed is a base model of its own, from which its three runs start. What a step of a way samples
+is measured in two steps, and its tasks per step are set so that all ways sample as many tokens as `tree` does with
+--tasks-per-step; the tokens that they did sample are reported. Each is evaluated on the same fresh tasks with single
+samples at temperature 1. A run's results are appended to OUT/results.jsonl and not computed again under the same
+settings. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.plan_path_agents import MAX_TOKENS, WORKFLOWS, base, grid
+from benchmarks.selection import base_model
+from cotune.storage.run_layout import read_metrics
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.evaluation.evaluate import evaluate
+from cotune.trainer.evaluation.statistics import share
+from cotune.trainer.train import resume, train
+from cotune.workflows import Workflow
+
+TRAIN_SEED, FRESH_SEED = 100, 900
+PROBE_STEPS = 2
+SCORED: Workflow = WORKFLOWS["team"].cotune
+OUTCOME = dataclasses.replace(SCORED, scorers={})
+WAYS: Mapping[str, tuple[Workflow, Mapping[str, Any]]] = {
+    "tree": (SCORED, {"plan": {"kind": "tree", "k": 8}}),
+    "dr_mas": (OUTCOME, {"plan": {"kind": "independent", "k": 8}}),
+    "replay": (OUTCOME, {"plan": {"kind": "replay", "k": 4}, "replay": {"forks_per_episode": 4}}),
+}
+_SAMPLED = """
+    SELECT coalesce(sum(completion_tokens), 0) FROM calls JOIN episodes ON episodes.id = calls.episode
+    WHERE phase = 'train' AND json_extract(calls.body, '$.replayed') IS NULL"""
+console = Console(stderr=True)
+
+
+def trained(model: Path, way: str, seed: int, steps: int, tasks_per_step: int, folder: Path) -> Path:
+    """The run of one seed and way, done or resumed where it is not finished."""
+    flow, plan = WAYS[way]
+    tasks = list(grid.make_tasks(steps * tasks_per_step, TRAIN_SEED + seed))
+    settings = {
+        "model": str(model),
+        "steps": steps,
+        "tasks_per_step": tasks_per_step,
+        "seed": seed,
+        "checkpoint_every": 10,
+        "overrides": {"clip_high": 0.28, "entropy": 0.03},
+        "learner": {"lr": 3e-3, "betas": [0.9, 0.95], "seed": seed, "threads": 1},
+        "schedule": {"kind": "linear"},
+        "sampling": {"max_tokens": MAX_TOKENS},
+        **plan,
+    }
+    if not (folder / "run.json").is_file():
+        console.print(f"seed {seed}: {way}, {steps} steps of {tasks_per_step} tasks")
+        train(flow, tasks, settings, run=folder, console=console)
+    elif sum(1 for _ in read_metrics(folder)) < steps:
+        resume(folder, workflow=flow, tasks=tasks, console=console)
+    return folder
+
+
+def sampled_tokens(run: Path) -> int:
+    """Tokens that the policies have sampled in the steps of a run; what was answered from the record is none."""
+    with SqliteStore.open(run, read_only=True) as store:
+        ((tokens,),) = store.rows(_SAMPLED)
+    return int(tokens)
+
+
+def tasks_per_step(model: Path, way: str, seed: int, options: argparse.Namespace) -> int:
+    """How many tasks a step of this way takes to sample what `tree` does."""
+    if way == "tree":
+        return int(options.tasks_per_step)
+    few = max(4, options.tasks_per_step // 4)
+    tokens = {}
+    for name in ("tree", way):
+        folder = options.out / f"seed{seed}" / f"probe-{name}-{few}"
+        tokens[name] = sampled_tokens(trained(model, name, seed, PROBE_STEPS, few, folder))
+    return max(1, round(options.tasks_per_step * tokens["tree"] / tokens[way]))
+
+
+def result(way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Train and evaluate."""
+    model = base_model(options.out, seed, options.warm_up)
+    count = tasks_per_step(model, way, seed, options)
+    folder = options.out / f"seed{seed}" / f"{way}-{options.steps}x{count}-{options.warm_up}"
+    run = trained(model, way, seed, options.steps, count, folder)
+    fresh = list(grid.make_tasks(options.tasks, FRESH_SEED))
+    report = evaluate(run, OUTCOME, fresh, modes=("base", "trained"), max_tokens=MAX_TOKENS)
+    lines = list(read_metrics(run))
+    return {
+        "way": way,
+        "seed": seed,
+        "settings": key(options),
+        "tasks_per_step": count,
+        "tokens": sampled_tokens(run),
+        "rows": sum(line["rows"] for line in lines),
+        "reached": {mode: sum(e.successes.values()) for mode, e in report.evaluations.items()},
+        "diverged": sum(line["replay"].get("diverged", 0) for line in lines),
+        "curve": [round(line["outcome"].get("success", 0.0), 3) for line in lines],
+    }
+
+
+def key(options: argparse.Namespace) -> dict[str, int]:
+    """What results depend on besides seed and way."""
+    return {name: getattr(options, name) for name in ("steps", "tasks_per_step", "tasks", "warm_up")}
+
+
+def recorded(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Results done before under the same settings."""
+    path = options.out / "results.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    yield from (line for line in map(json.loads, lines) if line["settings"] == key(options))
+
+
+def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[str, Any]]:
+    """By way: success of single samples over all seeds with its 95% interval, tokens sampled, rows trained on."""
+    found: dict[str, dict[str, Any]] = {}
+    for way in WAYS:
+        lines = sorted((line for line in results if line["way"] == way), key=lambda line: line["seed"])
+        if not lines:
+            continue
+        pooled = share(sum(line["reached"]["trained"] for line in lines), tasks * len(lines))
+        assert pooled is not None and pooled.low is not None and pooled.high is not None
+        found[way] = {
+            "success": round(pooled.mean, 4),
+            "low": round(pooled.low, 4),
+            "high": round(pooled.high, 4),
+            "seeds": {str(line["seed"]): round(line["reached"]["trained"] / tasks, 4) for line in lines},
+            "base": round(sum(line["reached"]["base"] for line in lines) / tasks / len(lines), 4),
+            "tokens": round(sum(line["tokens"] for line in lines) / len(lines)),
+            "rows": round(sum(line["rows"] for line in lines) / len(lines)),
+        }
+    return found
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The ways side by side."""
+    shown = Table(title="Plan-Path: share of fresh tasks whose goal was reached, single samples at temperature 1")
+    for title in ("way", "success", "95% interval", "by seed", "base", "sampled tokens", "rows trained on"):
+        shown.add_column(title)
+    for way, row in rows.items():
+        seeds = ", ".join(f"{value:.1%}" for value in row["seeds"].values())
+        interval = f"{row['low']:.1%} to {row['high']:.1%}"
+        shown.add_row(
+            way,
+            f"{row['success']:.1%}",
+            interval,
+            seeds,
+            f"{row['base']:.1%}",
+            f"{row['tokens']:,}",
+            f"{row['rows']:,}",
+        )
+    return shown
+
+
+def main() -> None:
+    """Run what is not recorded yet, and print all that is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=50, help="training steps (default: %(default)s)")
+    parser.add_argument("--tasks-per-step", type=int, default=48, help="of `tree` (default: %(default)s)")
+    parser.add_argument("--tasks", type=int, default=1000, help="fresh tasks (default: %(default)s)")
+    parser.add_argument("--warm-up", type=int, default=base.STEPS, help="steps of warm-up (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/replay"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for seed in map(int, options.seeds.split(",")):
+        for way in options.ways.split(","):
+            if not any((line["way"], line["seed"]) == (way, seed) for line in recorded(options)):
+                line = result(way, seed, options)
+                console.print(f"seed {seed}: {way} reached {line['reached']} with {line['tokens']:,} tokens")
+                with (options.out / "results.jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+    rows = summary(list(recorded(options)), options.tasks)
+    Console(width=130).print(table(rows))
+    print(json.dumps({"settings": key(options), "ways": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What the tools of an episode returned, so that a replay can give it again instead of running them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import msgspec
+
+from cotune.ids import address
+from cotune.recording.records import Message, ToolResult
+
+
+def _shown(value: Any) -> Any:
+    return value.model_dump() if hasattr(value, "model_dump") else f"<{type(value).__name__}>"
+
+
+_canonical = msgspec.json.Encoder(order="sorted", enc_hook=_shown).encode
+
+
+class ToolUse:
+    """One use of a tool. `known` says whether `value` is given from the record."""
+
+    __slots__ = ("calls", "known", "name", "value")
+
+    def __init__(self, name: str, known: bool = False, value: Any = None) -> None:
+        self.name = name
+        self.known = known
+        self.value = value
+        self.calls = 0
+        """Model calls that were made in it."""
+
+
+tool_at_work: ContextVar[ToolUse | None] = ContextVar("cotune_tool", default=None)
+
+
+class Given(msgspec.Struct, frozen=True):
+    """A recorded result: of a tool with these arguments (a digest), begun at `started` (seconds since the epoch)."""
+
+    name: str
+    arguments: str
+    started: float
+    value: Any
+
+
+class Tape:
+    """The tool results of one episode; safe from any thread."""
+
+    def __init__(self) -> None:
+        self.frameworks = False
+        """Whether the results of a framework's tools are kept and given too, not only those of `cotune.recorded`."""
+        self._lock = threading.Lock()
+        self._kept: list[Given] = []
+        self._given: dict[tuple[str, str], deque[Any]] = {}
+
+    def give(self, results: Sequence[Given]) -> None:
+        """Give these results again, to the same tool with the same arguments, in the order in which they were asked."""
+        for one in sorted(results, key=lambda one: one.started):
+            self._given.setdefault((one.name, one.arguments), deque()).append(one.value)
+
+    @contextmanager
+    def using(self, name: str, arguments: Any) -> Iterator[ToolUse]:
+        """A use of a tool; within it the model calls that it makes are counted."""
+        digest = address(_canonical(arguments))
+        with self._lock:
+            given = self._given.get((name, digest))
+            use = ToolUse(name, True, given.popleft()) if given else ToolUse(name)
+        token = tool_at_work.set(use)
+        try:
+            yield use
+        finally:
+            tool_at_work.reset(token)
+
+    def keep(self, use: ToolUse, arguments: Any, started: float) -> bool:
+        """Keep the result of a use; False for one that is no JSON. One that made model calls, as an agent does, is not
+        kept and no fault: they are repeated themselves."""
+        if use.calls:
+            return True
+        if not _is_json(use.value):
+            return False
+        with self._lock:
+            self._kept.append(Given(use.name, address(_canonical(arguments)), started, use.value))
+        return True
+
+    def records(
+        self, changes: Callable[[Mapping[str, Any]], bool] | None
+    ) -> tuple[list[Message], tuple[ToolResult, ...]]:
+        """What to store: the results as messages, and where each belongs; not those that a redactor `changes`."""
+        bodies: list[Message] = []
+        results = []
+        for one in self._kept:
+            if changes is not None and changes({"role": "tool", "content": one.value}):
+                continue
+            body = Message(address(_canonical({"result": one.value})), {"result": one.value})
+            bodies.append(body)
+            results.append(ToolResult(one.name, one.arguments, one.started, body.id))
+        return bodies, tuple(results)
+
+
+def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any], without: Sequence[str] = ()) -> list[Any]:
+    """The arguments of a call as one value; what is no JSON stands by its type."""
+    return [list(args), {name: value for name, value in kwargs.items() if name not in without}]
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a value is the same after JSON and back."""
+    try:
+        return bool(msgspec.json.decode(msgspec.json.encode(value)) == value)
+    except (TypeError, ValueError, RecursionError):
+        return False
