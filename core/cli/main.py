@@ -15,7 +15,7 @@ from typing import NoReturn
 from cotune.cli.command import Formatter
 from cotune.cli.records import add_otel, add_sft, add_show
 from cotune.cli.replay import add_replay
-from cotune.cli.rewards import add_judge
+from cotune.cli.rewards import add_judge, add_score
 from cotune.cli.serve import add_export, add_gateway, add_serve
 from cotune.cli.train import add_check, add_doctor, add_eval, add_trace, add_train
 from cotune.errors import CotuneError
@@ -36,13 +36,14 @@ _DESCRIPTION = """Train the agents you already have.
   cotune replay runs/r1 --episode ID --call 2                      one episode again, from a call on
   cotune show   runs/r1                                            episodes, calls, groups, what was left out
   cotune judge  runs/r1 --labels labels.jsonl                      how far a judge agrees with people
+  cotune score  runs/traced app:solve                              rewards of what was recorded, by the scorers of today
 
 `app:solve` is the attribute `solve` of the module (or file) `app`: a function decorated with @cotune.workflow.
 """
 
 _APPLICATIONS = (add_check, add_doctor, add_trace, add_train, add_eval, add_replay)
 _SERVICES = (add_export, add_serve, add_gateway)
-_RECORDS = (add_show, add_judge, add_otel, add_sft)
+_RECORDS = (add_show, add_judge, add_score, add_otel, add_sft)
 
 
 def parser() -> argparse.ArgumentParser:

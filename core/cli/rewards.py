@@ -1,4 +1,4 @@
-"""The command on rewards of what was recorded: `cotune judge`."""
+"""The commands on rewards of what was recorded: `cotune judge` and `cotune score`."""
 
 from __future__ import annotations
 
@@ -46,3 +46,22 @@ def add_judge(commands: Any) -> None:
         "--groups", type=int, default=20, help="calls whose candidates are written (default: %(default)s)"
     )
     command.add_argument("--role", help="write candidates of this role only")
+
+
+def add_score(commands: Any) -> None:
+    """Add `cotune score`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from cotune.cli.score import score_run
+
+        return score_run(a.run_folder, a.workflow, role=a.role, phase=a.phase, write=a.write)
+
+    text = "score what was recorded with the scorers and the judge of today; runs nothing else"
+    command = add_command(commands, "score", run, text, "cotune score runs/traced app:solve --write")
+    command.add_argument("run_folder", metavar="RUN", help=RECORDS)
+    command.add_argument("workflow", help=APP)
+    command.add_argument("--role", help="calls of this role only, and no episodes")
+    command.add_argument("--phase", help="episodes of this phase only: train, eval, trace, ...")
+    command.add_argument(
+        "--write", action="store_true", help="store the rewards: each replaces the one of its name, others stay"
+    )
