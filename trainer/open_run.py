@@ -19,6 +19,7 @@ from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.curriculum import schedule_of
 from cotune.trainer.learner.protocol import Learner
+from cotune.trainer.learner.taught import TaughtLearner, Teacher
 from cotune.trainer.restore import begin_from, restore
 from cotune.trainer.resume import tasks_per_step
 from cotune.trainer.rollout.forks import expected_budget
@@ -51,6 +52,7 @@ async def open_run(
         store = SqliteStore.open(folder.records)
         stack.callback(store.close)
         cluster = _cluster(config, folder, workflow, stack, say) if config.cluster.address else None
+        teacher = await _open_teacher(config, say) if config.distill.teacher else None
         sampler, chat = await _open_model(config, stack, cluster, say)
         if saved is None:
             seen = await preflight(config, workflow, tasks, store, sampler, chat, say)
@@ -79,10 +81,13 @@ async def open_run(
             say(f"loading the weights to train: {', '.join(trained)} ...")
             runner, learner = await cluster.open_workers_and_learner(policies, loss, sampler)
 
+        def taught(learner: Learner) -> Learner:
+            return learner if teacher is None else TaughtLearner(learner, teacher)
+
         async def open_learner(policies: Policies) -> Learner:
             if cluster is not None:
-                return await cluster.reopen_learner(policies, loss)
-            return await asyncio.to_thread(_local_learner, config, policies, loss)
+                return taught(await cluster.reopen_learner(policies, loss))
+            return taught(await asyncio.to_thread(_local_learner, config, policies, loss))
 
         run = Run(
             folder=folder,
@@ -91,7 +96,7 @@ async def open_run(
             store=store,
             sampler=sampler,
             runner=runner,
-            learner=learner,
+            learner=taught(learner),
             open_learner=open_learner,
             plan=plan,
             recipe=recipe,
@@ -127,6 +132,16 @@ def _local_learner(config: TrainConfig, policies: Policies, loss: LossSpec) -> L
     from cotune.trainer.learner.local import LocalLearner
 
     return LocalLearner.open(config.model, policies, config.learner, loss)
+
+
+async def _open_teacher(config: TrainConfig, say: Callable[[str], None]) -> Teacher:
+    """The teacher of recipe distill. Raises ConfigError for one of another tokenizer, before it is loaded."""
+    from cotune.trainer.learner.teacher import LocalTeacher, check_tokenizers
+
+    name = config.distill.teacher
+    say(f"loading the teacher {name} ...")
+    await asyncio.to_thread(check_tokenizers, name, config.model)
+    return await asyncio.to_thread(LocalTeacher, name, config.learner)
 
 
 async def _open_model(

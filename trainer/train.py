@@ -60,6 +60,9 @@ def train(
     listed = _new_tasks(tasks, chosen)
     if not chosen.from_records:
         check_curriculum(chosen.curriculum, chosen.resolve_plan(list(flow.scorers))[0], listed)
+    if Path(chosen.distill.teacher).expanduser().is_dir() and chosen.distill.teacher:
+        teacher = str(Path(chosen.distill.teacher).expanduser().resolve())
+        chosen = msgspec.structs.replace(chosen, distill=msgspec.structs.replace(chosen.distill, teacher=teacher))
     if (base := locate_model(chosen.model)) and Path(chosen.model).expanduser().exists():
         chosen = msgspec.structs.replace(chosen, model=str(base))
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)

@@ -23,6 +23,7 @@ Ratio = Literal["none", "token", "sequence"]
 ClipStyle = Literal["ppo", "cispo", "none"]
 Aggregation = Literal["token_mean", "sequence_mean", "trajectory_mean", "constant"]
 KlIn = Literal["loss", "reward"]
+KlTo = Literal["untrained", "teacher"]
 Mask = Literal["none", "token", "sequence", "geometric"]
 
 MASK_BOUNDS: Mapping[Mask, tuple[float, float]] = {
@@ -192,9 +193,10 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     None leaves the weight out. `mask` rejects what lies outside [`mask_low`, `mask_high`] of that quotient: a `token`
     by its own, a whole response by the product (`sequence`) or the mean (`geometric`) of its tokens'. Rejected tokens
     carry no gradient and leave the denominators. Bounds that are not given are those of `MASK_BOUNDS`.
-    `kl` is beta of the KL penalty to the untrained policy: k3 of each token in the loss, or its k1 in the `reward`
-    (`kl_in`), taken from the token's advantage: A - beta (log pi_old - log pi_ref). `entropy` is the weight of the
-    entropy bonus, times the component `entropy_by` of the episode's outcome where one is named and there.
+    `kl` is beta of the KL penalty to the untrained policy, or to a teacher that scores the samples (`kl_to`): k3 of
+    each token in the loss, or its k1 in the `reward` (`kl_in`), taken from the token's advantage: A - beta (log pi_old
+    - log pi_ref). `entropy` is the weight of the entropy bonus, times the component `entropy_by` of the episode's
+    outcome where one is named and there.
     `aggregation`: mean over all response tokens; mean over responses (calls) of their token means; mean over
     trajectories (all that the policy wrote in an episode) of their token means; or the sum over tokens divided by
     (responses x `constant_length`), where None stands for the run's response limit.
@@ -211,10 +213,16 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     mask_high: float | None = None
     kl: float = 0.0
     kl_in: KlIn = "loss"
+    kl_to: KlTo = "untrained"
     entropy: float = 0.0
     entropy_by: str = ""
     aggregation: Aggregation = "token_mean"
     constant_length: int | None = None
+
+    @property
+    def needs_untrained(self) -> bool:
+        """Whether the loss takes what the untrained policy says of the samples."""
+        return self.kl > 0.0 and self.kl_to == "untrained"
 
     @property
     def moves_alone(self) -> bool:

@@ -57,7 +57,8 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
 
     `temperature`, `grammar` and `logit_bias` shape the distribution that it was drawn from (`SamplingParams`).
     `loss_mask`, one per response token, is false for tokens that do not count: they carry no gradient and are in no
-    denominator and no metric. Empty: all count. `trajectory` names what the row is a part of: its episode.
+    denominator and no metric. Empty: all count. `reference` is a teacher's log-probability of each
+    response token. `trajectory` names what the row is a part of: its episode.
     `exploration` multiplies the weight of the entropy bonus.
     """
 
@@ -72,5 +73,6 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     version: int = 0
     loss_mask: tuple[bool, ...] = ()
+    reference: tuple[float, ...] = ()
     trajectory: str = ""
     exploration: float = 1.0

@@ -21,7 +21,7 @@ _TEMPLATE = (
 )
 
 
-def build_base(folder: Path, *, context: int = 256, template: bool = True) -> Path:
+def build_base(folder: Path, *, context: int = 256, template: bool = True, seed: int = 0) -> Path:
     """Write the model and its tokenizer (one token per character)."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -36,7 +36,7 @@ def build_base(folder: Path, *, context: int = 256, template: bool = True) -> Pa
     tokenizer.add_special_tokens({"additional_special_tokens": marks[2:]})
     if template:
         tokenizer.chat_template = _TEMPLATE
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(letters),

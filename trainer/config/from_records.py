@@ -52,6 +52,21 @@ class DpoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ConfigError("dpo.beta", self.beta, "a number above 0")
 
 
+class DistillConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[distill] Recipe distill: a teacher scores what the policies sample."""
+
+    teacher: str = ""
+    """Folder or Hugging Face id of a model with the tokenizer of the run's own; it is loaded beside the learner."""
+
+
+def check_distill(recipe: str | None, distill: DistillConfig) -> None:
+    """Raises ConfigError for a teacher without its recipe, or the reverse."""
+    if bool(distill.teacher) != (recipe == "distill"):
+        if distill.teacher:
+            raise ConfigError("recipe", recipe, "distill, where distill.teacher is given")
+        raise ConfigError("distill.teacher", "", "a model folder or Hugging Face id, for recipe distill")
+
+
 def check_records(
     recipe: str | None, records: RecordsConfig, learner: LearnerSettings, rollouts: Mapping[str, object]
 ) -> None:

@@ -21,7 +21,7 @@ from cotune.policies import LoraSpec, OtherRoles, Policies, PolicyKind, PolicySp
 from cotune.sampling.plans import Plan, PlanKind, Select
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.curriculum import CurriculumConfig
-from cotune.trainer.config.from_records import DpoConfig, RecordsConfig, check_records
+from cotune.trainer.config.from_records import DistillConfig, DpoConfig, RecordsConfig, check_distill, check_records
 from cotune.trainer.config.guard import GuardConfig
 from cotune.trainer.config.learner import LearnerSettings, check_anchor
 from cotune.trainer.config.replay import ReplayConfig
@@ -166,6 +166,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cluster: ClusterConfig = ClusterConfig()
     records: RecordsConfig = RecordsConfig()
     dpo: DpoConfig = DpoConfig()
+    distill: DistillConfig = DistillConfig()
 
     def __post_init__(self) -> None:
         for name in ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "max_staleness"):
@@ -186,6 +187,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError("mode", self.mode, "sync, where cluster.colocate is true")
         rollouts = {"evaluation.tasks": self.evaluation.tasks, "overrides": self.overrides, "plan.kind": self.plan.kind}
         rollouts["guard.action"] = "" if self.guard.action == "off" else self.guard.action
+        check_distill(self.recipe, self.distill)
         check_records(self.recipe, self.records, self.learner, rollouts)
         for name, count in Counter(p.name for p in self.policy).items():
             if count > 1:

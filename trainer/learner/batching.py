@@ -51,6 +51,14 @@ def sampler_logprobs(rows: Sequence[TrainRow]) -> Tensor:
     return torch.from_numpy(np.concatenate([np.asarray(row.logprobs, np.float32) for row in rows]))
 
 
+def teacher_logprobs(rows: Sequence[TrainRow]) -> Tensor:
+    """[tokens] log pi_teacher of each response token, rows in order, float32, in nats. Raises GroupError."""
+    for row in rows:
+        if len(row.reference) != len(row.response_ids):
+            raise GroupError(f"Row {row.id} of role {row.role!r} was scored by no teacher.", "Set distill.teacher.")
+    return torch.from_numpy(np.concatenate([np.asarray(row.reference, np.float32) for row in rows]))
+
+
 def counted_tokens(rows: Sequence[TrainRow], loss: LossSpec, old: Sequence[Tensor] | None) -> list[Tensor]:
     """Which response tokens of each row count: neither masked in the row nor rejected by the loss's mask.
 

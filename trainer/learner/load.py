@@ -61,6 +61,12 @@ def open_policy_models(
     return opened
 
 
+def load_frozen(model: str, settings: LearnerSettings) -> LogprobModel:
+    """A model that is not trained, in the learner's precision. Raises ConfigError."""
+    network = _load(model, settings.dtype, _device(settings.device), settings)
+    return LogprobModel(network.requires_grad_(False))
+
+
 def _load(path: str, dtype: str, device: torch.device, settings: LearnerSettings) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar

@@ -30,6 +30,7 @@ from cotune.trainer.learner.batching import (
     passes,
     row_of_token,
     sampler_logprobs,
+    teacher_logprobs,
     trajectory_tokens,
 )
 from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, gather
@@ -97,7 +98,7 @@ class LocalLearner:
         check_loss(loss, settings)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        return cls(open_policy_models(model, policies, settings, reference=loss.kl > 0), settings, loss)
+        return cls(open_policy_models(model, policies, settings, reference=loss.needs_untrained), settings, loss)
 
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
         """All epochs and mini-batches of one step. Raises GroupError for unusable rows, LearnerError when the
@@ -258,7 +259,7 @@ class LocalLearner:
         for number, micro in enumerate(micros):
             model.logprob_model.reduce_next(number == len(micros) - 1)
             if not micro:  # no rows are left here, but FSDP's exchanges need every rank
-                if self._loss.kl:
+                if self._loss.needs_untrained:
                     model.reference_logprobs([])
                 (model.token_logprobs([])[0].sum() * 0.0).backward()
                 continue
@@ -274,7 +275,9 @@ class LocalLearner:
     def _tokens(self, update: _Update, micro: Sequence[int], weight: Tensor) -> Tokens:
         """The tokens of a micro-batch that count, after its forward pass; `weight` [tokens] is of these."""
         rows = [update.rows[i] for i in micro]
-        reference = update.model.reference_logprobs(rows) if self._loss.kl else None
+        reference = None
+        if self._loss.needs_untrained:
+            reference = update.model.reference_logprobs(rows)
         new, entropy = update.model.token_logprobs(rows)
         old = None
         if self._settings.anchor == "trainer":
@@ -283,6 +286,8 @@ class LocalLearner:
         row = row_of_token(rows)[count]
         advantage = torch.tensor([r.advantage for r in rows], dtype=torch.float32)[row]
         exploration = torch.tensor([r.exploration for r in rows], dtype=torch.float32)[row]
+        if self._loss.kl and self._loss.kl_to == "teacher":
+            reference = teacher_logprobs(rows).to(new.device)
         there = count.to(new.device)
         return Tokens(
             new=new[there],

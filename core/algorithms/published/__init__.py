@@ -8,6 +8,7 @@ from cotune.algorithms.published import (
     comas,
     cpmobius,
     dart,
+    distill,
     gigpo,
     m_grpo,
     magrpo,
@@ -35,4 +36,5 @@ PUBLISHED = (
     mmedagent_rl.RECIPE,
     chain_of_agents.RECIPE,
     dart.RECIPE,
+    distill.RECIPE,
 )

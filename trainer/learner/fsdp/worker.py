@@ -114,7 +114,7 @@ class FsdpWorker:
             torch.set_num_threads(settings.threads)
         # Whole models stay in the memory of the CPU; only this rank's part goes to the device.
         whole = msgspec.structs.replace(settings, device="cpu")
-        opened = open_policy_models(model, policies, whole, reference=loss.kl > 0, names=names)
+        opened = open_policy_models(model, policies, whole, reference=loss.needs_untrained, names=names)
         shard(opened.values(), init_device_mesh(self._device, (self._size,)), settings.dtype)
         self._learner = LocalLearner(opened, settings, loss, TorchProcessGroup())
 

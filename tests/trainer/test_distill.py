@@ -1,0 +1,118 @@
+"""Recipe distill: a teacher scores what the policies sample."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cotune.algorithms.catalogue import recipe
+from cotune.errors import ConfigError, GroupError
+from cotune.policies import LoraSpec, policies_for
+from cotune.trainer.learner.local import LocalLearner
+from cotune.trainer.learner.loss import KL_SLOPE
+from cotune.trainer.learner.taught import TaughtLearner
+from cotune.trainer.learner.teacher import LocalTeacher
+from tests.integrations import tiny_models
+from tests.trainer.conftest import Trainer
+from tests.trainer.learner.learner_rows import FAST, build_learner_base, change, make_rows, on_policy
+from tests.trainer.tiny_app import application, build_base, converse
+
+LOSS = recipe("distill").loss
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The learners' base model with other weights."""
+    from transformers import AutoModelForCausalLM
+
+    folder = build_learner_base(tmp_path_factory.mktemp("teacher"))
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(7)
+    for parameter in network.parameters():
+        parameter.data.add_(0.05 * torch.randn_like(parameter))
+    network.save_pretrained(folder)
+    return folder
+
+
+def sharpened(folder: Path) -> Path:
+    """A model that prefers some tokens, as an untrained one hardly does."""
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    for parameter in network.parameters():
+        parameter.data.mul_(6.0 if parameter.dim() > 1 else 1.0)
+    network.save_pretrained(folder)
+    return folder
+
+
+def test_the_loss_is_the_reverse_kl_of_each_sampled_token(base: str, other: str) -> None:
+    """The gradient is that of sum of -(log pi_teacher - log pi_old) log pi over tokens, written out."""
+    from transformers import AutoModelForCausalLM
+
+    settings = change(FAST, grad_clip=0.0)
+    policies = policies_for("full", ["a"], LoraSpec())
+    drawn = [change(row, advantage=0.0) for row in make_rows(temperature=0.7)]
+    rows = on_policy(LocalLearner.open(base, policies, settings, LOSS), "a", drawn)
+    teacher = LocalTeacher(other, settings)
+    learner = TaughtLearner(LocalLearner.open(base, policies, settings, LOSS), teacher)
+    network, scorer = (AutoModelForCausalLM.from_pretrained(name) for name in (base, other))
+    total, count, gaps = torch.zeros(()), 0, []
+    for row, scores in zip(rows, teacher.logprobs(rows), strict=True):
+        ids, start = torch.tensor([*row.prompt_ids, *row.response_ids]), len(row.prompt_ids)
+
+        def picked(model: Any, ids: torch.Tensor = ids, start: int = start) -> torch.Tensor:
+            logits = model(ids[None]).logits[0] / 0.7
+            return logits.log_softmax(-1)[start - 1 : -1].gather(1, ids[start:, None]).squeeze(1)
+
+        with torch.no_grad():
+            wanted = picked(scorer)
+        np.testing.assert_allclose(scores, wanted.numpy(), atol=1e-4)
+        new = picked(network)
+        advantage = (wanted - new).detach()
+        total, count = total - (advantage * new).sum(), count + len(row.response_ids)
+        bounded = advantage.clamp(max=math.log(KL_SLOPE))
+        gaps += (bounded.exp() * (1 + advantage - bounded) - advantage - 1).tolist()
+    (total / count).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in network.parameters()])
+    found = learner.update("a", rows)
+    assert found["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+    assert found["kl"] == pytest.approx(np.mean(gaps), rel=1e-3)
+
+
+def test_rows_that_no_teacher_has_scored_are_refused(base: str) -> None:
+    learner = LocalLearner.open(base, policies_for("full", ["a"], LoraSpec()), FAST, LOSS)
+    with pytest.raises(GroupError, match=r"was scored by no teacher"):
+        learner.update("a", make_rows())
+
+
+def test_a_run_comes_nearer_to_its_teacher(trainer: Trainer, tmp_path: Path) -> None:
+    """The reward of every episode is the same: all that is learned is the teacher's."""
+    teacher = sharpened(build_base(tmp_path / "teacher", seed=5))
+
+    async def same(task: Any) -> dict[str, float]:
+        await converse(task)
+        return {"team": 1.0}
+
+    settings = {"policies": "full", "steps": 5, "recipe": "distill", "plan": {"k": 24}, "learner": {"lr": 2e-3}}
+    summary = trainer(application(same), distill={"teacher": str(teacher)}, **settings)
+    gaps = [[line["roles"][role]["kl"] for line in trainer.metrics()] for role in ("first", "second")]
+    assert summary.finished and summary.versions == {"first": 5, "second": 5}
+    assert sum(gap[-1] for gap in gaps) < 0.75 * sum(gap[0] for gap in gaps)
+    assert trainer.resume(application(same), steps=6).versions == {"first": 6, "second": 6}
+    assert json.loads((tmp_path / "run/run.json").read_text())["config"]["distill"]["teacher"] == str(teacher)
+
+
+def test_bad_teachers_are_named(trainer: Trainer, tmp_path: Path) -> None:
+    tiny_models.build("qwen3", tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"distill.teacher = .*other': allowed is a model with the tokenizer of"):
+        trainer(application(converse), recipe="distill", distill={"teacher": str(tmp_path / "other")})
+    with pytest.raises(ConfigError, match=r"distill.teacher = '': allowed is a model folder"):
+        trainer(application(converse), recipe="distill")
+    with pytest.raises(ConfigError, match=r"recipe = None: allowed is distill, where distill.teacher is given"):
+        trainer(application(converse), distill={"teacher": str(tmp_path / "other")})

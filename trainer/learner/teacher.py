@@ -1,0 +1,62 @@
+"""A teacher in this process: a model that scores what policies have sampled."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cotune.algorithms.samples import TrainRow
+from cotune.errors import ConfigError
+from cotune.integrations.models.folder import loading, reading
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.learner.batching import lengths_of, micro_batches
+from cotune.trainer.learner.load import load_frozen
+from cotune.trainer.learner.logprob_model import can_share
+from cotune.trainer.learner.pass_size import MOST, PassSize
+
+
+class LocalTeacher:
+    """A model in this process. `logprobs` may be called from any thread, one at a time runs."""
+
+    def __init__(self, model: str, settings: LearnerSettings) -> None:
+        """Load `model`, a folder or Hugging Face id. Raises ConfigError."""
+        self._model = load_frozen(model, settings)
+        self._settings = settings
+        self._lock = threading.Lock()
+        tokens = settings.micro_batch_tokens
+        self._size = PassSize(MOST if tokens == "auto" else tokens, alone=True)
+
+    def logprobs(self, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
+        """As `Teacher.logprobs`."""
+        with self._lock, torch.no_grad():
+            return self._size.fitting(lambda: self._scores(rows), lambda: None)
+
+    def _scores(self, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
+        shared = self._settings.shared_prompts and can_share(self._model.network)
+        found: dict[int, npt.NDArray[np.float32]] = {}
+        for part in micro_batches(rows, range(len(rows)), self._size.tokens, shared):
+            picked = [rows[i] for i in part]
+            values, _ = self._model(picked, shared=shared, dtype=self._settings.dtype)
+            found |= {i: v.cpu().numpy() for i, v in zip(part, values.split(lengths_of(picked)), strict=True)}
+        return [found[i] for i in range(len(rows))]
+
+
+def check_tokenizers(teacher: str, model: str) -> None:
+    """Raises ConfigError unless two models have the same tokens under the same ids."""
+    if _vocabulary(teacher) != _vocabulary(model):
+        raise ConfigError(
+            "distill.teacher", teacher, f"a model with the tokenizer of {model}", "Take a larger model of its family."
+        )
+
+
+def _vocabulary(model: str) -> dict[str, int]:
+    from transformers import AutoTokenizer
+
+    with reading(model):
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, **loading())
+    return dict(tokenizer.get_vocab())
