@@ -36,7 +36,7 @@ def test_what_is_read_again_is_typed_and_the_rest_is_kept(tmp_path: Path) -> Non
 
 
 def test_a_run_of_no_settings_has_the_defaults(tmp_path: Path) -> None:
-    assert read_run(run(tmp_path, {})) == RunDescription(None, RunConfig())
+    assert read_run(run(tmp_path, {})) == RunDescription(config=RunConfig())
 
 
 @pytest.mark.parametrize(
