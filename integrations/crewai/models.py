@@ -51,7 +51,7 @@ def _model_call(original: Callable[..., Any], awaited: bool) -> Callable[..., An
             return None
         return open_call(lambda: request_of(self, _asked(args, kwargs)))
 
-    def result_of(call: LiveCall, answer: Answer, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def result_of(call: LiveCall, answer: Answer, self: Any, /, *args: Any, **kwargs: Any) -> Any:
         return returned(self, answer, _asked(args, kwargs))
 
     return inside(recorded(original, awaited, opened, result_of, answer_of), context)

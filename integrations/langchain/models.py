@@ -34,7 +34,7 @@ def _wrap(cls: type) -> None:
     replace_method(cls, "_astream", _astream)
 
 
-def _open(model: Any, messages: list[Any], *args: Any, **options: Any) -> LiveCall | None:
+def _open(model: Any, /, messages: list[Any], *args: Any, **options: Any) -> LiveCall | None:
     def request() -> dict[str, Any]:
         asked = {k: v for k, v in options.items() if k not in ("stop", "run_manager")}
         return request_of(model, messages, args[0] if args else options.get("stop"), asked)
@@ -43,7 +43,10 @@ def _open(model: Any, messages: list[Any], *args: Any, **options: Any) -> LiveCa
 
 
 def _generate(original: Callable[..., Any], awaited: bool) -> Any:
-    return recorded(original, awaited, _open, lambda call, answer, *_, **__: result_of(call, answer), answer_of_result)
+    def returned(call: LiveCall, answer: Answer, /, *args: Any, **options: Any) -> Any:
+        return result_of(call, answer)
+
+    return recorded(original, awaited, _open, returned, answer_of_result)
 
 
 def _stream(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -106,6 +106,16 @@ def through(model, way):
     return run
 
 
+@pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_options_may_have_any_name(record: Recorded, way: str, answered: bool):
+    model = Async().bind(model="other", call=1, answer=2, original=3, args=4)
+    record(through(model, way), (lambda call: "yes") if answered else None)
+    (made,) = record.calls
+    assert (made.status, made.model, made.params["call"], made.params["answer"]) == ("ok", "other", 1, 2)
+    assert made.candidates[0].text == ("yes" if answered else "own hi")
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cls", [Own, Streaming, Async])
 def test_records_each_call_once(record: Recorded, cls: type[BaseChatModel], way: str):
