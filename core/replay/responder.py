@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import threading
 from collections import Counter, deque
-from collections.abc import Awaitable
 
 from cotune.errors import ReplayDiverged
 from cotune.ids import address, canonical
@@ -57,8 +56,12 @@ class ReplayResponder:
             if entry.call.id == self.replay.fork:
                 return await self._fork(call, entry.call)
             for other in self._entries:
-                if entry.call.started < other.call.ended < entry.call.ended:
-                    await _follow(other)
+                if entry.call.started < other.call.ended < entry.call.ended and not await _followed(other):
+                    call.episode.warn(
+                        "replay_order",
+                        f"Role {call.role!r} is answered before a call of role {other.call.role!r} that had its answer "
+                        f"first in the record: that one was not asked within {PATIENCE:g} s.",
+                    )
             return entry.call.answer
         finally:
             entry.answered.set_result(None)
@@ -143,15 +146,12 @@ class _Entry:
         self.answered: concurrent.futures.Future[None] = concurrent.futures.Future()
 
 
-async def _follow(other: _Entry) -> None:
-    """Return once `other` is answered, or was not asked in time: something else than the model holds it up."""
-    if await _waited(asyncio.wrap_future(other.asked), PATIENCE):
-        await _waited(asyncio.wrap_future(other.answered), None)
-
-
-async def _waited(future: Awaitable[None], seconds: float | None) -> bool:
-    done, _ = await asyncio.wait({asyncio.ensure_future(future)}, timeout=seconds)
-    return bool(done)
+async def _followed(other: _Entry) -> bool:
+    """Wait until `other` is answered; False where it is not asked in time, as something else holds it up."""
+    asked, _ = await asyncio.wait({asyncio.wrap_future(other.asked)}, timeout=PATIENCE)
+    if asked:
+        await asyncio.wait({asyncio.wrap_future(other.answered)})
+    return bool(asked)
 
 
 def _key(call: LiveCall) -> Key:
