@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.plan_path_agents import MAX_TOKENS, WORKFLOWS, base, grid
-from benchmarks.selection import base_model
+from benchmarks.selection import base_model, key, recorded
 from cotune.storage.run_layout import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.evaluate import evaluate
@@ -114,18 +114,6 @@ def result(way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         "diverged": sum(line["replay"].get("diverged", 0) for line in lines),
         "curve": [round(line["outcome"].get("success", 0.0), 3) for line in lines],
     }
-
-
-def key(options: argparse.Namespace) -> dict[str, int]:
-    """What results depend on besides seed and way."""
-    return {name: getattr(options, name) for name in ("steps", "tasks_per_step", "tasks", "warm_up")}
-
-
-def recorded(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Results done before under the same settings."""
-    path = options.out / "results.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    yield from (line for line in map(json.loads, lines) if line["settings"] == key(options))
 
 
 def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[str, Any]]:
