@@ -12,7 +12,6 @@ import msgspec
 
 from cotune.integrations.openai import completions as chat_completions
 from cotune.integrations.openai import response_body as openai_response_body
-from cotune.integrations.openai import response_events as openai_response_events
 from cotune.integrations.openai import responses as openai_responses
 from cotune.integrations.openai import sse
 from cotune.integrations.openai.response_body import ProviderFailed
@@ -103,10 +102,10 @@ FORMS = (
         chat=openai_responses.chat_of,
         unsupported_reason=openai_responses.unsupported_reason,
         body=openai_response_body.response_of,
-        events=lambda body, asked: openai_response_events.to_events(body),
+        events=lambda body, asked: openai_response_body.to_events(body),
         answer=openai_response_body.answer_of,
-        stream=openai_response_events.from_events,
-        part=openai_response_events.part_of_events,
+        stream=openai_response_body.from_events,
+        part=openai_response_body.part_of_events,
         keep=lambda call, asked, body: openai_responses.earlier_in(call.episode).keep(call, asked, body),
     ),
 )

@@ -13,8 +13,8 @@ from cotune.context import current_caller, identify, role, scope_finders
 from cotune.errors import RecordError
 from cotune.ids import message_id, pack_ids, segment_id
 from cotune.recording.answers import Answer
+from cotune.recording.call_records import PromptTree
 from cotune.recording.pending_call import CallerContext
-from cotune.recording.prompt_tree import PromptTree
 from cotune.recording.recorder import LiveEpisode
 from cotune.recording.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Segment, Task, Usage
 

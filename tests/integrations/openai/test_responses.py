@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from cotune.integrations.openai.response_body import answer_of
-from cotune.integrations.openai.response_events import from_events, part_of_events, to_events
+from cotune.integrations.openai.response_body import answer_of, from_events, part_of_events, to_events
 from cotune.integrations.openai.responses import messages_of
 from cotune.recording.episodes import run_episode
 from cotune.recording.records import Message, PolicyRef, Task
