@@ -37,7 +37,13 @@ RUN = {
     "records.best_of": ("--best-of", "N"),
 }
 """By field of a run, its flag and what stands for its value."""
-_FLAGS = {**RUN, "limit": ("--limit", "N"), "timeout": ("--timeout", "SECONDS"), "out": ("--out", "DIR")}
+_FLAGS = {
+    **RUN,
+    "limit": ("--limit", "N"),
+    "samples": ("--samples", "N"),
+    "timeout": ("--timeout", "SECONDS"),
+    "out": ("--out", "DIR"),
+}
 
 
 def add_fields(command: Any, *names: str, table: type[msgspec.Struct] | None = None, **texts: str) -> None:

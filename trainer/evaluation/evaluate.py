@@ -85,7 +85,7 @@ async def _evaluate(
     def shown(mode: str) -> Iterator[Callable[[Episode], None]]:
         if not console.is_terminal:
             say(f"evaluating {mode} on {len(tasks)} tasks ...")
-        with episode_bar(console, len(tasks), mode) as advance:
+        with episode_bar(console, len(tasks) * (1 if "greedy" in mode else options.samples), mode) as advance:
             yield advance
 
     async with contextlib.AsyncExitStack() as stack:
@@ -111,6 +111,7 @@ async def _evaluate(
             tasks=tasks,
             sink=Nowhere() if out is None else stack.enter_context(SqliteStore.open(out.records)),
             phase="eval",
+            rollouts=options.samples,
             concurrency=options.concurrency,
             timeout=options.timeout,
         )
@@ -153,6 +154,8 @@ async def evaluate_modes(
             player.defaults = deployed_params
         with on_mode(mode) as on_episode:
             episodes = msgspec.structs.replace(batch, phase=f"eval-{mode}", on_episode=on_episode)
+            if lineup.temperature == 0:
+                episodes = msgspec.structs.replace(episodes, rollouts=1)
             evaluations[mode] = await evaluate_episodes(workflow, episodes, player, label=mode, prices=prices)
     sound = [mode for mode, found in evaluations.items() if found.all_failed is None]
     return EvaluationReport(

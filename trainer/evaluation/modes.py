@@ -40,6 +40,8 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Each runs every task once; see docs/evaluation.md."""
     limit: int | None = None
     """Take only the first so many tasks."""
+    samples: int = 1
+    """Episodes of each task in every mode that is not greedy: pass@k for k up to it."""
     model: str | None = None
     """Folder or id of the base model, where it lies elsewhere than the run or export says."""
     max_tokens: int | None = None
@@ -62,7 +64,8 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_modes(self.modes)
-        for name, value in (("limit", self.limit), ("timeout", self.timeout), ("concurrency", self.concurrency)):
+        for name in ("limit", "samples", "timeout", "concurrency"):
+            value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(name, value, "a number above 0")
 

@@ -114,7 +114,7 @@ def _role_remarks(played: Collection[Evaluation], responder: PolicyResponder) ->
 
 def render(report: EvaluationReport) -> Group:
     """Tables for a terminal: results, differences, roles, what episodes take; then failures, notes and verdicts."""
-    parts: list[Any] = [_results(report), _roles(report), _use(report)]
+    parts: list[Any] = [_results(report), *_pass_at(report), _roles(report), _use(report)]
     if report.comparisons:
         parts.insert(1, _differences(report))
     for label, evaluation in report.evaluations.items():
@@ -141,6 +141,19 @@ def _results(report: EvaluationReport) -> Table:
         cells = (_percent(e.success), _number(e.reward), str(e.episodes), str(sum(e.failed.values())))
         table.add_row(label, *cells, f"{e.seconds:.1f}")
     return table
+
+
+def _pass_at(report: EvaluationReport) -> list[Table]:
+    """How often one of k episodes succeeds, where tasks were run more than once."""
+    ks = sorted({k for e in report.evaluations.values() for k in e.pass_at})
+    if not ks:
+        return []
+    title = "At least one of k episodes succeeds, 95% intervals"
+    table = grid("", *(f"pass@{k}>" for k in ks), title=title, wrap=True)
+    for label, e in report.evaluations.items():
+        if e.pass_at:
+            table.add_row(label, *(_percent(e.pass_at.get(k)) for k in ks))
+    return [table]
 
 
 def _differences(report: EvaluationReport) -> Table:

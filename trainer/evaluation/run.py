@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -12,12 +12,12 @@ from cotune.recording.rollout import EpisodeBatch, rollout
 from cotune.sampling.responder import PolicyResponder
 from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.sink import Ending, EvaluationSink, RoleStatistics, Use, total_use
-from cotune.trainer.evaluation.statistics import Interval, mean, share
+from cotune.trainer.evaluation.statistics import Interval, mean, pass_at, share
 from cotune.workflows import Workflow
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """Results over the tasks, one episode each.
+    """Results over the tasks: `success`, `reward` and `endings` of the first episode of each, the rest of all.
 
     `success` counts a failed episode as no success; it is None where the workflow reports no `success`. `reward`
     is over the episodes that ended with one. `failed` counts failed episodes by reason.
@@ -34,6 +34,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     scorer_errors: dict[str, int] = {}
     unlisted: dict[str, int] = {}
     """Calls by role that has no policy."""
+    pass_at: dict[int, Interval] = {}
+    """By k, the chance that one of k episodes of a task succeeds; empty for single episodes."""
     endings: dict[str, Ending] = {}
     """By task id; what paired comparisons are made of."""
 
@@ -79,19 +81,28 @@ async def evaluate_episodes(
 
 def summarise(label: str, sink: EvaluationSink, seconds: float, prices: Prices) -> Evaluation:
     """Intervals and counts of the episodes that a sink has counted."""
-    endings = sink.endings
+    endings, ended = sink.endings, [ending for samples in sink.samples.values() for ending in samples]
     succeeded = successes(endings)
     return Evaluation(
         label=label,
-        episodes=len(endings),
+        episodes=len(ended),
         success=share(sum(succeeded.values()), len(succeeded)),
         reward=mean([e.reward for e in endings.values() if e.reward is not None]),
         roles=sink.roles(),
-        failed=dict(Counter(reason for e in endings.values() if (reason := failure(e)))),
+        failed=dict(Counter(reason for e in ended if (reason := failure(e)))),
+        pass_at=_pass_at(list(sink.samples.values())) if succeeded else {},
         seconds=seconds,
-        use=total_use(sink.answered, [e.seconds for e in endings.values() if e.status == "ok"], prices),
+        use=total_use(sink.answered, [e.seconds for e in ended if e.status == "ok"], prices),
         endings=endings,
     )
+
+
+def _pass_at(samples: Sequence[Sequence[Ending]]) -> dict[int, Interval]:
+    """pass@k for k = 1, 2, 4, ... and the least number of episodes that a task has."""
+    least = min(map(len, samples))
+    tried = [(len(of), sum(e.success is True and e.status == "ok" for e in of)) for of in samples]
+    ks = sorted({*(2**i for i in range(least.bit_length())), least}) if least > 1 else []
+    return {k: found for k in ks if (found := pass_at(k, tried))}
 
 
 def successes(endings: Mapping[str, Ending]) -> dict[str, bool]:

@@ -83,6 +83,9 @@ class EvaluationSink:
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.endings: dict[str, Ending] = {}
+        """Of the first episode of each task."""
+        self.samples: dict[str, list[Ending]] = {}
+        """Of all episodes of each task."""
         self.answered: dict[str, TokenCounts] = {}
         """What answered calls, by the name of the policy, or of the model that the provider was asked for."""
         self._roles: dict[str, _RoleCount] = {}
@@ -102,7 +105,10 @@ class EvaluationSink:
                     case Reward() if "." not in record.target:
                         self._rewards.setdefault(record.target, {})[record.name] = record.value
                     case Episode():
-                        self.endings[record.task.id] = ending(record, self._rewards.pop(record.id, {}))
+                        ended = ending(record, self._rewards.pop(record.id, {}))
+                        self.samples.setdefault(record.task.id, []).append(ended)
+                        if record.rollout == 0:
+                            self.endings[record.task.id] = ended
         self.sink.write(records)
 
     def roles(self) -> dict[str, RoleStatistics]:

@@ -42,6 +42,18 @@ def mean(values: Sequence[float]) -> Interval | None:
     return Interval(mean=centre, low=centre - half, high=centre + half, n=n)
 
 
+def pass_at(k: int, tried: Sequence[tuple[int, int]]) -> Interval | None:
+    """Mean over tasks of the chance that at least one of `k` of its episodes succeeds; None without tasks.
+
+    `tried` has the episodes and the successes of each task: 1 - C(n - c, k) / C(n, k), unbiased for n of at least k
+    (Chen et al. 2021, arXiv 2107.03374, equation 1). The interval is Student's over tasks, within 0 and 1.
+    """
+    found = mean([1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in tried])
+    if found is None or found.low is None or found.high is None:
+        return found
+    return msgspec.structs.replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0))
+
+
 def paired_difference(after: Mapping[str, float], before: Mapping[str, float]) -> Interval | None:
     """Mean over shared tasks of after - before, with the paired t interval; None without shared tasks."""
     return mean([after[task] - before[task] for task in after if task in before])

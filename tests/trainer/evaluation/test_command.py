@@ -105,6 +105,27 @@ def test_today_stands_beside_base_and_trained_with_what_they_cost(
     assert seeds[0] == seeds[1] and len(set(seeds[0].values())) == 13
 
 
+def test_several_episodes_of_each_task_show_how_often_one_succeeds(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--modes", "base,greedy", "--samples", "3", "--out", str(run.parent / "several")]
+    assert evaluated(run, "SOLVE", *more) == 0
+    found = json.loads((run.parent / "several" / "evaluation.json").read_text())["evaluations"]
+    assert found["base"]["episodes"] == 12 and sorted(found["base"]["pass_at"]) == ["1", "2", "3"]
+    chances = [found["base"]["pass_at"][k]["mean"] for k in "123"]
+    assert chances == sorted(chances)
+    assert found["greedy"]["episodes"] == 4 and found["greedy"]["pass_at"] == {}
+    shown = capsys.readouterr().out
+    assert "At least one of k episodes succeeds" in shown and "pass@3" in shown
+    with SqliteStore.open(run.parent / "several", read_only=True) as store:
+        said = {}
+        for episode in store.episodes(phase="eval-base"):
+            said.setdefault(episode.task.id, set()).add(store.calls(episode.id)[-1].candidates[0].token_ids)
+        assert max(map(len, said.values())) > 1, "each episode draws its own"
+    assert evaluated(run, "SOLVE", "--samples", "0") == 1
+    assert "samples = 0: allowed is a number above 0" in capsys.readouterr().err
+
+
 def test_all_episodes_failed_is_an_error_that_names_the_commonest_cause(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

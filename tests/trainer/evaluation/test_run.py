@@ -216,3 +216,32 @@ def test_the_report_as_json_and_as_tables() -> None:
 def test_modes_are_checked(wrong: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"modes = .*base, trained, base_greedy, greedy, swapped"):
         modes(Workflow("solve", solve), tasks(1), TRAINED, modes=wrong)
+
+
+def test_pass_at_k_of_several_episodes_of_each_task() -> None:
+    """The first task succeeds in its last episode of four, the second in all, the third in none: one of them fails."""
+    seen: dict[str, int] = {}
+
+    async def play(task: str) -> dict[str, float]:
+        seen[task] = number = seen.get(task, -1) + 1
+        if task == "c" and number == 1:
+            raise ValueError("no")
+        return {"success": {"a": number == 3, "b": True, "c": False}[task], "team": float(number)}
+
+    batch = EpisodeBatch(
+        tasks=[Task(id=letter, input=letter) for letter in "abc"],
+        sink=Nowhere(),
+        phase="eval",
+        rollouts=4,
+        concurrency=1,
+    )
+    found = asyncio.run(evaluate_episodes(Workflow("play", play), batch, label="trained"))
+    assert {k: interval.mean for k, interval in found.pass_at.items()} == pytest.approx(
+        {1: (0.25 + 1 + 0) / 3, 2: (0.5 + 1 + 0) / 3, 4: (1 + 1 + 0) / 3}
+    )
+    assert found.episodes == 12 and sum(found.failed.values()) == 1
+    assert found.success is not None and (found.success.mean, found.success.n) == (1 / 3, 3), "of the first episodes"
+    assert found.rewards == {"a": 0.0, "b": 0.0, "c": 0.0}
+
+    alone = EpisodeBatch(tasks=batch.tasks, sink=Nowhere(), phase="eval")
+    assert asyncio.run(evaluate_episodes(Workflow("play", play), alone, label="trained")).pass_at == {}

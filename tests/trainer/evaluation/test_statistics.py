@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.trainer.evaluation.statistics import Interval, mean, paired_difference, paired_shares, share
+from cotune.trainer.evaluation.statistics import Interval, mean, paired_difference, paired_shares, pass_at, share
 
 
 def bounds(interval: Interval | None) -> tuple[float, float]:
@@ -75,3 +75,13 @@ def test_paired_shares_holds_its_estimate_and_mirrors(cells: list[int]) -> None:
     low, high = bounds(found)
     assert -1.0 - 1e-9 <= low <= found.mean + 1e-9 and found.mean - 1e-9 <= high <= 1.0 + 1e-9
     assert (-mirrored.mean, *(-b for b in reversed(bounds(mirrored)))) == pytest.approx((found.mean, low, high))
+
+
+def test_pass_at_k_is_the_unbiased_estimate_over_tasks() -> None:
+    """Of four episodes 1, 0 and 4 succeed: 1 - C(3,2)/C(4,2) = 1/2, 0 and 1 for k = 2."""
+    tried = [(4, 1), (4, 0), (4, 4)]
+    assert [found.mean for k in (1, 2, 4) if (found := pass_at(k, tried))] == pytest.approx([5 / 12, 1 / 2, 2 / 3])
+    # sd = 1/2, t(0.975, 2) = 4.302653: wider than the chances there are
+    assert bounds(pass_at(2, tried)) == (0.0, 1.0)
+    assert bounds(pass_at(1, [(2, 1)] * 3)) == (0.5, 0.5)
+    assert pass_at(1, []) is None
