@@ -129,9 +129,11 @@ def _cluster(
 
 
 def _local_learner(config: TrainConfig, policies: Policies, loss: LossSpec) -> Learner:
+    from cotune.trainer.learner.critic import CriticLearner
     from cotune.trainer.learner.local import LocalLearner
 
-    return LocalLearner.open(config.model, policies, config.learner, loss)
+    learner = LocalLearner.open(config.model, policies, config.learner, loss)
+    return CriticLearner(learner, loss) if loss.critic else learner
 
 
 async def _open_teacher(config: TrainConfig, say: Callable[[str], None]) -> Teacher:

@@ -36,7 +36,7 @@ def attribute(samples: Sequence[Sample], attribution: Attribution, key: tuple[st
     """[n] reward of each sample, NaN where a component that it needs never arrived.
 
     A component that any candidate of a role carries is needed of all candidates of that role in its group (by `key`,
-    within a task; of the role in the task for `reward_to_go`, which sums over groups), and one that any episode of a
+    within a task; of the role in the task where later turns are summed up, over groups), and one that any episode of a
     task carries of all episodes of that task; a component of weight 0 is never needed. `samples` must be all of a step:
     later turns and other roles are looked up among the chosen ones.
     """
@@ -48,8 +48,10 @@ def attribute(samples: Sequence[Sample], attribution: Attribution, key: tuple[st
         shared = shared - attribution.timeout_penalty * np.array([s.timed_out for s in samples], np.float64)
     gate = _gate([{**s.outcome, **s.rewards} for s in samples], [s.role for s in samples], attribution)
     mine, shared = gate * mine, gate * shared
-    if attribution.horizon == "reward_to_go":
+    if attribution.horizon in ("reward_to_go", "mean_to_go"):
         value = _reward_to_go(samples, mine, shared, attribution.gamma)
+        if attribution.horizon == "mean_to_go":
+            value = value / _reward_to_go(samples, np.ones(len(samples)), np.zeros(len(samples)), attribution.gamma)
     else:
         value = mine + shared
     reward = np.where(some, value, np.nan)
@@ -70,7 +72,7 @@ def lacking(
 
 def _mixed(samples: Sequence[Sample], attribution: Attribution, key: tuple[str, ...]) -> tuple[_Mixed, _Mixed]:
     """The own components and those of the outcome, as far as the horizon takes them in."""
-    within = () if attribution.horizon == "reward_to_go" else key
+    within = () if attribution.horizon in ("reward_to_go", "mean_to_go") else key
     peers = codes(keys(samples, tuple(dict.fromkeys(("task", "role", *within)))))[0]
     task = codes([s.task for s in samples])[0]
     own_turn = attribution.horizon == "own_turn" and not attribution.outcome

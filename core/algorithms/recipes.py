@@ -14,7 +14,7 @@ from cotune.algorithms.samples import KEY_FIELDS
 from cotune.errors import ConfigError
 from cotune.sampling.plans import PlanKind
 
-Horizon = Literal["own_turn", "terminal", "reward_to_go"]
+Horizon = Literal["own_turn", "terminal", "reward_to_go", "mean_to_go"]
 Scope = Literal["own", "sum", "mean"]
 Baseline = Literal["none", "mean", "leave_one_out", "max", "ema"]
 Scale = Literal["none", "std"]
@@ -53,7 +53,8 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     a role (as where a game ends with {"white": 1, "black": -1}) counts for that role, and unlisted others for none.
     `horizon`: `own_turn` takes the candidate's own components, `terminal` the episode's outcome, `reward_to_go`
     the own components of this and all later turns of the role, discounted by `gamma` per turn, with the outcome
-    at its last turn. `outcome` lets `own_turn` add those components that only the episode has.
+    at its last turn, and `mean_to_go` the same divided by the sum of the discounts. `outcome` lets `own_turn` add those
+    components that only the episode has.
     `gates` are components that multiply what the others add up to: a `format` of 0 leaves nothing of a right answer.
     One that nobody of the role carries leaves the reward as it is.
     `absent` is what a component counts where a candidate, or its episode, lacks it while others of its group, or
@@ -197,6 +198,9 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     each token in the loss, or its k1 in the `reward` (`kl_in`), taken from the token's advantage: A - beta (log pi_old
     - log pi_ref). `entropy` is the weight of the entropy bonus, times the component `entropy_by` of the episode's
     outcome where one is named and there.
+    `critic`: a value head judges each token, and GAE (`gae_gamma`, `gae_lambda`) gives the tokens their advantages,
+    normalised over the update; the term's own is then the reward, without baseline and scale. `critic_lr` is the value
+    head's.
     `aggregation`: mean over all response tokens; mean over responses (calls) of their token means; mean over
     trajectories (all that the policy wrote in an episode) of their token means; or the sum over tokens divided by
     (responses x `constant_length`), where None stands for the run's response limit.
@@ -216,6 +220,10 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     kl_to: KlTo = "untrained"
     entropy: float = 0.0
     entropy_by: str = ""
+    critic: bool = False
+    gae_gamma: float = 1.0
+    gae_lambda: float = 0.95
+    critic_lr: float = 1e-2
     aggregation: Aggregation = "token_mean"
     constant_length: int | None = None
 
@@ -226,14 +234,19 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moves_alone(self) -> bool:
-        """Whether a policy learns where all its advantages are zero: from the KL penalty or the entropy bonus."""
-        return self.kl > 0.0 or self.entropy > 0.0
+        """Whether a policy learns where all its advantages are zero: from the KL penalty or the entropy bonus, or as a
+        critic makes the advantages."""
+        return self.kl > 0.0 or self.entropy > 0.0 or self.critic
 
     def __post_init__(self) -> None:
         _within("clip_low", self.clip_low, 0.0, 1.0)
         for name, value, least in (("clip_high", self.clip_high, 0.0), ("kl", self.kl, 0.0)):
             if not value >= least:
                 raise ConfigError(name, value, f"{least:g} or more")
+        _within("gae_gamma", self.gae_gamma, 0.0, 1.0)
+        _within("gae_lambda", self.gae_lambda, 0.0, 1.0)
+        if not self.critic_lr > 0:
+            raise ConfigError("critic_lr", self.critic_lr, "a number above 0")
         if self.dual_clip is not None and not self.dual_clip > 1.0:
             raise ConfigError("dual_clip", self.dual_clip, "a number above 1, or nothing")
         if self.tis_cap is not None and not self.tis_cap > 0.0:
@@ -285,6 +298,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                     "outcome, which can tell none of them from another",
                     "Return the team reward from a scorer as `team`, or use --plan independent.",
                 )
+        for term in self.terms if self.loss.critic else ():
+            for name in ("baseline", "scale"):
+                if getattr(term, name) != "none":
+                    allowed = "none beside a critic, which takes the reward as it is"
+                    raise ConfigError(name, getattr(term, name), allowed)
         if self.plan == "tree" and self.loss.aggregation == "trajectory_mean":
             raise ConfigError(
                 "aggregation",

@@ -57,9 +57,9 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
 
     `temperature`, `grammar` and `logit_bias` shape the distribution that it was drawn from (`SamplingParams`).
     `loss_mask`, one per response token, is false for tokens that do not count: they carry no gradient and are in no
-    denominator and no metric. Empty: all count. `reference` is a teacher's log-probability of each
-    response token. `trajectory` names what the row is a part of: its episode.
-    `exploration` multiplies the weight of the entropy bonus.
+    denominator and no metric. Empty: all count. `reference` is a teacher's log-probability of each response token.
+    `trajectory` names what the row is a part of: its episode. `exploration` multiplies the weight of the entropy bonus.
+    `advantages`, one per response token, go before `advantage` where they are given.
     """
 
     id: str
@@ -76,3 +76,4 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     reference: tuple[float, ...] = ()
     trajectory: str = ""
     exploration: float = 1.0
+    advantages: tuple[float, ...] = ()

@@ -46,6 +46,12 @@ def row_of_token(rows: Sequence[TrainRow]) -> Tensor:
     return torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths_of(rows)))
 
 
+def token_advantages(rows: Sequence[TrainRow]) -> Tensor:
+    """[tokens] advantage of each response token, rows in order, float32: the row's own where it has one for each."""
+    parts = [row.advantages or (row.advantage,) * len(row.response_ids) for row in rows]
+    return torch.from_numpy(np.concatenate([np.asarray(part, np.float32) for part in parts]))
+
+
 def sampler_logprobs(rows: Sequence[TrainRow]) -> Tensor:
     """[tokens] log pi_sampler of each response token, rows in order, float32, in nats."""
     return torch.from_numpy(np.concatenate([np.asarray(row.logprobs, np.float32) for row in rows]))

@@ -31,6 +31,7 @@ from cotune.trainer.learner.batching import (
     row_of_token,
     sampler_logprobs,
     teacher_logprobs,
+    token_advantages,
     trajectory_tokens,
 )
 from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, gather
@@ -141,7 +142,9 @@ class LocalLearner:
                         partial(self._backward, update, batch, first=step == 0), self._optimizers[policy].zero_grad
                     )
                 )
-                norms.append(self._step(policy, lr_scale, moves=any(rows[i].advantage for i in batch)))
+                norms.append(
+                    self._step(policy, lr_scale, moves=any(rows[i].advantage or rows[i].advantages for i in batch))
+                )
             losses = self._group.sum(torch.tensor(losses, dtype=torch.float64)).tolist()
             finite = [norm for norm in norms if np.isfinite(norm)]
             if not finite:
@@ -171,6 +174,22 @@ class LocalLearner:
             model = self._model(policy)
             found = self._passes.fitting(lambda: self._logprobs(model, rows, [range(len(rows))]), lambda: None)
             return [part.cpu().numpy() for part in found]
+
+    def widths(self) -> dict[str, int]:
+        """The size of each policy's hidden state."""
+        return {name: model.network.config.get_text_config().hidden_size for name, model in self._policies.items()}
+
+    def states(self, policy: str, rows: Sequence[TrainRow]) -> list[Tensor]:
+        """[tokens of the row, hidden] for each row: the last hidden states that predict its response, on the CPU."""
+        with self._lock:
+            check_rows(rows)
+            model, lengths = self._model(policy), lengths_of(rows)
+            found: list[Tensor] = [torch.empty(0)] * len(rows)
+            for micro in self._micro_batches(model, rows, range(len(rows))):
+                parts = model.states([rows[i] for i in micro]).cpu().split([lengths[i] for i in micro])
+                for index, part in zip(micro, parts, strict=True):
+                    found[index] = part
+            return found
 
     def weights(self, policy: str) -> Weights:
         """Trainable weights as fp32 arrays: PEFT state-dict names for a LoRA, model parameter names else."""
@@ -284,7 +303,7 @@ class LocalLearner:
             old = new.detach() if update.old is None else torch.cat([update.old[i] for i in micro])
         count = torch.cat([update.counted[i] for i in micro])
         row = row_of_token(rows)[count]
-        advantage = torch.tensor([r.advantage for r in rows], dtype=torch.float32)[row]
+        advantage = token_advantages(rows)[count]
         exploration = torch.tensor([r.exploration for r in rows], dtype=torch.float32)[row]
         if self._loss.kl and self._loss.kl_to == "teacher":
             reference = teacher_logprobs(rows).to(new.device)

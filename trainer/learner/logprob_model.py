@@ -116,13 +116,16 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         targets = torch.from_numpy(np.concatenate([np.asarray(r.response_ids, np.int64) for r in rows])).to(device)
         temperature = torch.tensor([row.temperature for row in rows], device=device)
         lengths = torch.tensor([len(row.response_ids) for row in rows], device=device)
-        with _precision(device, dtype):
-            if shared:
-                hidden = shared_states(self.network, rows, always_continue=self.sharded)
-            else:
-                hidden = plain_states(self.network, rows)
+        hidden = self.states(rows, shared=shared, dtype=dtype)
         shaping = self.sampled_distribution.of(rows, head.weight.shape[0], device)
         return token_logprobs(hidden, head.weight, head.bias, targets, temperature.repeat_interleave(lengths), shaping)
+
+    def states(self, rows: Sequence[TrainRow], *, shared: bool, dtype: str) -> Tensor:
+        """[tokens, hidden] the last hidden states that predict the response tokens, rows in order."""
+        with _precision(self.network.get_output_embeddings().weight.device, dtype):
+            if shared:
+                return shared_states(self.network, rows, always_continue=self.sharded)
+            return plain_states(self.network, rows)
 
     def reduce_next(self, on: bool) -> None:
         """Whether the next backward pass exchanges gradients between ranks, or only adds to this rank's own."""

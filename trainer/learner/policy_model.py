@@ -71,6 +71,12 @@ class PolicyModel:
         self.activate()
         return self._without_gradients(self.logprob_model, rows)
 
+    def states(self, rows: Sequence[TrainRow]) -> Tensor:
+        """[tokens, hidden] what the policy's last layer makes of all before each response token, without gradients."""
+        self.activate()
+        with torch.no_grad():
+            return self.logprob_model.states(rows, shared=self.shares_prompts, dtype=self.settings.dtype).float()
+
     def reference_logprobs(self, rows: Sequence[TrainRow]) -> Tensor:
         """Log-probabilities of the same tokens under the untrained model, without gradients."""
         if self.frozen_copy is not None:

@@ -295,3 +295,17 @@ def test_the_candidate_that_goes_on_is_chosen_behind_the_gate():
 def test_wrong_settings(name, overrides, message):
     with pytest.raises(ConfigError, match=message):
         recipe(name, **overrides)
+
+
+def test_cory_gives_both_roles_what_both_have_earned():
+    # the pioneer earns 0.25, the observer 1: 1.25 each, as the reward that the critic judges
+    ends = {"pioneer": 0.25, "observer": 1.0}
+    samples = [step(r, a, ends=ends) for r in "ef" for a in ("pioneer", "observer")]
+    assert values("cory", samples) == [1.25, 1.25, 1.25, 1.25]
+
+
+def test_maporl_takes_the_discounted_mean_over_later_turns_and_the_mean_over_the_agents():
+    # a scores 0, 1 and b 1, 1: R_0 = (0 + 0.9) / 1.9 = 0.4737 and 1, mean 0.7368; R_1 = 1
+    scored = {("a", 0): 0.0, ("a", 1): 1.0, ("b", 0): 1.0, ("b", 1): 1.0}
+    samples = [step(r, a, t, {"score": w}) for r in "ef" for (a, t), w in scored.items()]
+    assert values("maporl", samples) == [0.7368, 1.0, 0.7368, 1.0] * 2

@@ -1,0 +1,37 @@
+"""Generalised advantage estimation: advantages of tokens from a critic's values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cotune.algorithms.attribution import Floats
+
+
+def gae(values: Floats, reward: float, gamma: float, lam: float) -> Floats:
+    """[tokens] advantages of a response with the critic's `values` ([tokens], before each token) and one reward, which
+    comes with its last token (arXiv 1506.02438, equation 16):
+
+        delta_t = r_t + gamma V_(t+1) - V_t,  A_t = delta_t + gamma lam A_(t+1),  V and A after the last token 0
+
+    What the critic should have said is A + V.
+    """
+    after = np.append(values[1:], 0.0)
+    rewards = np.zeros(len(values))
+    rewards[-1] = reward
+    deltas = rewards + gamma * after - values
+    advantages = np.zeros(len(values))
+    following = 0.0
+    for t in range(len(values) - 1, -1, -1):
+        following = deltas[t] + gamma * lam * following
+        advantages[t] = following
+    return advantages
+
+
+def whitened(advantages: Sequence[Floats]) -> list[Floats]:
+    """The advantages of a batch of responses, (A - mean) / std over all its tokens; less the mean alone where all are
+    equal."""
+    pooled = np.concatenate(advantages)
+    deviation = float(pooled.std())
+    return [(own - pooled.mean()) / (deviation + 1e-8 if deviation > 0.0 else 1.0) for own in advantages]

@@ -1,0 +1,126 @@
+"""The critic: advantages of tokens by GAE, value heads that learn, and go through checkpoints."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.gae import gae, whitened
+from cotune.algorithms.samples import TrainRow
+from cotune.errors import ConfigError, RunError
+from cotune.policies import LoraSpec, policies_for
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.config.train import convert
+from cotune.trainer.learner.critic import CriticLearner
+from cotune.trainer.learner.local import LocalLearner
+from tests.trainer.tiny_app import application, converse
+
+LOSS = msgspec.structs.replace(recipe("cory").loss, kl=0.0)
+SETTINGS = LearnerSettings(lr=1e-3, threads=1, device="cpu")
+
+
+def test_gae_by_hand():
+    # gamma 1, lambda 0.5, V = 0.5, 0.25, 0; reward 1 at the end.
+    # deltas 0.25 - 0.5 = -0.25, 0 - 0.25 = -0.25, 1 - 0 = 1; A = 1, -0.25 + 0.5 = 0.25, -0.25 + 0.125 = -0.125
+    assert gae(np.array([0.5, 0.25, 0.0]), 1.0, 1.0, 0.5).tolist() == [-0.125, 0.25, 1.0]
+    # lambda 1: reward - V; gamma 0.5 and no values: 0.25, 0.5, 1
+    assert gae(np.array([0.5, 0.25, 0.0]), 1.0, 1.0, 1.0).tolist() == [0.5, 0.75, 1.0]
+    assert gae(np.zeros(3), 1.0, 0.5, 1.0).tolist() == [0.25, 0.5, 1.0]
+
+
+def test_advantages_are_normalised_over_all_tokens():
+    # 1, 1, 1, -1: mean 0.5, variance (3 x 0.25 + 2.25) / 4 = 0.75
+    one, other = whitened([np.array([1.0, 1.0]), np.array([1.0, -1.0])])
+    np.testing.assert_allclose([*one, *other], [0.57735, 0.57735, 0.57735, -1.73205], atol=1e-4)
+    assert whitened([np.array([2.0, 2.0])])[0].tolist() == [0.0, 0.0]
+
+
+def rows(rewards: list[float]) -> list[TrainRow]:
+    return [
+        TrainRow(
+            id=f"c.{i}",
+            role="a",
+            prompt_ids=(2, 5 + i % 2, 1),
+            response_ids=(4, 6, 1),
+            logprobs=(-3.0, -3.0, -3.0),
+            advantage=reward,
+        )
+        for i, reward in enumerate(rewards)
+    ]
+
+
+@pytest.fixture
+def learner(base) -> CriticLearner:
+    return CriticLearner(LocalLearner.open(base, policies_for("lora", ["a"], LoraSpec(rank=4)), SETTINGS, LOSS), LOSS)
+
+
+def test_rewards_that_depend_on_the_prompt_are_foreseen(learner):
+    """Prompts of two kinds, one worth 1 and the other 0: the values tell them apart, and leave no advantage."""
+    figures = [learner.update("a", rows([0.0, 1.0] * 4)) for _ in range(25)]
+    assert figures[0]["value_loss"] > 0.3
+    assert figures[0]["explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert figures[-1]["value_loss"] < 0.05
+    assert figures[-1]["explained_variance"] > 0.8
+
+
+def test_the_policy_trains_on_its_tokens_advantages(base, learner):
+    """As the learner alone does where it is given the advantages that follow from values of 0: with gamma 1 and lambda
+    0.95 a reward of 1 is 0.9025, 0.95, 1 for three tokens."""
+    alone = LocalLearner.open(base, policies_for("lora", ["a"], LoraSpec(rank=4)), SETTINGS, LOSS)
+    raw = [reward * np.array([0.9025, 0.95, 1.0]) for reward in (0.0, 1.0)]
+    pooled = np.concatenate(raw)
+    given = [
+        msgspec.structs.replace(row, advantages=tuple((own - pooled.mean()) / pooled.std()))
+        for row, own in zip(rows([0.0, 1.0]), raw, strict=True)
+    ]
+    expected, found = alone.update("a", given), learner.update("a", rows([0.0, 1.0]))
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    assert all(np.allclose(learner.weights("a")[name], array, atol=1e-6) for name, array in alone.weights("a").items())
+
+
+def test_a_checkpoint_holds_the_value_heads_and_their_optimizers(base, learner, tmp_path):
+    for _ in range(3):
+        learner.update("a", rows([0.0, 1.0]))
+    learner.save(tmp_path)
+    again = CriticLearner(LocalLearner.open(base, policies_for("lora", ["a"], LoraSpec(rank=4)), SETTINGS, LOSS), LOSS)
+    again.load(tmp_path)
+    one, other = (it.update("a", rows([0.0, 1.0])) for it in (learner, again))
+    assert one["value_loss"] == other["value_loss"]
+    assert torch.equal(learner._heads["a"].weight, again._heads["a"].weight)
+    (tmp_path / "critic.safetensors").unlink()
+    with pytest.raises(RunError, match="Cannot restore the learner"):
+        again.load(tmp_path)
+
+
+def test_a_run_with_a_critic_goes_on_after_a_resume(trainer):
+    settings = {"recipe": "cory", "policies": "lora", "routing": {"swap": ["first", "second"], "swap_every": 1}}
+    app = application(both)
+    trainer(app, steps=2, **settings)
+    trainer.resume(app, steps=3)
+    for line in trainer.metrics():
+        assert {"value_loss", "explained_variance"} <= line["policies"]["first"].keys()
+        assert line["policies"]["first"]["steps"] > 0
+
+
+async def both(task):
+    """Each role is paid for its own words; under cory both get the sum."""
+    team = (await converse(task))["team"]
+    return {"first": 1.0 - team, "second": team}
+
+
+def test_a_critic_takes_the_reward_as_it_is():
+    chosen = recipe("grpo", critic=True)
+    assert [(term.baseline, term.scale) for term in chosen.terms] == [("none", "none")]
+    with pytest.raises(ConfigError, match="baseline = 'mean': allowed is none beside a critic"):
+        recipe("grpo", critic=True, baseline="mean")
+    with pytest.raises(ConfigError, match=r"gae_lambda = 2.0: allowed is between 0 and 1"):
+        recipe("cory", gae_lambda=2)
+
+
+def test_a_cluster_has_no_critic():
+    config = convert({"model": "m", "recipe": "cory", "cluster": {}})
+    with pytest.raises(ConfigError, match=r"cluster.address = 'local': allowed is nothing with a critic"):
+        config.resolve_plan([])
