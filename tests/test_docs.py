@@ -18,6 +18,8 @@ from cotune.trainer.config.train import TrainConfig, convert
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = "core|integrations|adapters|trainer|examples|benchmarks|tests|docs"
+FREE = ("overrides", "prices", "engine_args", "env", "runtime_env")
+"""Tables of the configuration whose keys are the user's own."""
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -109,7 +111,13 @@ def test_config_page_holds_every_field() -> None:
     def keys(table: dict[str, Any], prefix: str = "") -> set[str]:
         found = set()
         for name, value in table.items():
-            nested = isinstance(value, dict) and name not in ("overrides", "engine_args", "env", "runtime_env")
+            nested = isinstance(value, dict) and name not in (
+                "overrides",
+                "prices",
+                "engine_args",
+                "env",
+                "runtime_env",
+            )
             found |= keys(value, f"{name}.") if nested else {prefix + name}
         return found
 

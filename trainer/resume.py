@@ -21,7 +21,7 @@ MAY_CHANGE = (
     "model", "roles", "steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "probe_bound",
     "sampling.timeout", "sampling.threads", "learner.threads", "learner.device", "learner.micro_batch_tokens",
     "learner.memory", "learner.activation_checkpointing", "learner.shared_prompts", "evaluation", "guard", "cluster",
-    "records.path", "records.patience",
+    "records.path", "records.patience", "prices",
 )  # fmt: skip
 """What a run may go on with otherwise: how long, how much at once, in which memory, on which machines. `model` is the
 same model elsewhere, and `roles` may name more."""

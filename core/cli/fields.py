@@ -43,6 +43,7 @@ _FLAGS = {
     "samples": ("--samples", "N"),
     "timeout": ("--timeout", "SECONDS"),
     "out": ("--out", "DIR"),
+    "records": ("--records", "RUN"),
 }
 
 

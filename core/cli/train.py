@@ -213,4 +213,5 @@ def add_eval(commands: Any) -> None:
         metavar="MODEL=IN/OUT",
         help="what a million prompt and completion tokens of a model cost (or of a policy, by its name); repeatable",
     )
-    add_fields(command, "limit", "samples", "concurrency", "timeout", "out", "roles_by", table=EvaluationOptions)
+    options = ("limit", "samples", "concurrency", "timeout", "out", "roles_by", "records")
+    add_fields(command, *options, table=EvaluationOptions)

@@ -148,6 +148,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whether token ids of redacted messages are stored: needed to train on them, and readable as text."""
     seed: int = 0
     """Every call's own seed is derived from it and from the call's place; one that the application sets is mixed in."""
+    prices: dict[str, tuple[float, float]] = {}
+    """[prices] Money for a million prompt tokens and a million completion tokens, by model or policy: what cotune eval
+    reckons with."""
     checkpoint_every: int = 1
     """Steps between checkpoints; Ctrl-C saves one too."""
     keep_checkpoints: int = 2

@@ -15,7 +15,7 @@ from cotune.adapters.manifest import is_export
 from cotune.errors import ConfigError
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.policies import stand_in
+from cotune.policies import UNTRAINED, stand_in
 from cotune.recording.recorder import Nowhere
 from cotune.recording.records import Episode, Task
 from cotune.recording.rollout import EpisodeBatch
@@ -29,6 +29,7 @@ from cotune.terminal import terminal
 from cotune.trainer.config.train import convert
 from cotune.trainer.evaluation.modes import USUAL, EvaluationOptions, Prices, check_modes, lineups, pairs
 from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies
+from cotune.trainer.evaluation.recorded import beside, read_recorded
 from cotune.trainer.evaluation.report import EvaluationReport, compare, remarks
 from cotune.trainer.evaluation.run import Evaluation, evaluate_episodes
 from cotune.trainer.progress import episode_bar
@@ -60,8 +61,13 @@ def evaluate(
     evaluated = open_evaluated_policies(source, chosen.model)
     trained = None if is_export(Path(source)) else convert(read_run_json(source)["config"])
     app = app.named_by(chosen.roles_by or (trained.roles_by if trained else None))
+    prices = _all_prices({**(trained.prices if trained else {}), **chosen.prices}, evaluated)
+    chosen = msgspec.structs.replace(chosen, prices=prices)
+    recorded = read_recorded(chosen.records, held_out, prices) if chosen.records is not None else None
     usual = trained.sampling.max_tokens if trained else SamplingParams().max_tokens
     report = run_sync(_evaluate(app, held_out, evaluated, chosen, out, usual))
+    if recorded is not None:
+        report = beside(report, *recorded)
     if out is not None:
         write_atomically(out.path / "evaluation.json", json.dumps(report.to_json(), indent=2).encode())
     report.require_some_episode()
@@ -163,6 +169,13 @@ async def evaluate_modes(
         comparisons=tuple(compare(evaluations[mode], evaluations[other]) for mode, other in pairs(sound)),
         notes=(*notes, *remarks(evaluations, responder)),
     )
+
+
+def _all_prices(prices: Prices, evaluated: EvaluatedPolicies) -> Prices:
+    """Prices by name; the base model's is that of every policy without one of its own."""
+    base = prices.get(evaluated.model, prices.get(Path(evaluated.model).name))
+    policies = [UNTRAINED.name, *(policy.name for policy in evaluated.policies if policy.kind != "provider")]
+    return {**(dict.fromkeys(policies, base) if base else {}), **prices}
 
 
 def _check_out(out: RunLayout) -> None:

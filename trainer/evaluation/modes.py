@@ -58,7 +58,10 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     out: str | Path | None = None
     """Also write the records and evaluation.json to this new folder; without it nothing is stored."""
     prices: Prices = {}
-    """Money for a million prompt tokens and a million completion tokens, by model or policy."""
+    """Money for a million prompt tokens and a million completion tokens, by policy, or by model: that of the run is for
+    all its policies without a price of their own. They go before those of the run's configuration."""
+    records: str | Path | None = None
+    """Run folder or records file of the application with its provider, to be shown and compared beside the modes."""
     roles_by: str | None = None
     """What names the roles: caller | model | module:function; without a value: what did in the run."""
 

@@ -122,7 +122,17 @@ def render(report: EvaluationReport) -> Group:
         parts.extend(Text(line, style="red") for line in _failures(label, counts))
     parts.extend(Text(note) for note in report.notes)
     parts.extend(Text(c.verdict, style="bold") for c in report.comparisons)
+    parts.extend(Text(line, style="bold") for line in bill(report))
     return Group(*parts)
+
+
+def bill(report: EvaluationReport) -> Iterator[str]:
+    """For each evaluation whose calls all have a price, what it reaches and what that costs."""
+    for label, e in report.evaluations.items():
+        if e.use.cost is None or e.use.unpriced or e.use.uncounted:
+            continue
+        reached = f"success {_percent(e.success)}" if e.success else f"reward {_number(e.reward)}"
+        yield f"{label}: {reached} at {1000 * e.use.cost / max(e.episodes, 1):.4g} per 1,000 tasks"
 
 
 def _failures(label: str, counts: dict[str, int]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,3 +188,51 @@ def test_a_role_without_a_policy_is_played_alike_in_deployed_and_serve(
         answer = httpx.post(f"{endpoint.url}/chat/completions", json=asked, timeout=60)
         unlisted = httpx.get(endpoint.url.removesuffix("/v1") + "/health", timeout=60).json()["unlisted"]
     assert (answer.status_code, unlisted) == ((404, {}) if own else (200, {"critic": 1}))
+
+
+def test_the_bill_of_recorded_episodes_beside_the_trained_policies(
+    run: Path, provider: Provider, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody is asked again; the run's model prices its policies, and a task that was recorded twice counts once."""
+    tasks = tmp_path / "some.jsonl"
+    tasks.write_text("".join(json.dumps(task) + "\n" for task in TASKS[:3]))
+    for _ in range(2):
+        assert main(["trace", f"{ME}:SOLVE", "--tasks", str(tasks), "--out", str(tmp_path / "traced")]) == 0
+    run = Path(shutil.copytree(run, tmp_path / "run"))
+    described = json.loads((run / "run.json").read_text())
+    described["config"]["other_roles"] = "frozen"
+    (run / "run.json").write_text(json.dumps(described))
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    asked = len(provider.requests)
+    model = described["model"]
+    words = ["--modes", "base,trained", "--records", str(tmp_path / "traced"), "--out", str(tmp_path / "out")]
+    assert evaluated(run, "SOLVE", *words, "--price", "m=1000/2000", "--price", f"{model}=10/20") == 0
+    assert len(provider.requests) == asked == 18
+    said = capsys.readouterr().out
+    whole = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    written = whole["evaluations"]
+    # 9 calls of 7 + 3 tokens each: 9 * (7 * 1000 + 3 * 2000) / 1e6
+    assert {name: written["recorded"]["use"][name] for name in ("calls", "prompt_tokens", "cost", "unpriced")} == {
+        "calls": 9, "prompt_tokens": 63, "cost": pytest.approx(0.117), "unpriced": 0,
+    }  # fmt: skip
+    use = written["trained"]["use"]
+    assert use["cost"] == pytest.approx((use["prompt_tokens"] * 10 + use["completion_tokens"] * 20) / 1e6)
+    bill = [line for line in said.splitlines() if "per 1,000 tasks" in line]
+    assert [line.partition(":")[0] for line in bill] == ["recorded", "base", "trained"]
+    assert bill[0].startswith("recorded: success ") and bill[0].endswith("at 39 per 1,000 tasks")
+    assert [(c["label"], c["against"]) for c in whole["comparisons"]] == [("trained", "base"), ("trained", "recorded")]
+    assert whole["comparisons"][1]["success"]["n"] == 3
+    assert whole["notes"][-1] == f"recorded: 3 of 4 tasks are in {tmp_path / 'traced'}."
+
+
+def test_records_of_other_tasks_are_compared_with_nothing(
+    run: Path, provider: Provider, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = tmp_path / "other.jsonl"
+    tasks.write_text(json.dumps({"id": "other", "letter": "d"}) + "\n")
+    assert main(["trace", f"{ME}:SOLVE", "--tasks", str(tasks), "--out", str(tmp_path / "traced")]) == 0
+    assert evaluated(run, "SOLVE", "--modes", "trained", "--records", str(tmp_path / "traced")) == 0
+    said = capsys.readouterr().out
+    assert "none of the tasks is in" in said and "per 1,000 tasks" not in said and "than recorded" not in said
+    assert evaluated(run, "SOLVE", "--modes", "trained", "--records", str(tmp_path / "nothing")) == 1
+    assert "There is no records file" in capsys.readouterr().err

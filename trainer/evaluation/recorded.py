@@ -1,0 +1,69 @@
+"""Recorded episodes as an evaluation: what the application did, and cost, with the provider of the day."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from cotune.errors import ConfigError
+from cotune.recording.recorder import Nowhere
+from cotune.recording.records import Call, Episode, Record, Reward, Task, candidate_id
+from cotune.storage.protocol import Store
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.evaluation.modes import Prices
+from cotune.trainer.evaluation.report import EvaluationReport, compare
+from cotune.trainer.evaluation.run import Evaluation, summarise
+from cotune.trainer.evaluation.sink import EvaluationSink
+
+RECORDED = "recorded"
+COMPARED = ("trained", "greedy", "as_deployed")
+"""Modes that are compared with what was recorded."""
+
+
+def read_recorded(path: str | Path, tasks: Sequence[Task], prices: Prices) -> tuple[Evaluation, str]:
+    """The first recorded episode of each task of a records file, and a sentence that says which tasks those are.
+
+    Of `tasks`, where any of them was recorded; else of all that were. Raises ConfigError where nothing was.
+    """
+    with SqliteStore.open(path, read_only=True) as store:
+        episodes: dict[str, Episode] = {}
+        for episode in store.episodes():
+            if episode.fork is None and not episode.phase.startswith(("eval", "check")):
+                episodes.setdefault(episode.task.id, episode)
+        if not episodes:
+            raise ConfigError("records", str(path), "records with finished episodes", "Record some with cotune trace.")
+        shared = [task.id for task in tasks if task.id in episodes]
+        sink = EvaluationSink(Nowhere())
+        started = time.perf_counter()
+        for episode in [episodes[id] for id in shared] or list(episodes.values()):
+            for call in store.calls(episode.id):
+                sink.write([call, *_rewards(store, call)])
+            found = store.rewards([episode.id]).get(episode.id, {})
+            rewards = [Reward(episode.id, name, value) for name, value in found.items()]
+            sink.write([*rewards, msgspec.structs.replace(episode, rollout=0)])
+        evaluation = summarise(RECORDED, sink, time.perf_counter() - started, prices)
+    if shared:
+        return evaluation, f"{RECORDED}: {len(shared)} of {len(tasks)} tasks are in {path}."
+    return evaluation, f"{RECORDED}: none of the tasks is in {path}; the figures are of its own {len(episodes)} tasks."
+
+
+def beside(report: EvaluationReport, recorded: Evaluation, note: str) -> EvaluationReport:
+    """The report with what was recorded as its first row, compared with the trained policies."""
+    sound = [e for label, e in report.evaluations.items() if label in COMPARED and e.all_failed is None]
+    shared = [e for e in sound if e.endings.keys() & recorded.endings.keys()]
+    return msgspec.structs.replace(
+        report,
+        evaluations={RECORDED: recorded, **report.evaluations},
+        comparisons=(*report.comparisons, *(compare(e, recorded) for e in shared)),
+        notes=(*report.notes, note),
+    )
+
+
+def _rewards(store: Store, call: Call) -> list[Record]:
+    if call.chosen is None:
+        return []
+    target = candidate_id(call.id, call.chosen)
+    return [Reward(target, name, value) for name, value in store.rewards([target]).get(target, {}).items()]
