@@ -12,6 +12,7 @@ from cotune.algorithms.prepare import Prepared, prepare, train_rows
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import GroupError
 from cotune.recording.records import Episode
+from cotune.trainer.privileged import with_privileged
 from cotune.trainer.run import Run
 
 UNEVENTFUL = (
@@ -60,8 +61,9 @@ def group_and_weigh(run: Run, episodes: Sequence[Episode], collected: Collected)
     rows: dict[str, list[TrainRow]] = {}
     for role, its_rows in train_rows(prepared, collected, run.store, run.recipe.loss.entropy_by).items():
         rows.setdefault(policies.of(role).name, []).extend(its_rows)
+    seen = with_privileged(rows, episodes, run.chat, run.recipe.loss.critic_sees)
     batch = Batch(
-        episodes=episodes, collected=collected, prepared=prepared, rows=rows, versions=dict(run.state.versions)
+        episodes=episodes, collected=collected, prepared=prepared, rows=seen, versions=dict(run.state.versions)
     )
     if not rows:
         _require_soundness(run, batch)

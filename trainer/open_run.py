@@ -95,6 +95,7 @@ async def open_run(
             workflow=workflow,
             store=store,
             sampler=sampler,
+            chat=chat,
             runner=runner,
             learner=taught(learner),
             open_learner=open_learner,

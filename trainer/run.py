@@ -14,7 +14,7 @@ from cotune.algorithms.recipes import Recipe
 from cotune.policies import Policies, PolicySpec
 from cotune.recording.records import PolicyRef, Task
 from cotune.sampling.plans import Plan
-from cotune.sampling.protocol import Sampler
+from cotune.sampling.protocol import ChatFormat, Sampler
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import Best
 from cotune.trainer.checkpoint import Checkpoint
@@ -40,6 +40,7 @@ class Run:
     workflow: Workflow
     store: Store
     sampler: Sampler
+    chat: ChatFormat
     runner: EpisodeRunner
     learner: Learner
     open_learner: Callable[[Policies], Awaitable[Learner]]

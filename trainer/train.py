@@ -31,6 +31,7 @@ from cotune.trainer.from_records.run import RecordsRun, open_records_run
 from cotune.trainer.held_out import held_out_tasks, overlap
 from cotune.trainer.loop import train_steps
 from cotune.trainer.open_run import open_run
+from cotune.trainer.privileged import check_privileged
 from cotune.trainer.progress import Progress
 from cotune.trainer.resume import apply_changes, base_digests, check_base, check_tasks, relocated, tasks_digest
 from cotune.trainer.run import Run
@@ -59,7 +60,9 @@ def train(
     chosen = _config(config, settings)
     listed = _new_tasks(tasks, chosen)
     if not chosen.from_records:
-        check_curriculum(chosen.curriculum, chosen.resolve_plan(list(flow.scorers))[0], listed)
+        plan, method, _ = chosen.resolve_plan(list(flow.scorers))
+        check_curriculum(chosen.curriculum, plan, listed)
+        check_privileged(method.loss.critic_sees, listed)
     if Path(chosen.distill.teacher).expanduser().is_dir() and chosen.distill.teacher:
         teacher = str(Path(chosen.distill.teacher).expanduser().resolve())
         chosen = msgspec.structs.replace(chosen, distill=msgspec.structs.replace(chosen.distill, teacher=teacher))

@@ -200,7 +200,7 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     outcome where one is named and there.
     `critic`: a value head judges each token, and GAE (`gae_gamma`, `gae_lambda`) gives the tokens their advantages,
     normalised over the update; the term's own is then the reward, without baseline and scale. `critic_lr` is the value
-    head's.
+    head's. `critic_sees` names a field of each task, a text, that the critic reads before the prompt.
     `aggregation`: mean over all response tokens; mean over responses (calls) of their token means; mean over
     trajectories (all that the policy wrote in an episode) of their token means; or the sum over tokens divided by
     (responses x `constant_length`), where None stands for the run's response limit.
@@ -224,6 +224,7 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     gae_gamma: float = 1.0
     gae_lambda: float = 0.95
     critic_lr: float = 1e-2
+    critic_sees: str = ""
     aggregation: Aggregation = "token_mean"
     constant_length: int | None = None
 
@@ -247,6 +248,8 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
         _within("gae_lambda", self.gae_lambda, 0.0, 1.0)
         if not self.critic_lr > 0:
             raise ConfigError("critic_lr", self.critic_lr, "a number above 0")
+        if self.critic_sees and not self.critic:
+            raise ConfigError("critic_sees", self.critic_sees, "nothing without a critic", "Set critic = true too.")
         if self.dual_clip is not None and not self.dual_clip > 1.0:
             raise ConfigError("dual_clip", self.dual_clip, "a number above 1, or nothing")
         if self.tis_cap is not None and not self.tis_cap > 0.0:

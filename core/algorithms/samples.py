@@ -59,7 +59,8 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     `loss_mask`, one per response token, is false for tokens that do not count: they carry no gradient and are in no
     denominator and no metric. Empty: all count. `reference` is a teacher's log-probability of each response token.
     `trajectory` names what the row is a part of: its episode. `exploration` multiplies the weight of the entropy bonus.
-    `advantages`, one per response token, go before `advantage` where they are given.
+    `advantages`, one per response token, go before `advantage` where they are given. `privileged` are token ids that a
+    critic reads before the prompt.
     """
 
     id: str
@@ -77,3 +78,4 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: str = ""
     exploration: float = 1.0
     advantages: tuple[float, ...] = ()
+    privileged: tuple[int, ...] = ()

@@ -46,7 +46,8 @@ class CriticLearner(LearnerAround):
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
         """As the inner learner's, with `value_loss` (mean squared error of the values before the update) and
         `explained_variance`, 1 - var(target - value) / var(target)."""
-        states = self._inner.states(policy, rows)
+        seen = [msgspec.structs.replace(row, prompt_ids=row.privileged + row.prompt_ids) for row in rows]
+        states = self._inner.states(policy, seen)
         with torch.no_grad():
             values = [self._values(policy, own).numpy().astype(np.float64) for own in states]
         loss = self._loss

@@ -20,6 +20,7 @@ from cotune.algorithms.published import (
     replay,
     self_redteam,
     spiral,
+    sweet_rl,
 )
 
 PUBLISHED = (
@@ -41,4 +42,5 @@ PUBLISHED = (
     distill.RECIPE,
     cory.RECIPE,
     maporl.RECIPE,
+    sweet_rl.RECIPE,
 )

@@ -111,6 +111,39 @@ async def both(task):
     return {"first": 1.0 - team, "second": team}
 
 
+def test_what_the_critic_alone_sees_tells_episodes_apart(learner):
+    """One prompt for all: what is worth 1 stands in the privileged text alone."""
+
+    def told(privileged: bool) -> list[TrainRow]:
+        made = rows([0.0, 1.0] * 4)
+        ids = [(2, 5 + i % 2, 1) if privileged else () for i in range(len(made))]
+        return [msgspec.structs.replace(r, prompt_ids=(2, 7, 1), privileged=p) for r, p in zip(made, ids, strict=True)]
+
+    for _ in range(25):
+        blind = learner.update("a", told(False))
+    assert blind["explained_variance"] < 0.1
+    for _ in range(40):
+        seeing = learner.update("a", told(True))
+    assert seeing["explained_variance"] > 0.8
+
+
+def test_a_run_shows_the_critic_the_reference_of_each_task(trainer, monkeypatch):
+    seen: list[TrainRow] = []
+    inner = CriticLearner.update
+
+    def update(self, policy, rows, **more):
+        seen.extend(row for row in rows if row.role == "first")
+        return inner(self, policy, rows, **more)
+
+    monkeypatch.setattr(CriticLearner, "update", update)
+    tasks = [{"id": x, "letter": x, "reference": f"say {x}"} for x in "abc"]
+    trainer(application(converse), tasks, recipe="sweet_rl", steps=1, policies="lora")
+    assert {row.privileged for row in seen} == {row.prompt_ids for row in seen}
+    assert len(seen) == 12
+    with pytest.raises(ConfigError, match="a field of every task that holds text; task a has None"):
+        trainer(application(converse), recipe="sweet_rl", to="other")
+
+
 def test_a_critic_takes_the_reward_as_it_is():
     chosen = recipe("grpo", critic=True)
     assert [(term.baseline, term.scale) for term in chosen.terms] == [("none", "none")]

@@ -1,0 +1,43 @@
+"""What a critic sees beyond the policy: text of the task that the application does not show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cotune.algorithms.samples import TrainRow
+from cotune.errors import ConfigError
+from cotune.recording.records import Episode, Task
+from cotune.sampling.protocol import ChatFormat
+
+Rows = Mapping[str, Sequence[TrainRow]]
+
+
+def check_privileged(field: str, tasks: Sequence[Task]) -> None:
+    """Raises ConfigError where the critic is to see a field that a task lacks."""
+    if field:
+        for task in tasks:
+            _text(task, field)
+
+
+def with_privileged(rows: Rows, episodes: Sequence[Episode], chat: ChatFormat, field: str) -> Rows:
+    """The rows of a step, by policy, with the token ids of the field of their task that the critic alone sees."""
+    if not field:
+        return rows
+    seen = {e.id: tuple(chat.render([{"role": "user", "content": _text(e.task, field)}], None)) for e in episodes}
+    return {
+        policy: [msgspec.structs.replace(row, privileged=seen[row.trajectory]) for row in own]
+        for policy, own in rows.items()
+    }
+
+
+def _text(task: Task, field: str) -> str:
+    found: Any = task.input.get(field) if isinstance(task.input, Mapping) else None
+    if not isinstance(found, str) or not found:
+        remedy = "Give every task a text there, or leave critic_sees out."
+        raise ConfigError(
+            "critic_sees", field, f"a field of every task that holds text; task {task.id} has {found!r}", remedy
+        )
+    return found
