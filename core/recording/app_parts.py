@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from typing import Literal
 
@@ -26,38 +25,31 @@ class Parts:
     """The parts of an application that ran, and of those around them that did not. Safe from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._known: dict[str, Part] = {}
         self._entered: set[str] = set()
         self._words: dict[str, None] = {}
 
     def add(self, parts: Iterable[Part]) -> None:
         """Add the parts of a graph, team, crew or flow that runs; the first of a role stands."""
-        with self._lock:
-            for part in parts:
-                self._known.setdefault(part.role, part)
+        for part in parts:
+            self._known.setdefault(part.role, part)
 
     def enter(self, role: str) -> None:
         """A part begins to work."""
-        with self._lock:
-            self._entered.add(role)
+        self._entered.add(role)
 
     def add_words(self, words: Iterable[str]) -> None:
         """Add words that the application waits for in an answer, such as those that end a team's chat."""
-        with self._lock:
-            self._words.update(dict.fromkeys(words))
+        self._words.update(dict.fromkeys(words))
 
     @property
     def known(self) -> list[Part]:
-        with self._lock:
-            return list(self._known.values())
+        return list(self._known.values())
 
     @property
     def words(self) -> list[str]:
-        with self._lock:
-            return list(self._words)
+        return list(self._words)
 
     def ran(self, part: Part) -> bool:
         """Whether the part has begun to work, with or without a call."""
-        with self._lock:
-            return part.role in self._entered
+        return part.role in self._entered

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 from cotune.errors import CotuneError, RecordError, WorkflowError
@@ -108,40 +109,31 @@ class LiveCall(PendingCall):
         self.episode._end(self, answer, status, error)
 
 
+@dataclass(eq=False, repr=False)
 class LiveEpisode:
     """An episode in progress. Numbers calls under a lock; safe from any thread."""
 
-    def __init__(
-        self,
-        sink: Sink,
-        task: Task,
-        *,
-        workflow: str,
-        responder: Responder | None = None,
-        loop: asyncio.AbstractEventLoop | None = None,
-        phase: str = "trace",
-        training_step: int | None = None,
-        rollout: int = 0,
-        offline: bool = False,
-        redactors: Sequence[Redactor] = (),
-        keep_token_ids: bool = False,
-        parts: Parts | None = None,
-        roles: RolesFunction | None = None,
-    ) -> None:
+    sink: Sink
+    task: Task
+    _: KW_ONLY
+    workflow: str
+    responder: Responder | None = None
+    loop: asyncio.AbstractEventLoop | None = None
+    """Where `responder.respond` runs when the application calls from a thread without a loop."""
+    phase: str = "trace"
+    training_step: int | None = None
+    rollout: int = 0
+    offline: bool = False
+    """Whether a call that the responder leaves is refused instead of going to the application's provider."""
+    redactors: Sequence[Redactor] = ()
+    keep_token_ids: bool = False
+    parts: Parts | None = None
+    """Where integrations add the parts of the application; None where they are not wanted."""
+    roles: RolesFunction | None = None
+    """Names the roles of calls that `cotune.role` does not name."""
+
+    def __post_init__(self) -> None:
         self.id = new_id()
-        self.sink = sink
-        self.task = task
-        self.workflow = workflow
-        self.responder = responder
-        self.loop = loop
-        """Where `responder.respond` runs when the application calls from a thread without a loop."""
-        self.phase = phase
-        self.training_step = training_step
-        self.rollout = rollout
-        self.offline = offline
-        """Whether a call that the responder leaves is refused instead of going to the application's provider."""
-        self.roles = roles
-        """Names the roles of calls that `cotune.role` does not name."""
         self.started = time.time()
         self.failures: dict[str, int] = {}
         """Calls that did not end well, by status; also those whose failure the application swallowed."""
@@ -155,8 +147,6 @@ class LiveEpisode:
         """Whether the infrastructure failed the last call to end: then it is blamed for a failure of the episode."""
         self.notes: dict[str, Any] = {}
         """Working state of integrations, by integration; goes with the episode."""
-        self.parts = parts
-        """Where integrations add the parts of the application; None where they are not wanted."""
         self.tape = Tape()
         self.fork: Fork | None = None
         """Where this episode leaves the one that it repeats, once it has."""
@@ -169,7 +159,7 @@ class LiveEpisode:
         self._turns: dict[str, int] = {}
         self._open: dict[str, LiveCall] = {}
         self._stopped: list[LiveCall] = []
-        self.redaction = Redaction(redactors, keep_token_ids, self.warn) if redactors else None
+        self.redaction = Redaction(self.redactors, self.keep_token_ids, self.warn) if self.redactors else None
         """What is stored goes through it first; scorers, responders and the application see everything as it is."""
         self._records = CallRecords(self.redaction, self._lock, self.warn)
         self.gateway = ""

@@ -61,15 +61,8 @@ class TracedCall(msgspec.Struct, frozen=True, kw_only=True):
         return "" if chosen is None else self.record.candidates[chosen].text
 
 
-def trace(
-    path: str | Path | None = None,
-    *,
-    task: Any = None,
-    name: str = "trace",
-    redactor: Redactor | None = None,
-    roles: RolesFunction | str | None = None,
-) -> Trace:
-    """Record every LLM call made inside a `with` or `async with` block, in any thread or task that it starts.
+class Trace:
+    """Records every LLM call made inside a `with` or `async with` block, in any thread or task that it starts.
 
     With a `path`, into that records file (or `records.db` in that folder), to which it adds; without one in memory.
     `task` names what is being done: a text, or any JSON value as in a tasks file. Inside an episode, calls belong to
@@ -77,20 +70,15 @@ def trace(
     a CallRequest (see `cotune.roles`), or `"caller"` for the name of the function of yours that makes it. Raises
     RunError for a file that cannot be used, WorkflowError for what is no roles function.
     """
-    return Trace(path, task=task, name=name, redactor=redactor, roles=roles)
-
-
-class Trace:
-    """What `cotune.trace` returns; one block each."""
 
     def __init__(
         self,
-        path: str | Path | None,
+        path: str | Path | None = None,
         *,
-        task: Any,
-        name: str,
-        redactor: Redactor | None,
-        roles: RolesFunction | str | None,
+        task: Any = None,
+        name: str = "trace",
+        redactor: Redactor | None = None,
+        roles: RolesFunction | str | None = None,
     ) -> None:
         self.path = None if path is None else Path(path)
         self.name = name
@@ -184,6 +172,9 @@ class Trace:
         if self._live is None:
             raise RecordError("The trace has not begun.", "Use it as a block: with cotune.trace(...) as t.")
         return self._live
+
+
+trace = Trace
 
 
 class Within(LiveEpisode):

@@ -81,10 +81,8 @@ class Access:
 
     def check(self, scope: Scope) -> None:
         """Raises RequestError (401) when the token is missing or wrong; without one, see `check_local`."""
-        if self._token is None:
-            self.check_local(scope)
-            return
-        if any(self.given(scope, name) for name in self._headers):
+        self.check_local(scope)
+        if self._token is None or any(self.given(scope, name) for name in self._headers):
             return
         names = " or ".join(map(_shown, self._headers))
         raise RequestError(401, f"This server needs its token: send it as {names}.", code="invalid_api_key")
@@ -99,7 +97,7 @@ class Access:
             return
         for name, allowed in ((b"host", "loopback"), (b"origin", "a page from loopback")):
             value = header(scope, name).decode("latin-1")
-            if value and not _of_loopback(value):
+            if value and not is_loopback(value):
                 text = f"{name.decode().title()}: {value[:100]!r} is not {allowed}. For others start it with a token."
                 raise RequestError(403, text, code="forbidden_" + name.decode())
 
@@ -112,7 +110,7 @@ class Access:
 
 
 @functools.lru_cache(256)
-def _of_loopback(place: str) -> bool:
+def is_loopback(place: str) -> bool:
     """Whether a host with its port, or an origin, names this machine."""
     try:
         host = urlsplit(place if "://" in place else f"//{place}").hostname or ""
@@ -206,23 +204,17 @@ def refusal(error: RequestError) -> Response:
 
 def application(routes: Sequence[Route]) -> Starlette:
     """A Starlette application that answers with errors in OpenAI form, and guesses no paths."""
-    made = Starlette(routes=routes, exception_handlers=_refusals())
+    handlers: Any = {RequestError: _refuse, HTTPException: _http_error, Exception: _server_error}
+    made = Starlette(routes=routes, exception_handlers=handlers)
     made.router.redirect_slashes = False
     return made
 
 
-def _refusals() -> dict[Any, Callable[[Request, Exception], Any]]:
-    """Exception handlers that answer with errors in OpenAI form."""
-    return {RequestError: _refuse, HTTPException: _http_error, Exception: _server_error}
-
-
-async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
+async def _refuse(request: Request, error: RequestError) -> Response:
     return refusal(error)
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _http_error(request: Request, error: HTTPException) -> Response:
     refused = RequestError(
         error.status_code,
         f"{error.detail}: {request.method} {request.url.path}.",

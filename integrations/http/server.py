@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import ipaddress
 import logging
 import os
 import signal
@@ -22,7 +21,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cotune.errors import ConfigError
-from cotune.integrations.http.requests import RequestError, json_bytes
+from cotune.integrations.http.requests import RequestError, is_loopback, json_bytes
 
 T = TypeVar("T")
 Opening = Callable[[], AbstractAsyncContextManager[tuple[ASGIApp, T]]]
@@ -106,7 +105,7 @@ def check_access(host: str, token: str | None) -> None:
     """Raises ConfigError when the server could be reached from outside without a token."""
     if token is not None and not token.strip():
         raise ConfigError("token", token, "a non-empty text", "Leave --token out to serve on loopback without one.")
-    if token is None and not _loopback(host):
+    if token is None and not is_loopback(f"[{host}]" if ":" in host else host):
         raise ConfigError("host", host, "a loopback address, unless there is a token", "Add --token TOKEN.")
 
 
@@ -160,13 +159,6 @@ def _bind(host: str, port: int) -> socket.socket:
             "port", f"{host}:{port}", f"an address that can be bound ({reason})", "Choose another."
         ) from None
     return listener
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _interrupt(signum: int, frame: Any) -> None:

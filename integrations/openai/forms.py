@@ -65,10 +65,6 @@ def form_of(request: Any) -> Form | None:
     return None
 
 
-def _usage_wanted(asked: Mapping[str, Any]) -> bool:
-    return bool((asked.get("stream_options") or {}).get("include_usage"))
-
-
 def _chat_unsupported(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
     found = []
     if tools := chat.get("tools"):
@@ -90,7 +86,9 @@ FORMS = (
         chat=lambda asked, episode: dict(asked),
         unsupported_reason=_chat_unsupported,
         body=lambda call, answer, asked: chat_completions.completion_of(call, answer),
-        events=lambda body, asked: sse.to_stream(body, usage=_usage_wanted(asked)),
+        events=lambda body, asked: sse.to_stream(
+            body, usage=bool((asked.get("stream_options") or {}).get("include_usage"))
+        ),
         answer=chat_completions.answer_of,
         stream=sse.from_stream,
         part=sse.part_of_stream,

@@ -248,7 +248,10 @@ def _observed(response: Any, call: LiveCall, form: Form, exchange: _Exchange) ->
     if response.is_stream_consumed:
         _settle(call, form, exchange.asked, response.headers, response.content, None, True)
     else:
-        call.cancel = tee(response, functools.partial(_settle, call, form, exchange.asked, response.headers))
+        settle = functools.partial(_settle, call, form, exchange.asked, response.headers)
+        package = package_of(response)
+        response.stream = stream = _tee_class(package)(package, response, settle)
+        call.cancel = functools.partial(stream.settle, None)
     return response
 
 
@@ -271,20 +274,6 @@ def _settle(
         call.fail(status, f"{cause} after {len(raw)} bytes, before it was whole", part_of(form, raw, streamed))
 
 
-Settle = Callable[[bytes, BaseException | None, bool], None]
-
-
-def tee(response: Any, settle: Settle) -> Callable[[], None]:
-    """Replace the stream of an httpx or httpx2 response; `settle(body, error, ended)` is called once, at its close.
-
-    `ended` says whether the sender came to its end. What is returned settles at once, with what has been read so far.
-    """
-    package = package_of(response)
-    stream = _stream_class(package)(package, response, settle)
-    response.stream = stream
-    return functools.partial(stream.settle, None)
-
-
 def package_of(message: Any) -> Any:
     """The package that a request or response belongs to, itself or by a base class: httpx or httpx2."""
     packages = (cls.__module__.partition(".")[0] for cls in type(message).__mro__)
@@ -292,7 +281,11 @@ def package_of(message: Any) -> Any:
 
 
 class _Tee:
-    def __init__(self, package: Any, response: Any, settle: Settle) -> None:
+    """The stream of a response: the application gets every chunk when it comes, the recorder all at its close."""
+
+    def __init__(
+        self, package: Any, response: Any, settle: Callable[[bytes, BaseException | None, bool], None]
+    ) -> None:
         self._inner = response.stream
         self._encoding = response.headers.get("content-encoding")
         self._package = package
@@ -348,5 +341,5 @@ class _Tee:
 
 
 @functools.cache
-def _stream_class(package: Any) -> type[_Tee]:
+def _tee_class(package: Any) -> type[_Tee]:
     return type("Tee", (_Tee, package.SyncByteStream, package.AsyncByteStream), {})

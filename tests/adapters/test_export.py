@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cotune.adapters.export import TrainedPolicy, export_run, write_export
 from cotune.adapters.fingerprint import write_hashes
-from cotune.adapters.load import load_export
 from cotune.adapters.manifest import read_manifest
+from cotune.adapters.open_policies import load_export
 from cotune.cli.main import main
 from cotune.errors import ConfigError, RunError
 from cotune.policies import LoraSpec

@@ -12,7 +12,7 @@ import pytest
 
 from cotune.adapters.export import TrainedPolicy, write_export
 from cotune.adapters.fingerprint import base_fingerprint
-from cotune.adapters.load import load_export
+from cotune.adapters.open_policies import load_export
 from cotune.errors import AdapterError
 from cotune.integrations.models.folder import read_parameters
 from cotune.recording.records import PolicyRef

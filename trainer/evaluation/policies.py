@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cotune.adapters.export import TrainedPolicy, latest_policies
-from cotune.adapters.load import load_export
 from cotune.adapters.manifest import is_export, read_manifest
+from cotune.adapters.open_policies import load_export
 from cotune.errors import AdapterError
 from cotune.policies import OtherRoles
 from cotune.recording.records import PolicyRef
