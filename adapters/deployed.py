@@ -128,7 +128,9 @@ class Deployment:
         if self._local is None:
             raise CotuneError(f"{self.source} is not open.", "Enter it first: with cotune.deployed(...) as deployment.")
         task = Task(id="deployed", input=None)
-        return _Unrecorded(self, task, workflow="deployed", responder=self._responder, roles=self._roles)
+        made = _Unrecorded(self, task, workflow="deployed", responder=self._responder, roles=self._roles)
+        made.tape.keeps = False
+        return made
 
 
 class _Unrecorded(LiveEpisode):

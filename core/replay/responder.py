@@ -105,11 +105,11 @@ class ReplayResponder:
             return entry
 
     async def _fork(self, call: LiveCall, recorded: ScriptCall) -> Answer | None:
-        self._forked = True
         call.episode.fork = Fork(self.replay.script.episode, recorded.id, call.id)
+        answer = self.replay.answer or await self._others(call)
+        self._forked = True
         if self.replay.answer is not None:
-            return self.replay.answer
-        answer = await self._others(call)
+            return answer
         was = recorded.answer.prompt_ids
         if answer is not None and was and answer.prompt_ids != was:
             at = next((i for i, pair in enumerate(zip(was, answer.prompt_ids, strict=False)) if pair[0] != pair[1]), -1)

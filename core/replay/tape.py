@@ -53,6 +53,8 @@ class Tape:
     def __init__(self) -> None:
         self.frameworks = False
         """Whether the results of a framework's tools are kept and given too, not only those of `cotune.recorded`."""
+        self.keeps = True
+        """Whether results are kept at all; not in an episode without an end."""
         self._lock = threading.Lock()
         self._kept: list[Given] = []
         self._given: dict[tuple[str, str], deque[Any]] = {}
@@ -78,7 +80,7 @@ class Tape:
     def keep(self, use: ToolUse, arguments: Any, started: float) -> bool:
         """Keep the result of a use; False for one that is no JSON. One that made model calls, as an agent does, is not
         kept and no fault: they are repeated themselves."""
-        if use.calls:
+        if use.calls or not self.keeps:
             return True
         if not _is_json(use.value):
             return False

@@ -57,7 +57,7 @@ def taped(
         with live.tape.using(name, arguments) as use:
             if not use.known:
                 use.value = original(*args, **kwargs)
-                _keep(live, use, arguments, started)
+            _keep(live, use, arguments, started)
         return use.value
 
     @functools.wraps(original)
@@ -68,7 +68,7 @@ def taped(
         with live.tape.using(name, arguments) as use:
             if not use.known:
                 use.value = await original(*args, **kwargs)
-                _keep(live, use, arguments, started)
+            _keep(live, use, arguments, started)
         return use.value
 
     return run_async if inspect.iscoroutinefunction(original) else run

@@ -93,6 +93,7 @@ def test_tools_of_a_framework_give_back_what_they_returned(tmp_path: Path, app: 
     assert {"count", "acount", "counted"} >= {result.name for result in trunk.results}
     repeated = again(lab, trunk)
     assert (repeated.error, RAN, lab.policy.calls) == (None, [], [])
+    assert {result.value for result in repeated.results} == {result.value for result in trunk.results}
 
     (trunk,) = run(lab, [1], Responder(reply), record_tools=False)
     assert (len(RAN), trunk.results) == (uses, ())
