@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.ids import address
+from cotune.ids import address, canonical
 from cotune.sampling.plans import seed_of
 
 _SYSTEM = """You compare {what} and rank them by a rubric.
@@ -66,6 +66,11 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
             raise Unusable("its ranking does not have each letter once")
         number = dict(zip(self.labels, self.order, strict=True))
         return [[number[label] for label in tier] for tier in tiers if tier]
+
+    def answer(self, tiers: Sequence[Sequence[int]]) -> str:
+        """The answer that says these tiers alone: a reason may quote what a redactor keeps out of records."""
+        label = dict(zip(self.order, self.labels, strict=True))
+        return canonical({"ranking": [[label[number] for number in tier] for tier in tiers]}).decode()
 
 
 def question(

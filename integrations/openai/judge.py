@@ -187,7 +187,7 @@ class Judge:
                 body["messages"] = [*asked.messages, {"role": "assistant", "content": text}, correction]
             else:
                 if self.role is None:
-                    ledger.keep(key, self.key, text)
+                    ledger.keep(key, self.key, asked.answer(tiers))
                 return tiers
         raise JudgeError(f"{self} was asked twice in vain: {fault}.", "See docs/judges.md.")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import cotune
+from cotune.judging.ledger import Ledger, run_folder
 
 
 @cotune.workflow
@@ -33,6 +34,11 @@ class _Deeds:
     @staticmethod
     async def nothing(task: dict[str, Any]) -> None:
         await asyncio.sleep(task.get("seconds", 0.0))
+
+    @staticmethod
+    async def spend(task: dict[str, Any]) -> None:
+        """What a judge spends of its budget."""
+        Ledger(run_folder.get()).reserve("judge", 1.0, max_calls=3, max_cost=None)
 
     @staticmethod
     async def leave(task: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +63,14 @@ def test_eight_siblings_are_one_request_and_a_second_run_makes_none(server: Prov
     assert totals(tmp_path) == {
         "requests": 1, "prompt_tokens": 7, "completion_tokens": 3, "cost": 0.0, "cached": 2
     }  # fmt: skip
+
+
+def test_nothing_of_what_the_judge_says_is_kept_but_its_ranking(server: Provider, tmp_path: Path) -> None:
+    server.reply = lambda body, number: says('{"reason": "xxx beats x", "ranking": [["B", "A"], ["C"]]}')
+    found = ask(judge(server), EIGHT[:3])
+    assert ask(judge(server), EIGHT[:3]) == found and len(server.requests) == 1
+    kept = sqlite3.connect(tmp_path / FILE).execute("SELECT text FROM answers").fetchall()
+    assert kept == [('{"ranking":[["B","A"],["C"]]}',)]
 
 
 def test_what_the_judge_is_shown(server: Provider) -> None:

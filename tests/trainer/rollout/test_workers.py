@@ -24,6 +24,7 @@ from cotune.errors import ConfigError, WorkflowError
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.ray.sampler import RaySampler, start_sampler
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.judging.ledger import FILE, Ledger, run_folder
 from cotune.recording.records import Episode, PolicyRef, Record, Task
 from cotune.recording.rollout import EpisodeBatch
 from cotune.replay.script import Replay, read_script
@@ -108,6 +109,14 @@ def ended(records: Sequence[Record]) -> Counter[str]:
     return Counter(record.task.id for record in records if isinstance(record, Episode))
 
 
+def test_judges_in_all_processes_share_the_budget_of_the_run(troubled: Driver) -> None:
+    episodes, _ = troubled.trouble(*({"id": f"s{i}", "do": "spend"} for i in range(8)))
+    assert {episode.status for episode in episodes.values()} == {"ok"}
+    assert len({process for task in episodes for process in troubled.ran(task)}) == 2
+    kept = [parent for parent in troubled.folder.parents if (parent / FILE).is_file()]
+    assert len(kept) == 1 and Ledger(kept[0]).totals()["requests"] == 3
+
+
 @contextlib.contextmanager
 def driver(folder: Path) -> Iterator[Driver]:
     with asyncio.Runner() as runner:
@@ -142,9 +151,12 @@ def pair(
 def troubled(
     ray_runtime: str, environment: None, tiny_base: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Driver]:
-    """Two workers with the application that does what its task says."""
-    with driver(tmp_path_factory.mktemp("troubled")) as made:
+    """Two workers with the application that does what its task says, in a run that has a folder."""
+    folder = tmp_path_factory.mktemp("troubled")
+    token = run_folder.set(folder)
+    with driver(folder) as made:
         made.open("tests.trainer.trouble_app:trouble", None, tiny_base)
+        run_folder.reset(token)
         yield made
 
 
