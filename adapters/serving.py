@@ -19,8 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cotune.adapters.conversations import LocalResponder
-from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local, with_aliases
-from cotune.adapters.restarting import Restarting
+from cotune.adapters.open_policies import LocalPolicies, Restarting, ServedModel, open_local, with_aliases
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.http.requests import (
     Access,

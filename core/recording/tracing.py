@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import Token
 from pathlib import Path
 from types import TracebackType
@@ -97,18 +98,14 @@ class Trace:
     @property
     def calls(self) -> list[TracedCall]:
         """The calls that have ended so far, in the order of their start."""
-        sink, live = self._sink, self._episode()
-        assert sink is not None
-        with sink.reading() as read:
-            return [_traced(call, read) for call in read.calls(live.id)]
+        with self._reading() as read:
+            return [_traced(call, read) for call in read.calls(self.id)]
 
     @property
     def rewards(self) -> Mapping[str, float]:
         """Rewards given so far, by name."""
-        sink, live = self._sink, self._episode()
-        assert sink is not None
-        with sink.reading() as read:
-            return read.rewards([live.id]).get(live.id, {})
+        with self._reading() as read:
+            return read.rewards([self.id]).get(self.id, {})
 
     @property
     def warnings(self) -> Mapping[str, int]:
@@ -167,6 +164,11 @@ class Trace:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.__exit__(kind, error, traceback)
+
+    def _reading(self) -> AbstractContextManager[Reader]:
+        self._episode()
+        assert self._sink is not None
+        return self._sink.reading()
 
     def _episode(self) -> LiveEpisode:
         if self._live is None:

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from starlette.types import Scope
 
-from cotune.integrations.anthropic.answers import MESSAGES
+from cotune.integrations.anthropic.messages import MESSAGES
 from cotune.integrations.http.requests import RequestError, header
 from cotune.integrations.openai.forms import FORMS, Form
 

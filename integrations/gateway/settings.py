@@ -81,14 +81,9 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         for url in filter(None, (self.upstream, self.anthropic)):
-            _check_url(url)
-
-
-def _check_url(url: str) -> None:
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.port != 0:
-            return
-    raise ConfigError(
-        "upstream", url, "the base URL of an OpenAI-compatible API", "For example: --upstream https://api.openai.com/v1"
-    )
+            with contextlib.suppress(ValueError):
+                parts = urlsplit(url)
+                if parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.port != 0:
+                    continue
+            remedy = "For example: --upstream https://api.openai.com/v1"
+            raise ConfigError("upstream", url, "the base URL of an OpenAI-compatible API", remedy)
