@@ -122,8 +122,17 @@ def test_a_fork_goes_on_with_the_policy_from_its_call_on(tmp_path: Path):
 
 def test_siblings_of_a_parallel_part_keep_what_they_said(tmp_path: Path):
     """The fork is one of three equal workers; the other two and nothing after them come from the record."""
+    asked = []
+
+    async def together(call: Any) -> Any:
+        """Workers are answered once all three have asked, so that none began after another had ended."""
+        asked.append(call.role)
+        while asked.count("worker") < 3:
+            await asyncio.sleep(0.005)
+        return await reply(call)
+
     lab = Lab(tmp_path, replay_apps.langgraph)
-    (trunk,) = lab.record(1)
+    (trunk,) = asyncio.run(lab.run([1], responder=Responder(together)))
     for turn in range(3):
         fork = lab.call(trunk, "worker", turn)
         (branch,) = lab.again([trunk], fork=fork.id)
