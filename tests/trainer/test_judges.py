@@ -162,6 +162,15 @@ def test_a_judge_that_fails_on_all_episodes_ends_the_run_with_its_error(server: 
     assert len(server.requests) == 7, "nothing was judged twice"
 
 
+def test_a_run_that_would_learn_from_rewards_that_nobody_gives_does_not_begin(trainer: Trainer) -> None:
+    app = application(tell)
+    app.scorer("first", group=True)(lambda candidates, call, task: [None] * len(candidates))
+    with pytest.raises(
+        WorkflowError, match="no answer has a reward, so nothing can be learned under the plan independ"
+    ):
+        trainer(app, plan=INDEPENDENT)
+
+
 def test_a_dry_run_asks_no_judge(server: Provider) -> None:
     settings = {"model": "m", "rubric": "Early.", "base_url": server.url, "api_key": "none"}
     app = application(tell, second=lambda candidate, call, task: 1.0)

@@ -113,6 +113,11 @@ async def preflight(
     rewards = rewards_by_role(store, calls)
     for fault in faults(workflow, outcomes, calls, rewards, config.roles):
         raise fault
+    if plan.kind != "tree" and not any([*ended.values(), *rewards.values()]):
+        raise WorkflowError(
+            f"No episode and no answer has a reward, so nothing can be learned under the plan {plan.kind}.",
+            "Return a reward, add @workflow.judge, or use --plan tree where the roles have scorers.",
+        )
     return PreflightReport(
         rewards=rewards,
         outcome=sorted({name for named in ended.values() for name in named}),
