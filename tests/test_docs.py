@@ -128,6 +128,12 @@ def test_config_page_states_the_defaults() -> None:
     assert convert({**documented(defaults=True), "model": "m"}) == TrainConfig(model="m")
 
 
+@pytest.mark.parametrize("text", blocks(ROOT / "docs" / "recipes.md", "toml"))
+def test_recipes_page_is_valid(text: str) -> None:
+    config = convert({"model": "m", **tomllib.loads(text)})
+    assert config.resolve_plan([])[1].name
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_config_page_is_valid(index: int) -> None:
     text = blocks(ROOT / "docs" / "config.md", "toml")[index]
