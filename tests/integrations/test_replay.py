@@ -120,19 +120,24 @@ def test_a_fork_goes_on_with_the_policy_from_its_call_on(tmp_path: Path):
         assert lab.policy.calls[0].role == role
 
 
-def test_siblings_of_a_parallel_part_keep_what_they_said(tmp_path: Path):
-    """The fork is one of three equal workers; the other two and nothing after them come from the record."""
+def side_by_side(lab: Lab) -> Episode:
+    """An episode whose three workers are answered once all have asked, so that none began after another had ended."""
     asked = []
 
     async def together(call: Any) -> Any:
-        """Workers are answered once all three have asked, so that none began after another had ended."""
         asked.append(call.role)
         while asked.count("worker") < 3:
             await asyncio.sleep(0.005)
         return await reply(call)
 
-    lab = Lab(tmp_path, replay_apps.langgraph)
     (trunk,) = asyncio.run(lab.run([1], responder=Responder(together)))
+    return trunk
+
+
+def test_siblings_of_a_parallel_part_keep_what_they_said(tmp_path: Path):
+    """The fork is one of three equal workers; the other two and nothing after them come from the record."""
+    lab = Lab(tmp_path, replay_apps.langgraph)
+    trunk = side_by_side(lab)
     for turn in range(3):
         fork = lab.call(trunk, "worker", turn)
         (branch,) = lab.again([trunk], fork=fork.id)
@@ -145,7 +150,7 @@ def test_siblings_of_a_parallel_part_keep_what_they_said(tmp_path: Path):
 
 def test_a_given_answer_is_said_at_the_fork(tmp_path: Path):
     lab = Lab(tmp_path, replay_apps.langgraph)
-    (trunk,) = lab.record(1)
+    trunk = side_by_side(lab)
     (branch,) = lab.again([trunk], fork=lab.call(trunk, "worker", 1).id, answer=answer("given"))
     said = lab.store.message(lab.call(branch, "join").messages[0])["content"]
     assert "given" in said and len(lab.policy.calls) == 1
