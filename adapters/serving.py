@@ -34,8 +34,7 @@ from cotune.integrations.http.requests import (
 )
 from cotune.integrations.http.server import RunningServer, running, stopped_by_signals
 from cotune.integrations.openai.chat_request import ChatRequest
-from cotune.integrations.openai.completions import completion_of
-from cotune.integrations.openai.sse import to_stream
+from cotune.integrations.openai.completions import completion_of, to_stream
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode, Nowhere
 from cotune.recording.records import Task

@@ -1,10 +1,10 @@
-"""Replacing methods of a framework's classes, those there are and those to come."""
+"""Replacing methods of a framework's classes, those there are and those to come; and driving its streams."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -104,3 +104,24 @@ def _subclasses(cls: Any) -> Iterator[Any]:
     for sub in cls.__subclasses__():
         yield sub
         yield from _subclasses(sub)
+
+
+async def step_inside(
+    context: Callable[[], AbstractContextManager[None]],
+    source: AsyncIterator[Any],
+    seen: Callable[[Any], None] = lambda item: None,
+) -> AsyncGenerator[Any, None]:
+    """The items of `source`, each step of which runs inside a new `context()`; `seen` gets each item first."""
+    try:
+        while True:
+            with context():
+                try:
+                    item = await anext(source)
+                except StopAsyncIteration:
+                    return
+            seen(item)
+            yield item
+    finally:
+        if hasattr(source, "aclose"):
+            with context():
+                await source.aclose()

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from cotune.integrations.openai.completions import events, grow, number
 from cotune.integrations.openai.forms import Form
 from cotune.integrations.openai.response_body import ProviderFailed
 from cotune.integrations.openai.responses import hosted_tools, text_of
-from cotune.integrations.openai.sse import events, grow, number
 from cotune.recording.answers import Answer
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.records import Candidate, Usage

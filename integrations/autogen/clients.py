@@ -18,7 +18,7 @@ from cotune.ids import new_id
 from cotune.integrations.agent_state import AgentState
 from cotune.integrations.autogen.lineage import Lineage
 from cotune.integrations.autogen.scopes import NAME, AutogenScope, Names
-from cotune.integrations.streams import step_inside
+from cotune.integrations.patching import step_inside
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
 

@@ -16,7 +16,7 @@ from autogen_core.tools import StaticWorkbench
 
 from cotune.context import Scope, current_episode, entered, innermost
 from cotune.integrations.agent_state import AgentState
-from cotune.integrations.streams import step_inside
+from cotune.integrations.patching import step_inside
 from cotune.recording.app_parts import Part
 from cotune.recording.pending_call import CallerContext
 

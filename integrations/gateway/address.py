@@ -90,7 +90,7 @@ def _parse(raw: bytes) -> Address | None:
     if family is None:
         known = ", ".join(dict.fromkeys(name.rstrip("/") for name in _METHODS))
         raise RequestError(404, f"Not Found: /v1/{tail[:_LONGEST]}. Served are: {known}.", code="not_found")
-    episode = None if found["episode"] is None else _episode(_unquoted(found["episode"], "episode"))
+    episode = None if found["episode"] is None else _id(_unquoted(found["episode"], "episode"), "episode")
     role = None if found["role"] is None else _role(_unquoted(found["role"], "role"))
     return Address(tail, _METHODS[family], _CALLS.get(tail), episode, role)
 
@@ -122,7 +122,7 @@ def identity(scope: Scope, address: Address, role_header: str = "") -> Identity:
         role = address.role or baggage.get("role", own or None)
     parents = given.get("parents") or baggage.get("parents") or ""
     return Identity(
-        None if episode is None else _episode(episode),
+        None if episode is None else _id(episode, "episode"),
         "app" if role is None else _role(role),
         role is not None,
         tuple(_id(part.strip(), "parent") for part in parents.split(",") if part.strip()),
@@ -163,10 +163,6 @@ def _role(value: str) -> str:
         text = f"A role is 1 to {_LONGEST} printable characters."
         raise RequestError(400, text, param="role", code="invalid_role")
     return value
-
-
-def _episode(value: str) -> str:
-    return _id(value, "episode")
 
 
 def _id(value: str, what: str) -> str:

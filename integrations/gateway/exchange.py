@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
@@ -72,19 +73,20 @@ def inflated(raw: bytes, coding: str, limit: int, whole: bool = True) -> bytes:
     return text
 
 
+@dataclass(eq=False)
 class Exchange:
     """A call in flight. All on the gateway's event loop."""
 
-    def __init__(self, call: LiveCall, form: Form, asked: Mapping[str, Any], ended: Callable[[Exchange], None]) -> None:
-        self.call = call
-        self.form = form
-        self.asked = asked
-        self._ended = ended
-        self._chunks: list[bytes] = []
-        self.size = 0
-        self._kind = self._coding = ""
-        self.answering = False
-        """Whether an answer that is no error is on its way."""
+    call: LiveCall
+    form: Form
+    asked: Mapping[str, Any]
+    _ended: Callable[[Exchange], None]
+    _chunks: list[bytes] = field(default_factory=list)
+    size: int = 0
+    _kind: str = ""
+    _coding: str = ""
+    answering: bool = False
+    """Whether an answer that is no error is on its way."""
 
     def begins(self, kind: str, coding: str) -> None:
         """An answer that is no error begins: its content type and content coding."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from cotune.context import Scope, called_by, current_episode, entered
 from cotune.integrations.agent_state import AgentState
-from cotune.integrations.streams import step_inside
+from cotune.integrations.patching import step_inside
 from cotune.integrations.versions import missing_hook
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.pending_call import CallerContext

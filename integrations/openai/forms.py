@@ -13,7 +13,6 @@ import msgspec
 from cotune.integrations.openai import completions as chat_completions
 from cotune.integrations.openai import response_body as openai_response_body
 from cotune.integrations.openai import responses as openai_responses
-from cotune.integrations.openai import sse
 from cotune.integrations.openai.response_body import ProviderFailed
 from cotune.recording.answers import Answer
 from cotune.recording.model_calls import reason_of
@@ -86,12 +85,12 @@ FORMS = (
         chat=lambda asked, episode: dict(asked),
         unsupported_reason=_chat_unsupported,
         body=lambda call, answer, asked: chat_completions.completion_of(call, answer),
-        events=lambda body, asked: sse.to_stream(
+        events=lambda body, asked: chat_completions.to_stream(
             body, usage=bool((asked.get("stream_options") or {}).get("include_usage"))
         ),
         answer=chat_completions.answer_of,
-        stream=sse.from_stream,
-        part=sse.part_of_stream,
+        stream=chat_completions.from_stream,
+        part=chat_completions.part_of_stream,
         keep=lambda call, asked, body: None,
     ),
     Form(

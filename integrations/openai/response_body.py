@@ -8,9 +8,8 @@ from typing import Any
 
 import msgspec
 
-from cotune.integrations.openai.completions import several
+from cotune.integrations.openai.completions import events, grow, number, several
 from cotune.integrations.openai.responses import messages_of, readable, text_of
-from cotune.integrations.openai.sse import events, grow, number
 from cotune.recording.answers import MALFORMED, Answer, counts
 from cotune.recording.recorder import LiveCall
 from cotune.recording.records import Candidate

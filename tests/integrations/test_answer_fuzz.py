@@ -27,9 +27,9 @@ import cotune
 from cotune.cli.show import show_run
 from cotune.integrations.autogen import messages as autogen_messages
 from cotune.integrations.crewai import messages as crewai_values
+from cotune.integrations.openai.completions import to_stream
 from cotune.integrations.openai.forms import FORMS, finish
 from cotune.integrations.openai.response_body import to_events
-from cotune.integrations.openai.sse import to_stream
 from cotune.integrations.otel.exporter import export_file
 from cotune.integrations.otel.spans import Detail
 from cotune.recording.episodes import run_episode

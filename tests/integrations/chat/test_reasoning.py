@@ -172,7 +172,7 @@ def test_what_is_trained_on_is_what_was_sampled_after_the_prompt_that_the_templa
 
 
 def test_a_stream_gives_the_reasoning_back_too() -> None:
-    from cotune.integrations.openai import sse
+    from cotune.integrations.openai import completions as sse
 
     message = {"role": "assistant", "content": "42", "reasoning_content": "I thank"}
     choices = [{"index": 0, "message": message, "finish_reason": "stop"}]

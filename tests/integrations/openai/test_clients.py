@@ -19,8 +19,8 @@ from openai import _base_client
 from pydantic import BaseModel
 
 from cotune import role
+from cotune.integrations.openai import completions as sse
 from cotune.integrations.openai import sdk as openai_sdk
-from cotune.integrations.openai import sse
 from cotune.integrations.versions import UnsupportedVersion
 from tests.integrations.provider import Provider, event, json_reply
 from tests.integrations.recorded import POLICY, Recorded, answer, asks, tool_call

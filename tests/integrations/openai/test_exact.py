@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.openai import sse
+from cotune.integrations.openai import completions as sse
 from cotune.recording.episodes import run_episode
 from cotune.recording.records import PolicyRef, Segment, Task
 from cotune.sampling.plans import Plan
