@@ -20,10 +20,11 @@ from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.recording.records import Call
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.summary import RunSummary
 from cotune.trainer.train import train
 from cotune.workflows import load_workflow
-from examples.tool_agent import clerk_base, shop
+from examples.tool_agent import clerk_base, provider, shop
 from tests.examples.applications import check_knows_nothing_of_cotune
 
 ROOT = Path(__file__).parents[2]
@@ -227,3 +228,43 @@ def _scores(store: SqliteStore, call: Call) -> list[float]:
 
     found = [store.rewards([candidate_id(call.id, c.index)]) for c in call.candidates]
     return [next(iter(rewards.values()))["local"] for rewards in found]
+
+
+# From a provider's model to one's own
+
+
+def test_the_provider_serves_most_customers() -> None:
+    right = 0
+    for task in shop.make_tasks(200, 3):
+        messages: list[dict[str, Any]] = [{"role": "user", "content": task["question"]}]
+        while (said := provider.next_message(messages)).get("tool_calls"):
+            function = said["tool_calls"][0]["function"]
+            value = next(iter(json.loads(function["arguments"]).values()))
+            result = (shop.find if function["name"] == "search" else shop.calculate)(value)
+            messages += [said, {"role": "tool", "content": result}]
+        right += said["content"] == task["answer"]
+    assert 180 <= right < 200
+
+
+def test_recorded_answers_with_tools_make_the_clerk_better(base: Path, tmp_path: Path) -> None:
+    """Recorded through a real address, learned in the model's own form of tool calls."""
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in shop.make_tasks(96, 5)))
+    solve, traced = "examples.tool_agent.train:solve", str(tmp_path / "traced")
+    with provider.serving() as url:
+        words = [sys.executable, "-m", "cotune", "trace", solve, "--tasks", str(tmp_path / "tasks.jsonl")]
+        environment = {**os.environ, "OPENAI_BASE_URL": url, "PYTHONPATH": str(ROOT)}
+        subprocess.run([*words, "--out", traced], env=environment, cwd=tmp_path, check=True, capture_output=True)
+    settings = {"model": str(base), "steps": 12, "learner": {"lr": 3e-3, "threads": 1, "device": "cpu"}}
+    records = {"path": traced, "min_reward": 1.0}
+    console = Console(file=io.StringIO())
+    run = tmp_path / "sft"
+    train(load_workflow(solve), None, settings, run=run, console=console, recipe="sft", records=records)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["left_out"].keys() <= {"below_reward"} and lines[0]["rows"] == 32
+    with pytest.MonkeyPatch.context() as patch:
+        opened = functools.partial(TransformersSampler.open, host="thread", device="cpu")
+        patch.setattr("cotune.integrations.samplers.transformers.sampler.TransformersSampler.open", opened)
+        tasks = list(shop.make_tasks(48, 6))
+        report = evaluate(run, load_workflow(solve), tasks, modes=("base", "trained"), max_tokens=24)
+    success = {mode: found.success.mean for mode, found in report.evaluations.items() if found.success}
+    assert success["trained"] > success["base"] + 0.2

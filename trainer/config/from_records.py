@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import msgspec
 
@@ -67,13 +66,8 @@ def check_distill(recipe: str | None, distill: DistillConfig) -> None:
         raise ConfigError("distill.teacher", "", "a model folder or Hugging Face id, for recipe distill")
 
 
-def check_records(
-    recipe: str | None, records: RecordsConfig, learner: LearnerSettings, rollouts: Mapping[str, object]
-) -> None:
-    """Raises ConfigError for settings that a recipe does not have which learns from records, or which it has alone.
-
-    `rollouts` are settings, by field, that only runs with rollouts have.
-    """
+def check_records(recipe: str | None, records: RecordsConfig, learner: LearnerSettings) -> None:
+    """Raises ConfigError for settings that a recipe does not have which learns from records, or which it has alone."""
     if recipe not in FROM_RECORDS:
         if records.path:
             known = " or ".join(FROM_RECORDS)
@@ -81,9 +75,6 @@ def check_records(
         return
     if not records.path:
         raise ConfigError("records", "", f"a run folder or records file, for recipe {recipe}", "Pass --records.")
-    for field, value in rollouts.items():
-        if value:
-            raise ConfigError(field, value, f"left out with recipe {recipe}, which runs no episode")
     if recipe != "dpo":
         return
     if learner.epochs > 1:

@@ -188,10 +188,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         check_tool_format(self.tool_format)
         if self.cluster.colocate and self.mode != "sync":
             raise ConfigError("mode", self.mode, "sync, where cluster.colocate is true")
-        rollouts = {"evaluation.tasks": self.evaluation.tasks, "overrides": self.overrides, "plan.kind": self.plan.kind}
-        rollouts["guard.action"] = "" if self.guard.action == "off" else self.guard.action
         check_distill(self.recipe, self.distill)
-        check_records(self.recipe, self.records, self.learner, rollouts)
+        check_records(self.recipe, self.records, self.learner)
         for name, count in Counter(p.name for p in self.policy).items():
             if count > 1:
                 raise ConfigError("policy.name", name, "one policy of each name", "Rename one of the two policies.")
@@ -203,6 +201,17 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def from_records(self) -> bool:
         """Whether the run learns from records, without rollouts."""
         return self.recipe in FROM_RECORDS
+
+    @property
+    def of_rollouts(self) -> list[str]:
+        """Settings that are given and only mean something to runs with rollouts."""
+        given = {
+            "overrides": self.overrides,
+            "plan.kind": self.plan.kind,
+            "evaluation.tasks": self.evaluation.tasks,
+            "guard.action": self.guard.action != "off",
+        }
+        return [name for name, value in given.items() if value]
 
     @property
     def ahead(self) -> int:

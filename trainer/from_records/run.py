@@ -104,6 +104,8 @@ async def open_records_run(
         saved = load_checkpoint(folder.checkpoints)
         begun: list[str] = []
         notes = [_said(config, recorded, episodes, held_out), *recorded.notes, note]
+        if unused := ", ".join(config.of_rollouts):
+            notes.append(f"not used, as recipe {config.recipe} runs no episode: {unused}")
         if saved is not None:
             learner.go_on(folder.path / START)
         else:

@@ -258,8 +258,6 @@ def test_the_command_line(records: Path, tiny_base: Path, tmp_path: Path, capsys
     [
         ({"records": ""}, "records = '': allowed is a run folder or records file, for recipe sft"),
         ({"recipe": "grpo"}, "recipe = 'grpo': allowed is sft or dpo, where records are given"),
-        ({"overrides": {"clip_high": 1.0}}, "overrides = .* left out with recipe sft, which runs no episode"),
-        ({"evaluation": {"tasks": "x.jsonl"}}, "evaluation.tasks = 'x.jsonl': allowed is left out"),
         ({"roles": ("third",)}, "roles = 'third': allowed is a role with recorded answers .*: first, second"),
         ({"policy": ({"name": "p", "roles": ["first"]},)}, "policy.roles = 'second': allowed is a policy for every"),
         ({"tasks": [{"id": "a"}]}, "tasks = .* left out with recipe sft"),
@@ -270,6 +268,12 @@ def test_bad_settings_are_named(trainer: Trainer, records: Path, settings: dict[
     with pytest.raises(ConfigError, match=message):
         trainer(application(converse), tasks, **{"recipe": "sft", "records": str(records), **settings})
     assert not (trainer.folder / "run").exists()
+
+
+def test_the_configuration_of_a_reinforcement_run_will_do(trainer: Trainer, records: Path) -> None:
+    settings = {"plan": {"kind": "tree"}, "overrides": {"clip_high": 0.3}, "steps": 1}
+    assert learn(trainer, records, **settings).finished
+    assert "not used, as recipe sft runs no episode: overrides, plan.kind" in trainer.said
 
 
 def test_records_without_answers(trainer: Trainer, records: Path, tmp_path: Path) -> None:
