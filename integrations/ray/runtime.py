@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,8 +60,15 @@ def open_ray(
     if not local:
         _check_reachable(str(address))
         _use_token()
-    with _folder(local) as folder, _signals():
-        _start(ray, _arguments(address, local, num_cpus, env or {}, folder))
+    arguments: dict[str, Any] = {"address": address or "local", "namespace": "cotune", "logging_level": "error"}
+    if env:
+        arguments["runtime_env"] = {"env_vars": dict(env)}
+    with ExitStack() as stack:
+        if local:
+            folder = stack.enter_context(owned_folder(_parent(), "cotune-ray"))
+            arguments |= {"num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": str(folder)}
+        stack.enter_context(_signals())
+        _start(ray, arguments)
         try:
             yield ray.get_runtime_context().gcs_address
         finally:
@@ -131,28 +138,9 @@ def _joined(ray: Any, address: str | None) -> str:
     return running
 
 
-def _arguments(
-    address: str | None, local: bool, num_cpus: float | None, env: Mapping[str, str], folder: Path | None
-) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "address": address or "local",
-        "namespace": "cotune",
-        "logging_level": "error",
-        "runtime_env": {"env_vars": dict(env)} if env else None,
-    }
-    if local:
-        arguments |= {"num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": str(folder)}
-    return arguments
-
-
-@contextmanager
-def _folder(local: bool) -> Iterator[Path | None]:
-    if not local:
-        yield None
-        return
+def _parent() -> Path:
     usual = Path(tempfile.gettempdir())
-    with owned_folder(usual if len(str(usual)) <= _LONGEST_FOLDER else Path("/tmp"), "cotune-ray") as folder:
-        yield folder
+    return usual if len(str(usual)) <= _LONGEST_FOLDER else Path("/tmp")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -63,11 +63,11 @@ class LoopSampler(ABC):
 
     async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
         """Serve `policy` with these weights; return the fingerprint of what arrived."""
-        return await self._finish(self._publish(policy, weights, lora))
+        return await self._run(self._publish(policy, weights, lora), to_its_end=True)
 
     async def retire(self, policy: PolicyRef) -> None:
         """Refuse new requests of a version at once; it is freed when its running requests have ended."""
-        await self._finish(self._retire(policy))
+        await self._run(self._retire(policy), to_its_end=True)
 
     async def info(self) -> SamplerInfo:
         return await self._run(self._info())
@@ -79,22 +79,25 @@ class LoopSampler(ABC):
             self._closing = asyncio.create_task(self._end())
         await asyncio.shield(self._closing)
 
-    async def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Work that is cancelled with its caller. Raises SamplerError when the sampler is broken or closed."""
-        task = self._start(work)
+    async def _opened(self, work: Coroutine[Any, Any, None]) -> Self:
+        """This sampler, once `work` has opened it; closed where that fails."""
         try:
-            return await task
-        except asyncio.CancelledError:
-            self._check(task)
+            await self._run(work)
+        except BaseException:
+            await asyncio.shield(self.aclose())
             raise
+        return self
 
-    async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """Work that goes on to its end when its caller is cancelled. Raises as `_run`."""
+    async def _run(self, work: Coroutine[Any, Any, T], *, to_its_end: bool = False) -> T:
+        """Work that is cancelled with its caller, or goes on `to_its_end`. Raises SamplerError when the sampler is
+        broken or closed."""
         task = self._start(work)
         try:
-            return await asyncio.shield(task)
+            return await (asyncio.shield(task) if to_its_end else task)
         except asyncio.CancelledError:
-            self._check(task)
+            caller = asyncio.current_task()
+            if self._broken is not None and task.cancelled() and not (caller and caller.cancelling()):
+                raise SamplerError(self._broken.cause, self._broken.remedy) from None
             raise
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -110,12 +113,6 @@ class LoopSampler(ABC):
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # somebody waits for it, or nobody does any more
-
-    def _check(self, task: asyncio.Task[Any]) -> None:
-        """Raises SamplerError where it was the sampler's end that cancelled a task, and not its caller."""
-        caller = asyncio.current_task()
-        if self._broken is not None and task.cancelled() and not (caller and caller.cancelling()):
-            raise SamplerError(self._broken.cause, self._broken.remedy) from None
 
     def _fail(self, error: SamplerError) -> None:
         """The engine is gone: every later request fails at once. The first reason stays."""

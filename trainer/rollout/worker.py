@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ class RolloutWorker:
         del self._episodes[request.id]
         if not episode.cancelled():
             episode.result()
-        records, lost = pack(sink.records)
+        records, lost = pack(sink)
         return EpisodeResult(
             records=records,
             lost=lost,
@@ -167,11 +167,7 @@ class RolloutWorker:
         return call
 
 
-class _Records:
+class _Records(list[Record]):
     """The sink of one episode."""
 
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def write(self, records: Sequence[Record]) -> None:
-        self.records.extend(records)
+    write = list.extend

@@ -8,7 +8,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -117,7 +116,7 @@ class RolloutWorkers:
             return await run_batch(run_one, batch)
         except BaseExceptionGroup as group:
             known, _ = group.split(CotuneError)
-            raise (_first(known or group)) from group
+            raise (known or group).exceptions[0] from group
 
     async def aclose(self) -> None:
         """End the workers and everything that their episodes have left running. Safe to call twice."""
@@ -182,10 +181,3 @@ def _check_same(workflow: Workflow, path: str, started: Started) -> None:
             f"the workflow of this process, {what}; a worker that imports it finds {there!r}",
             "Add scorers and redactors in the module that defines the workflow, when it is imported.",
         )
-
-
-def _first(group: BaseExceptionGroup[Any]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+
+from cotune.integrations.ray.router.replica import Engine
 
 BLOCK_TOKENS = 16
 """Prefixes are compared in blocks of this many tokens."""
@@ -13,20 +14,7 @@ SLACK = 4.0
 """How many requests like the one to place an engine may be ahead of the least loaded one, for a known prefix."""
 
 
-class Loaded(Protocol):
-    """An engine that can take a request, as routing sees it."""
-
-    name: str
-    load: int
-    """Tokens that its running requests may take."""
-    idle_since: int
-    """A number that grows with each request it is given; the smallest was given one the longest time ago."""
-
-
-L = TypeVar("L", bound=Loaded)
-
-
-def choose(engines: Sequence[L], matched: Mapping[str, int], cost: int, slack: float = SLACK) -> L:
+def choose(engines: Sequence[Engine], matched: Mapping[str, int], cost: int, slack: float = SLACK) -> Engine:
     """The engine for a request that adds `cost` to its load; `matched` is how many leading blocks of it each has seen.
 
     Only engines that are at most `slack` times the cost above the least loaded one count, so that a prefix that

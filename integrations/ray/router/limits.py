@@ -1,4 +1,4 @@
-"""What bounds the router's patience, and what it counts. All times are in seconds."""
+"""What bounds the router's patience. All times are in seconds."""
 
 IN_FLIGHT = 64
 """Requests that one engine works on at once; others wait in order."""
@@ -22,24 +22,3 @@ BACKOFF, MAX_BACKOFF = 1.0, 60.0
 """Pause before the first restart; doubled with each further one, up to the second."""
 FORGIVE_AFTER = 3600.0
 """After this time in health an engine's restarts are counted from 0 again."""
-
-COUNTERS = (
-    "requests",  # all that were asked for
-    "answered",
-    "refused",  # a healthy engine, or the router, would not serve the request itself
-    "failed",  # ended with SamplerError after all attempts, or because too few engines are left
-    "late",  # past the caller's own time-out
-    "cancelled",  # by the caller
-    "retried",  # attempts beyond a request's first
-    "queued",  # had to wait because all engines were full
-    "waited",  # had to wait because too few engines were healthy
-    "died",  # attempts that ended because the engine was taken out
-    "garbage",  # answers that are none
-    "timeouts",  # attempts past REQUEST_SECONDS
-    "errors",  # attempts that an engine answered with an error of its own
-    "unhealthy",  # engines taken out by a health check
-    "faulty",  # engines taken out because request after request failed
-    "restarts",  # starts of a new engine in a failed one's place
-    "failed_starts",
-    "lost",  # engines given up
-)

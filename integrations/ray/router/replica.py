@@ -42,6 +42,7 @@ class Engine:
         """Requests that it works on; `load` are the tokens that they may take."""
         self.load = 0
         self.idle_since = 0
+        """A number that grows with each request it is given; the smallest was given one the longest time ago."""
         self._versions = versions
         self._health_timeout = health_timeout
         self._failed = failed

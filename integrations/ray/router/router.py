@@ -53,7 +53,7 @@ class RoutedSampler(LoopSampler):
         self, makes: Sequence[Make], min_healthy: int, max_restarts: int, health_timeout: float, vocabulary: int | None
     ) -> None:
         super().__init__()
-        self.counters: Counter[str] = Counter(dict.fromkeys(limits.COUNTERS, 0))
+        self.counters: Counter[str] = Counter()
         self._vocabulary = vocabulary
         self._replicas = [
             Replica(
@@ -84,14 +84,12 @@ class RoutedSampler(LoopSampler):
         an engine's configuration is wrong, EngineLost when too few can be started.
         """
         router = cls(makes, min_healthy, max_restarts, health_timeout, vocabulary)
-        router._supervisors = [asyncio.create_task(replica.supervise()) for replica in router._replicas]
-        try:
-            await router._queue.until(router._begun)
-            await router._queue.floor()
-        except BaseException:
-            await router.aclose()
-            raise
-        return router
+        return await router._opened(router._open())
+
+    async def _open(self) -> None:
+        self._supervisors = [asyncio.create_task(replica.supervise()) for replica in self._replicas]
+        await self._queue.until(self._begun)
+        await self._queue.floor()
 
     async def sample(
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
@@ -112,11 +110,11 @@ class RoutedSampler(LoopSampler):
 
     async def sleep(self) -> None:
         """Let all engines sleep; one that fails to is taken out and started anew."""
-        await self._finish(self._on_all(Engine.sleep))
+        await self._run(self._on_all(Engine.sleep), to_its_end=True)
 
     async def wake(self) -> None:
         """Wake all engines; one whose weights are not what they were is taken out and started anew."""
-        await self._finish(self._on_all(Engine.wake))
+        await self._run(self._on_all(Engine.wake), to_its_end=True)
 
     async def _info(self) -> SamplerInfo:
         """What every engine serves once it is healthy; the shortest of their context lengths."""
@@ -126,7 +124,7 @@ class RoutedSampler(LoopSampler):
             name=f"router over {', '.join(f'{count} {name}' for name, count in names.items())}",
             max_model_len=self.max_model_len,
             served=self._versions.served(),
-            counters=dict(self.counters),
+            counters=self.counters.copy(),
         )
 
     async def _close(self) -> None:

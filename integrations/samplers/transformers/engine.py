@@ -224,24 +224,19 @@ class DecodingEngine:
 def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingEngine:
     """Load the model and its tokenizer. Raises ConfigError when there is no such model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    torch.set_num_threads(source.threads)
-    if not isinstance(source.model, str):
-        ends = source.end_token_ids
-        if ends is None:
-            ends = ids_of(source.model.generation_config.eos_token_id, getattr(source.tokenizer, "eos_token_id", None))
-        return DecodingEngine(source.model, source.tokenizer, ends, source, emit)
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
-    device = source.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = source.dtype or ("float32" if device == "cpu" else "bfloat16")
-    with reading(source.model):
-        model = AutoModelForCausalLM.from_pretrained(source.model, dtype=getattr(torch, dtype), **loading_weights())
-        model = model.to(device)
-        tokenizer = source.tokenizer
-        if tokenizer is None and not _bare(source.model):
-            tokenizer = AutoTokenizer.from_pretrained(source.model, **loading())
+    torch.set_num_threads(source.threads)
+    model, tokenizer = source.model, source.tokenizer
+    if isinstance(model, str):
+        disable_progress_bar()
+        device = source.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = source.dtype or ("float32" if device == "cpu" else "bfloat16")
+        with reading(source.model):
+            model = AutoModelForCausalLM.from_pretrained(source.model, dtype=getattr(torch, dtype), **loading_weights())
+            model = model.to(device)
+            if tokenizer is None and not _bare(source.model):
+                tokenizer = AutoTokenizer.from_pretrained(source.model, **loading())
     ends = source.end_token_ids
     if ends is None:
         ends = ids_of(model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None))

@@ -108,12 +108,7 @@ class VllmSampler(LoopSampler):
         adapters = slots(policies, staleness)
         rank = next(r for r in _RANKS if r >= max_lora_rank)
         sampler = cls(skeleton, weights == "full", adapters, rank, sleeps)
-        try:
-            await sampler._run(sampler._open(dict(engine_args or {})))
-        except BaseException:
-            await asyncio.shield(sampler.aclose())
-            raise
-        return sampler
+        return await sampler._opened(sampler._open(dict(engine_args or {})))
 
     async def _open(self, engine_args: dict[str, Any]) -> None:
         from vllm import AsyncEngineArgs
@@ -296,11 +291,11 @@ class VllmSampler(LoopSampler):
 
     async def sleep(self) -> None:
         """Finish what runs, then free the GPU until `wake`; requests meanwhile wait. Raises SamplerError."""
-        await self._finish(self._sleep())
+        await self._run(self._sleep(), to_its_end=True)
 
     async def wake(self) -> None:
         """Take the GPU back. Raises SamplerError, and serves nothing more, when the weights are other ones now."""
-        await self._finish(self._wake())
+        await self._run(self._wake(), to_its_end=True)
 
     async def _sleep(self) -> None:
         if not self._sleeps:

@@ -98,12 +98,7 @@ class VllmHttpSampler(LoopSampler):
         """
         skeleton = await asyncio.to_thread(ModelSkeleton, model)
         sampler = cls(url, skeleton, api_key, Path(folder) if folder else None)
-        try:
-            await sampler._run(sampler._open(str(model), max_lora_rank))
-        except BaseException:
-            await asyncio.shield(sampler.aclose())
-            raise
-        return sampler
+        return await sampler._opened(sampler._open(str(model), max_lora_rank))
 
     async def _open(self, model: str, rank: int) -> None:
         import httpx
