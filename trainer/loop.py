@@ -19,9 +19,8 @@ from cotune.trainer.guard import roll_back, safe_checkpoint, watch
 from cotune.trainer.held_out import evaluate_held_out
 from cotune.trainer.progress import Progress
 from cotune.trainer.restore import add_new_roles, mark_consumed, recovery
-from cotune.trainer.rollout.episodes import finished_episodes, run_episodes
+from cotune.trainer.rollout.episodes import RolloutPipeline, finished_episodes, run_episodes
 from cotune.trainer.rollout.forks import run_forks
-from cotune.trainer.rollout.pipeline import RolloutPipeline
 from cotune.trainer.run import Run
 from cotune.trainer.step_report import StepReport
 from cotune.trainer.updates import publish, sampler_asleep, update

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from cotune.errors import SamplerError
 from cotune.integrations.activation import NO_ACTIVATION
 from cotune.integrations.ray.process import Host, ProcessGone, RayProcess
-from cotune.policies import LoraSpec
-from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, in_time
+from cotune.integrations.samplers.base import RemoteSampler
 
 
 class SamplerActor(Host):
     """The host of one sampler, by the name of its process."""
 
 
-class RaySampler:
+class RaySampler(RemoteSampler):
     """The `Sampler` protocol over a sampler in a process of the cluster; made by `start_sampler`.
 
     It can be pickled: every process of the cluster that has one samples from the same engine. Raises SamplerError when
@@ -28,24 +26,6 @@ class RaySampler:
     def __init__(self, process: RayProcess) -> None:
         self._process = process
         self._closed = False
-
-    async def sample(
-        self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
-    ) -> list[Completion]:
-        """Draw `n` candidates from one prefill. Raises RequestRefused, SampleTimeout, SamplerError."""
-        async with in_time(policy, params):
-            return await self._call("sample", tuple(prompt_token_ids), n, params, policy)
-
-    async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
-        """Serve `policy` with these weights; return the fingerprint of what arrived."""
-        return await self._call("publish", policy, dict(weights), lora)
-
-    async def retire(self, policy: PolicyRef) -> None:
-        """Refuse new requests of a version at once; it is freed when its running requests have ended."""
-        await self._call("retire", policy)
-
-    async def info(self) -> SamplerInfo:
-        return await self._call("info")
 
     async def sleep(self) -> None:
         """As of the sampler in the actor, which must be able to."""
@@ -64,7 +44,6 @@ class RaySampler:
             self._closed = True
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the sampler in its process."""
         from ray.exceptions import RayTaskError
 
         self._check_open()

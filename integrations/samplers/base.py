@@ -18,6 +18,32 @@ from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, We
 T = TypeVar("T")
 
 
+class RemoteSampler(ABC):
+    """The `Sampler` protocol over calls to where the sampler is."""
+
+    @abstractmethod
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the sampler; cancelled here, a request is cancelled there."""
+
+    async def sample(
+        self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
+    ) -> list[Completion]:
+        """Draw `n` candidates from one prefill. Raises RequestRefused, SampleTimeout, SamplerError."""
+        async with in_time(policy, params):
+            return await self._call("sample", tuple(prompt_token_ids), n, params, policy)
+
+    async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
+        """Serve `policy` with these weights; return the fingerprint of what arrived."""
+        return await self._call("publish", policy, dict(weights), lora)
+
+    async def retire(self, policy: PolicyRef) -> None:
+        """Refuse new requests of a version at once; it is freed when its running requests have ended."""
+        await self._call("retire", policy)
+
+    async def info(self) -> SamplerInfo:
+        return await self._call("info")
+
+
 class LoopSampler(ABC):
     """The `Sampler` protocol over an engine that lives on one event loop: the one that it was opened in.
 

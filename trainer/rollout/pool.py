@@ -251,14 +251,12 @@ class WorkerPool:
         return Loss(text, culprit.request.id if culprit else None) if late else None
 
     def _dispatch(self) -> None:
-        for worker in self._workers:
-            if worker.free and not worker.running and (job := self._queue.next_alone()):
-                worker.exclusive = True
-                self._begin(worker, job)
         while free := [worker for worker in self._workers if worker.free]:
-            if (job := self._queue.next()) is None:
+            worker = min(free, key=lambda worker: len(worker.running))
+            if (job := self._queue.next(idle=not worker.running)) is None:
                 return
-            self._begin(min(free, key=lambda worker: len(worker.running)), job)
+            worker.exclusive = job.alone
+            self._begin(worker, job)
 
     def _begin(self, worker: _Worker, job: Job) -> None:
         job.started = time.monotonic()

@@ -42,6 +42,11 @@ class Job:
         self.cancelled = False
 
     @property
+    def alone(self) -> bool:
+        """Whether it runs on a worker that has nothing else."""
+        return self.losses > 1
+
+    @property
     def name(self) -> str:
         return f"{self.request.task.id}/{self.request.rollout}"
 
@@ -55,46 +60,32 @@ class JobQueue:
 
     def __init__(self, retries: int) -> None:
         self._retries = retries
-        self._waiting: deque[Job] = deque()
-        self._alone: deque[Job] = deque()
+        self._jobs: deque[Job] = deque()
 
     def add(self, job: Job) -> None:
-        self._waiting.append(job)
+        self._jobs.append(job)
 
-    def next(self) -> Job | None:
-        """The next job for a worker that may have others."""
-        return _next(self._waiting)
-
-    def next_alone(self) -> Job | None:
-        """The next job for an idle worker that gets nothing else until it has ended."""
-        return _next(self._alone)
+    def next(self, *, idle: bool) -> Job | None:
+        """The next job for a worker that has others, or is `idle` and may run one alone; none that was cancelled."""
+        self._jobs = deque(job for job in self._jobs if not job.ended.done())
+        job = next((job for job in self._jobs if idle or not job.alone), None)
+        if job is not None:
+            self._jobs.remove(job)
+        return job
 
     def clear(self) -> None:
-        self._waiting.clear()
-        self._alone.clear()
+        self._jobs.clear()
 
     def after_loss(self, jobs: Sequence[Job], culprit: str | None) -> tuple[list[Job], list[Job]]:
-        """Queue the jobs of a lost worker again; return those, and those that have failed.
+        """Queue the jobs of a lost worker again, before the others; return those, and those that have failed.
 
         A known culprit fails at once. A job that was alone fails when it was lost more than `retries` times.
         """
         failed = [job for job in jobs if job.request.id == culprit]
         rerun = [job for job in jobs if job not in failed]
-        if failed:
-            self._waiting.extendleft(reversed(rerun))
-            return rerun, failed
         for job in rerun:
-            job.losses += 1
-        if len(rerun) == 1 and rerun[0].losses > self._retries:
-            return [], rerun
-        self._waiting.extendleft(job for job in reversed(rerun) if job.losses == 1)
-        self._alone.extend(job for job in rerun if job.losses > 1)
-        return rerun, []
-
-
-def _next(queue: deque[Job]) -> Job | None:
-    """The first that nobody has cancelled."""
-    while queue:
-        if not (job := queue.popleft()).ended.done():
-            return job
-    return None
+            job.losses += not failed
+        if len(jobs) == 1 and jobs[0].losses > self._retries:
+            return [], list(jobs)
+        self._jobs.extendleft(reversed(rerun))
+        return rerun, failed

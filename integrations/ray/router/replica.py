@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Literal, TypeVar
 
 from cotune.errors import ConfigError, CotuneError, SamplerError, SyncError
 from cotune.integrations.ray.router import limits
-from cotune.integrations.ray.router.versions import differences, expected
 from cotune.integrations.samplers.versions import Version, Versions
 from cotune.sampling.protocol import Sampler, SamplerInfo
 
@@ -273,3 +272,26 @@ def describe(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "it did not answer in time"
     return f"{type(error).__name__}: {error}"
+
+
+def expected(versions: Versions) -> dict[str, str]:
+    """Fingerprints of what every healthy engine serves at this moment; nothing while versions come or go.
+
+    An engine may hold the full weights of one version only: of those the last one counts.
+    """
+    if versions.lock.locked():
+        return {}
+    last = {version.policy.name: version for version in versions.all() if version.target.lora is None}
+    kept = [v for v in versions.all() if not v.retired and (v.target.lora is not None or v in last.values())]
+    return {str(version.policy): version.fingerprint for version in kept}
+
+
+def differences(wanted: Mapping[str, str], served: Mapping[str, str]) -> list[str]:
+    """What an engine does not serve as it should, in words."""
+    wrong = []
+    for key, fingerprint in sorted(wanted.items()):
+        if key not in served:
+            wrong.append(f"{key} is missing")
+        elif served[key] != fingerprint:
+            wrong.append(f"{key} has the fingerprint {served[key]} instead of {fingerprint}")
+    return wrong

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from cotune.errors import CotuneError, RequestRefused, SamplerError, SampleTimeout, SyncError
 from cotune.integrations.ray.router import limits
 from cotune.integrations.ray.router.queue import Queue, Request
 from cotune.integrations.ray.router.replica import Engine, Make, Replica, TakenOut, describe
 from cotune.integrations.ray.router.validate import validate_completions
-from cotune.integrations.ray.router.versions import Artifact, keep
 from cotune.integrations.samplers.base import LoopSampler
 from cotune.integrations.samplers.versions import Version
 from cotune.policies import LoraSpec
@@ -23,6 +25,14 @@ from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, We
 
 _ENDS = {SampleTimeout: "late", RequestRefused: "refused", asyncio.CancelledError: "cancelled"}
 """Counters of requests that were not answered, by what was raised; all else is "failed"."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What a version is made of."""
+
+    weights: Weights
+    lora: LoraSpec | None
 
 
 class NoEngine(Exception):
@@ -280,3 +290,8 @@ def _unpublished(version: Version, errors: Mapping[str, CotuneError], everywhere
         f"{version.policy} with fingerprint {version.fingerprint} is not served by all engines, so by none: {reasons}.",
         "Read the logs of the engines named.",
     )
+
+
+def keep(weights: Weights) -> dict[str, npt.NDArray[Any]]:
+    """Weights that stay as they are now: arrays are copied, unless they are read-only, as Ray hands them over."""
+    return {name: np.array(array) if array.flags.writeable else array for name, array in weights.items()}

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
+from cotune.integrations.samplers.base import RemoteSampler
 from cotune.integrations.samplers.transformers.host import ProcessHost, ThreadHost
 from cotune.integrations.samplers.transformers.wire import Answer, Command, ModelSource
-from cotune.policies import LoraSpec
-from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, in_time
 
 
-class TransformersSampler:
+class TransformersSampler(RemoteSampler):
     """Any transformers causal LM as a `Sampler`; made by `open`.
 
     The engine lives in a process or a thread of its own and takes requests from every event loop and thread.
@@ -76,24 +74,6 @@ class TransformersSampler:
             raise
         return sampler
 
-    async def sample(
-        self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
-    ) -> list[Completion]:
-        """Draw `n` candidates from one prefill. Raises RequestRefused, SampleTimeout, SamplerError."""
-        async with in_time(policy, params):
-            return await self._ask("sample", tuple(prompt_token_ids), n, params, policy)
-
-    async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
-        """Serve `policy` with these weights; return the fingerprint of what arrived."""
-        return await self._ask("publish", policy, dict(weights), lora)
-
-    async def retire(self, policy: PolicyRef) -> None:
-        """Refuse new requests of a version at once; it is freed when its running requests have ended."""
-        await self._ask("retire", policy)
-
-    async def info(self) -> SamplerInfo:
-        return await self._ask("info")
-
     async def aclose(self) -> None:
         """Stop the engine; pending requests fail with SamplerError. Safe to call twice."""
         self._fail(SamplerError("The sampler was closed.", "Open a new one."))
@@ -121,7 +101,7 @@ class TransformersSampler:
         if host is not None:
             threading.Thread(target=host.close, daemon=True).start()
 
-    async def _ask(self, method: str, *arguments: Any) -> Any:
+    async def _call(self, method: str, *arguments: Any) -> Any:
         id = next(self._ids)
         answer: Future[Any] = Future()
         with self._lock:

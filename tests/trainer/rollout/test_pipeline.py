@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotune.trainer.rollout.pipeline import RolloutPipeline
+from cotune.trainer.rollout.episodes import RolloutPipeline
 
 
 @settings(deadline=None)

@@ -29,7 +29,9 @@ def test_only_those_that_crash_fail(retries: int, seed: int) -> None:
         queue, runs, failed, finished = JobQueue(retries), Counter(), [], []
         for one in jobs:
             queue.add(one)
-        while running := list(iter(queue.next, None)) or list(filter(None, [queue.next_alone()])):
+        while running := list(iter(lambda: queue.next(idle=False), None)) or list(
+            filter(None, [queue.next(idle=True)])
+        ):
             runs.update(running)
             if bad.isdisjoint(running):
                 finished += running
@@ -51,9 +53,9 @@ def test_after_a_single_loss_episodes_run_beside_others() -> None:
         queue, jobs = JobQueue(1), [job(name) for name in "abc"]
         queue.add(job("later"))
         assert queue.after_loss(jobs, None) == (jobs, [])
-        assert queue.next_alone() is None
-        assert [queue.next() for _ in range(3)] == jobs
-        assert queue.next().name == "later/0"
+        assert not any(one.alone for one in jobs)
+        assert [queue.next(idle=False) for _ in range(3)] == jobs
+        assert queue.next(idle=False).name == "later/0"
 
     asyncio.run(play())
 
@@ -64,10 +66,10 @@ def test_a_known_culprit_fails_at_once_and_the_others_go_first() -> None:
         queue.add(job("later"))
         for _ in range(3):
             assert queue.after_loss(jobs, "b") == ([jobs[0], jobs[2]], [jobs[1]])
-            assert queue.next_alone() is None
-            assert [queue.next() for _ in range(2)] == [jobs[0], jobs[2]]
-        assert queue.next().name == "later/0"
-        assert queue.next() is None
+            assert not any(one.alone for one in jobs)
+            assert [queue.next(idle=False) for _ in range(2)] == [jobs[0], jobs[2]]
+        assert queue.next(idle=False).name == "later/0"
+        assert queue.next(idle=False) is None
 
     asyncio.run(play())
 
@@ -78,10 +80,10 @@ def test_cancelled_jobs_are_passed_over() -> None:
         for _ in range(2):
             queue.after_loss(jobs, None)
             jobs[1].ended.cancel()
-            taken = list(iter(queue.next, None))
+            taken = list(iter(lambda: queue.next(idle=False), None))
         assert taken == []
-        assert [queue.next_alone() for _ in range(4)] == [jobs[0], jobs[2], jobs[3], None]
+        assert [queue.next(idle=True) for _ in range(4)] == [jobs[0], jobs[2], jobs[3], None]
         queue.add(jobs[1])
-        assert queue.next() is None
+        assert queue.next(idle=False) is None
 
     asyncio.run(play())
