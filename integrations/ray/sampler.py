@@ -9,14 +9,14 @@ from typing import Any
 from cotune.errors import SamplerError
 from cotune.integrations.activation import NO_ACTIVATION
 from cotune.integrations.ray.process import Host, ProcessGone, RayProcess
-from cotune.integrations.samplers.base import RemoteSampler
+from cotune.integrations.samplers.base import CalledSampler
 
 
 class SamplerActor(Host):
     """The host of one sampler, by the name of its process."""
 
 
-class RaySampler(RemoteSampler):
+class RaySampler(CalledSampler):
     """The `Sampler` protocol over a sampler in a process of the cluster; made by `start_sampler`.
 
     It can be pickled: every process of the cluster that has one samples from the same engine. Raises SamplerError when

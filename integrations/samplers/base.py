@@ -18,12 +18,12 @@ from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, We
 T = TypeVar("T")
 
 
-class RemoteSampler(ABC):
-    """The `Sampler` protocol over calls to where the sampler is."""
+class CalledSampler(ABC):
+    """The `Sampler` protocol over one method that carries its calls to where the engine is."""
 
     @abstractmethod
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the sampler; cancelled here, a request is cancelled there."""
+        """What "sample", "publish", "retire" or "info" gives; a request that is cancelled here is cancelled there."""
 
     async def sample(
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
@@ -44,7 +44,7 @@ class RemoteSampler(ABC):
         return await self._call("info")
 
 
-class LoopSampler(ABC):
+class LoopSampler(CalledSampler):
     """The `Sampler` protocol over an engine that lives on one event loop: the one that it was opened in.
 
     All methods are awaited there, so what they share needs no locks; `start_sampler` hosts one for every other loop and
@@ -80,24 +80,6 @@ class LoopSampler(ABC):
     async def _close(self) -> None:
         """Stop the engine."""
 
-    async def sample(
-        self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
-    ) -> list[Completion]:
-        """Draw `n` candidates from one prefill. Raises RequestRefused, SampleTimeout, SamplerError."""
-        async with in_time(policy, params):
-            return await self._run(self._sample(prompt_token_ids, n, params, policy))
-
-    async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
-        """Serve `policy` with these weights; return the fingerprint of what arrived."""
-        return await self._run(self._publish(policy, weights, lora), to_its_end=True)
-
-    async def retire(self, policy: PolicyRef) -> None:
-        """Refuse new requests of a version at once; it is freed when its running requests have ended."""
-        await self._run(self._retire(policy), to_its_end=True)
-
-    async def info(self) -> SamplerInfo:
-        return await self._run(self._info())
-
     async def aclose(self) -> None:
         """Stop the engine; pending requests fail with SamplerError. Safe to call twice."""
         if self._closing is None:
@@ -113,6 +95,10 @@ class LoopSampler(ABC):
             await asyncio.shield(self.aclose())
             raise
         return self
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        work: Coroutine[Any, Any, Any] = getattr(self, f"_{method}")(*arguments)
+        return await self._run(work, to_its_end=method in ("publish", "retire"))
 
     async def _run(self, work: Coroutine[Any, Any, T], *, to_its_end: bool = False) -> T:
         """Work that is cancelled with its caller, or goes on `to_its_end`. Raises SamplerError when the sampler is

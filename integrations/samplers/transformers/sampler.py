@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
-from cotune.integrations.samplers.base import RemoteSampler
+from cotune.integrations.samplers.base import CalledSampler
 from cotune.integrations.samplers.transformers.host import ProcessHost, ThreadHost
 from cotune.integrations.samplers.transformers.wire import Answer, Command, ModelSource
 
 
-class TransformersSampler(RemoteSampler):
+class TransformersSampler(CalledSampler):
     """Any transformers causal LM as a `Sampler`; made by `open`.
 
     The engine lives in a process or a thread of its own and takes requests from every event loop and thread.
