@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 from cotune.errors import RequestRefused
-from cotune.policies import LoraSpec
+from cotune.integrations.samplers.base import CalledSampler
 from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import Completion, Sampler, SamplerInfo, SamplingParams, Weights
+from cotune.sampling.protocol import Sampler, SamplerInfo
 
 
-class PolicySampler:
+class PolicySampler(CalledSampler):
     """The `Sampler` protocol over one sampler per policy name, and perhaps one for the rest.
 
     It can be pickled where they can. `aclose` closes all of them.
@@ -22,21 +23,13 @@ class PolicySampler:
         self._samplers = dict(samplers)
         self._rest = rest
 
-    async def sample(
-        self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
-    ) -> list[Completion]:
-        """Draw `n` candidates from the policy's own sampler. Raises what it raises."""
-        return await self._of(policy).sample(prompt_token_ids, n, params, policy)
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        if method == "info":
+            return await self._joint_info()
+        policy = next(argument for argument in arguments if isinstance(argument, PolicyRef))
+        return await getattr(self._of(policy), method)(*arguments)
 
-    async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
-        """Serve `policy` on its own sampler; return the fingerprint of what arrived."""
-        return await self._of(policy).publish(policy, weights, lora)
-
-    async def retire(self, policy: PolicyRef) -> None:
-        """Refuse new requests of a version at once; it is freed when its running requests have ended."""
-        await self._of(policy).retire(policy)
-
-    async def info(self) -> SamplerInfo:
+    async def _joint_info(self) -> SamplerInfo:
         """All that is served; the shortest context length; counters summed."""
         infos = await asyncio.gather(*(sampler.info() for sampler in self._all()))
         counters: Counter[str] = Counter()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.integrations.ray.router.affinity import PrefixMap, choose, prefix_blocks
+from cotune.integrations.ray.router.queue import PrefixMap, choose, prefix_blocks
 from cotune.integrations.ray.router.validate import validate_completions
 from cotune.sampling.protocol import Completion
 
