@@ -14,8 +14,7 @@ from cotune.algorithms.from_records import Preference, preferences
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import RunError
 from cotune.trainer.config.from_records import DpoConfig
-from cotune.trainer.learner.around import LearnerAround
-from cotune.trainer.learner.protocol import Learner
+from cotune.trainer.learner.protocol import Learner, LearnerAround
 from cotune.trainer.run_folder import write_atomically
 
 _OF_SAMPLING = ("clip_share", "tis_clipped_share", "masked_share", "ratio_", "sampler_")

@@ -63,9 +63,7 @@ def write_optimizer(folder: Path, policy: PolicyModel, optimizer: torch.optim.Op
     parameters = policy.parameters()
     state = _state(parameters, optimizer)
     if any(is_sharded(parameter) for parameter in parameters.values()):
-        from cotune.trainer.learner.fsdp.checkpoint import write_sharded
-
-        write_sharded(folder / f"{policy.index}.optimizer", state)
+        _write_sharded(folder / f"{policy.index}.optimizer", state)
     else:
         _write(folder / f"{policy.index}.optimizer.safetensors", state)
 
@@ -77,10 +75,8 @@ def read_optimizer(folder: Path, policy: PolicyModel, optimizer: torch.optim.Opt
     parameters = policy.parameters()
     optimizer.state.clear()
     if (path := folder / f"{policy.index}.optimizer").is_dir():
-        from cotune.trainer.learner.fsdp.checkpoint import read_sharded, sharded_names
-
-        _open_state(parameters, optimizer, sharded_names(path))
-        read_sharded(path, _state(parameters, optimizer))
+        _open_state(parameters, optimizer, _sharded_names(path))
+        _read_sharded(path, _state(parameters, optimizer))
         return
     with safe_open(folder / f"{policy.index}.optimizer.safetensors", "pt") as file:
         _open_state(parameters, optimizer, file.keys())
@@ -144,3 +140,52 @@ def _state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimi
         for name, parameter in parameters.items()
         for kind, tensor in optimizer.state.get(parameter, {}).items()
     }
+
+
+def _write_sharded(folder: Path, state: dict[str, Tensor]) -> None:
+    """Write this rank's part into `folder`; called by all ranks at once. Files are synced to disk. Raises OSError.
+
+    The form is Hugging Face's: that of PyTorch's distributed checkpoint keeps a pickle, which runs code when read.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        dcp.save(state, storage_writer=writer)
+    except dcp.api.CheckpointException as error:
+        raise OSError(f"{folder}: {_causes(error)}") from error
+
+
+def _sharded_names(folder: Path) -> set[str]:
+    """Names of the tensors in `folder`."""
+    import torch.distributed.checkpoint as dcp
+
+    return set(dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+
+
+def _read_sharded(folder: Path, state: dict[str, Tensor]) -> None:
+    """Fill the tensors of `state`, whole ones or parts, from `folder`, however many ranks wrote it.
+
+    Raises RunError when it is incomplete.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    written = reader.read_metadata().state_dict_metadata
+    for name, tensor in state.items():
+        there = sum(chunk.sizes.numel() for chunk in written[name].chunks) if name in written else 0
+        if there != tensor.numel():
+            raise RunError(
+                f"The optimizer state in {folder} is not whole: {there} of {tensor.numel()} values of {name}.",
+                "Use another checkpoint.",
+            )
+    try:
+        dcp.load(state, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+    except dcp.api.CheckpointException as error:
+        raise RunError(
+            f"Cannot read the optimizer state in {folder}: {_causes(error)}", "Use another checkpoint."
+        ) from error
+
+
+def _causes(error: Any) -> str:
+    return "; ".join(str(failure[0]) for failure in error.failures.values())

@@ -44,3 +44,28 @@ class Learner(Protocol):
         """Restore what `save` wrote, but for policies that are `new` and stay as they are. Raises RunError when it does
         not fit this learner."""
         ...
+
+
+class LearnerAround:
+    """A learner around `inner`: it changes what is asked of that one, and hands the rest on."""
+
+    def __init__(self, inner: Learner) -> None:
+        self.inner = inner
+
+    def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
+        return self.inner.update(policy, rows, lr_scale=lr_scale)
+
+    def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
+        return self.inner.logprobs(policy, rows)
+
+    def weights(self, policy: str) -> Weights:
+        return self.inner.weights(policy)
+
+    def adopt(self, policy: str, weights: Weights) -> None:
+        self.inner.adopt(policy, weights)
+
+    def save(self, folder: Path) -> None:
+        self.inner.save(folder)
+
+    def load(self, folder: Path, new: Collection[str] = ()) -> None:
+        self.inner.load(folder, new)
