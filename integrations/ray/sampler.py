@@ -36,12 +36,9 @@ class RaySampler(CalledSampler):
 
     async def aclose(self) -> None:
         """Close the sampler in its process and end that; pending requests fail with SamplerError."""
-        if self._closed:
-            return
-        try:
-            await self._process.aclose()
-        finally:
+        if not self._closed:
             self._closed = True
+            await self._process.aclose()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         from ray.exceptions import RayTaskError
