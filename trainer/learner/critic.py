@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from cotune.algorithms.gae import gae, whitened
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
-from cotune.trainer.learner.around import LearnerAround
 from cotune.trainer.learner.files import restoring
 from cotune.trainer.learner.local import LocalLearner
+from cotune.trainer.learner.protocol import LearnerAround
 
 EPOCHS = 8
 """Steps that the value head takes on the rows of an update."""

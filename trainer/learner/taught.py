@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cotune.algorithms.samples import TrainRow
-from cotune.trainer.learner.around import LearnerAround
-from cotune.trainer.learner.protocol import Learner
+from cotune.trainer.learner.protocol import Learner, LearnerAround
 
 
 class Teacher(Protocol):
