@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cotune.trainer.config.train import TrainConfig
     from cotune.trainer.evaluation.modes import EvaluationOptions
     from cotune.trainer.evaluation.report import EvaluationReport
-    from cotune.trainer.summary import RunSummary
+    from cotune.trainer.reporting.summary import RunSummary
 else:
     __getattr__ = opener(
         __name__,
@@ -28,7 +28,7 @@ else:
             "EvaluationOptions": "cotune.trainer.evaluation.modes",
             "EvaluationReport": "cotune.trainer.evaluation.report",
             "Gate": "cotune.integrations.gateway.server",
-            "RunSummary": "cotune.trainer.summary",
+            "RunSummary": "cotune.trainer.reporting.summary",
             "TrainConfig": "cotune.trainer.config.train",
         },
     )

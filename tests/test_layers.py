@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -93,6 +94,14 @@ def test_a_circle_is_found_wherever_the_import_stands(tmp_path: Path, monkeypatc
         (tmp_path / "ring" / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     assert set(circle("ring")) == {"ring.left", "ring.right"}
+
+
+def test_rooms_and_files_are_small() -> None:
+    files = [path for room in ("core", "integrations", "adapters", "trainer") for path in (ROOT / room).rglob("*.py")]
+    rooms = Counter(path.parent.relative_to(ROOT).as_posix() for path in files)
+    assert {room: count for room, count in rooms.items() if count > 20} == {}
+    lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in files}
+    assert {path: length for path, length in lengths.items() if length > 400} == {}
 
 
 def test_import_loads_no_heavy_package() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from cotune.storage.run_layout import BEST, Best, checkpoint_name, read_metrics, steps_of
-from cotune.trainer.progress import Progress
+from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.run import Run
 from cotune.trainer.run_folder import write_atomically
 

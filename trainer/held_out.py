@@ -13,9 +13,9 @@ from cotune.tasks import load_tasks
 from cotune.trainer.config.train import EvaluationConfig
 from cotune.trainer.evaluation.run import summarise
 from cotune.trainer.evaluation.sink import EvaluationSink
+from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.rollout.episodes import run_episodes
 from cotune.trainer.run import Run
-from cotune.trainer.step_report import StepReport
 
 
 def held_out_tasks(config: EvaluationConfig) -> list[Task]:

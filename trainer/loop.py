@@ -14,15 +14,15 @@ from cotune.recording.rollout import EpisodeBatch
 from cotune.trainer.batch import collect_samples, group_and_weigh
 from cotune.trainer.best import note_best, write_best
 from cotune.trainer.checkpoint import commit_checkpoint
-from cotune.trainer.curriculum import fewer_episodes
 from cotune.trainer.guard import roll_back, safe_checkpoint, watch
 from cotune.trainer.held_out import evaluate_held_out
-from cotune.trainer.progress import Progress
+from cotune.trainer.reporting.progress import Progress
+from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.restore import add_new_roles, mark_consumed, recovery
 from cotune.trainer.rollout.episodes import RolloutPipeline, finished_episodes, run_episodes
 from cotune.trainer.rollout.forks import run_forks
 from cotune.trainer.run import Run
-from cotune.trainer.step_report import StepReport
+from cotune.trainer.schedules.curriculum import fewer_episodes
 from cotune.trainer.updates import publish, sampler_asleep, update
 
 

@@ -17,7 +17,6 @@ from cotune.sampling.protocol import ChatFormat, Sampler
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.config.train import TrainConfig
-from cotune.trainer.curriculum import schedule_of
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.learner.taught import TaughtLearner, Teacher
 from cotune.trainer.restore import begin_from, restore
@@ -25,9 +24,10 @@ from cotune.trainer.resume import tasks_per_step
 from cotune.trainer.rollout.forks import expected_budget
 from cotune.trainer.rollout.preflight import preflight
 from cotune.trainer.rollout.protocol import EpisodeRunner, LocalRunner
-from cotune.trainer.routing import check_routing
 from cotune.trainer.run import Run
 from cotune.trainer.run_folder import RunFolder
+from cotune.trainer.schedules.curriculum import schedule_of
+from cotune.trainer.schedules.routing import check_routing
 from cotune.workflows import Workflow
 
 if TYPE_CHECKING:

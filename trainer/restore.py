@@ -13,9 +13,9 @@ from cotune.errors import LearnerLost
 from cotune.recording.records import PolicyRef
 from cotune.storage.run_layout import read_best, steps_of
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
+from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.rollout.episodes import RolloutPipeline
 from cotune.trainer.run import Run
-from cotune.trainer.step_report import StepReport
 from cotune.trainer.updates import publish_version
 from cotune.trainer.warm_start import warm_start
 

@@ -19,13 +19,13 @@ from cotune.storage.protocol import Store
 from cotune.storage.run_layout import Best
 from cotune.trainer.checkpoint import Checkpoint
 from cotune.trainer.config.train import TrainConfig
-from cotune.trainer.curriculum import task_rewards
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.publish import Proof
 from cotune.trainer.rollout.protocol import EpisodeRunner
-from cotune.trainer.routing import opponent, past_role, players, swapped
 from cotune.trainer.run_folder import RunFolder
-from cotune.trainer.schedule import Schedule
+from cotune.trainer.schedules.curriculum import task_rewards
+from cotune.trainer.schedules.routing import opponent, past_role, players, swapped
+from cotune.trainer.schedules.schedule import Schedule
 from cotune.workflows import Workflow
 
 T = TypeVar("T")

@@ -25,18 +25,18 @@ from cotune.storage.run_layout import read_run_json
 from cotune.tasks import as_tasks
 from cotune.trainer.checkpoint import load_checkpoint
 from cotune.trainer.config.train import TrainConfig, convert
-from cotune.trainer.curriculum import check_curriculum
 from cotune.trainer.from_records.loop import learn_steps
 from cotune.trainer.from_records.run import RecordsRun, open_records_run
 from cotune.trainer.held_out import held_out_tasks, overlap
 from cotune.trainer.loop import train_steps
 from cotune.trainer.open_run import open_run
 from cotune.trainer.privileged import check_privileged
-from cotune.trainer.progress import Progress
+from cotune.trainer.reporting.progress import Progress
+from cotune.trainer.reporting.summary import RunSummary, sum_up
 from cotune.trainer.resume import apply_changes, base_digests, check_base, check_tasks, relocated, tasks_digest
 from cotune.trainer.run import Run
 from cotune.trainer.run_folder import RunFolder
-from cotune.trainer.summary import RunSummary, sum_up
+from cotune.trainer.schedules.curriculum import check_curriculum
 from cotune.trainer.warm_start import check_same_base, check_source
 from cotune.workflows import Workflow, WorkflowSource, workflow_of
 

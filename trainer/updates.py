@@ -10,13 +10,13 @@ from typing import cast
 from cotune.algorithms.samples import TrainRow
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import SleepingSampler
-from cotune.trainer.metrics import Updates, moved
-from cotune.trainer.opponents import keep_opponent, publish_opponents
 from cotune.trainer.publish import Probe, prove_publish
-from cotune.trainer.routing import kept, opposing
+from cotune.trainer.reporting.metrics import Updates, moved
+from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.run import Run
-from cotune.trainer.schedule import lr_scale
-from cotune.trainer.step_report import StepReport
+from cotune.trainer.schedules.opponents import keep_opponent, publish_opponents
+from cotune.trainer.schedules.routing import kept, opposing
+from cotune.trainer.schedules.schedule import lr_scale
 
 OPPONENTS = "opponents"
 """Folder in the run folder of the versions that a later step may play against."""

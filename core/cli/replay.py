@@ -19,9 +19,9 @@ def add_replay(commands: Any) -> None:
     """Add `cotune replay`."""
 
     def run(a: argparse.Namespace) -> int:
-        from cotune.trainer.progress import episode_bar
         from cotune.trainer.replay.replay import ReplayOptions, replay
         from cotune.trainer.replay.report import render
+        from cotune.trainer.reporting.progress import episode_bar
 
         options = ReplayOptions(**{name: getattr(a, name) for name in _FIELDS}, **given(a))
         tell(f"reading {a.run_folder} ...")

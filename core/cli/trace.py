@@ -42,7 +42,7 @@ def trace(
     """
     from cotune.integrations.otel.exporter import LiveExport, otlp_exporter
     from cotune.integrations.otel.spans import Detail
-    from cotune.trainer.progress import episode_bar
+    from cotune.trainer.reporting.progress import episode_bar
 
     flow = load_workflow(workflow).redacted(redact).named_by(roles_by)
     listed = load_tasks(tasks)[:limit]

@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerFast
 
 import cotune
 from cotune.storage.sqlite_store import SqliteStore
+from examples.judged.products import make_tasks
 from examples.judged.rule_judge import ease, judging
 from examples.tiny_model import build_model
 
-PRODUCTS = ["soap", "tea", "a lamp", "shoes", "jam", "a clock", "paper", "honey"]
 _TEMPLATE = (
     "{% for m in messages %}{{ '<u>' if m.role == 'user' else '<a>' }}{{ m.content }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"
@@ -60,12 +60,12 @@ def run(folder: Path, *, steps: int = 12) -> tuple[list[str], list[str]]:
         os.environ["JUDGE_URL"] = url
         cotune.train(
             "examples.judged.train:solve",
-            [{"id": product, "product": product} for product in PRODUCTS],
+            make_tasks(8),
             run=folder / "run",
             model=str(base),
             policies="full",
             steps=steps,
-            tasks_per_step=len(PRODUCTS),
+            tasks_per_step=8,
             plan={"k": 8},
             learner={"lr": 2e-3, "threads": 1, "device": "cpu"},
         )

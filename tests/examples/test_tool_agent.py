@@ -21,7 +21,7 @@ from cotune.integrations.samplers.transformers.sampler import TransformersSample
 from cotune.recording.records import Call
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.evaluate import evaluate
-from cotune.trainer.summary import RunSummary
+from cotune.trainer.reporting.summary import RunSummary
 from cotune.trainer.train import train
 from cotune.workflows import load_workflow
 from examples.tool_agent import clerk_base, provider, shop

@@ -102,6 +102,7 @@ def test_kinds_of_applications(app: Callable[[str], Any], provider: Provider, mo
 
 
 EXAMPLES = {
+    "judged": "judged.products",
     "plan_path": "plan_path.grid",
     "plan_path_autogen": "plan_path.grid",
     "plan_path_crewai": "plan_path.grid",

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.trainer.summary import RunSummary
+from cotune.trainer.reporting.summary import RunSummary
 from cotune.trainer.train import resume, train
 from cotune.workflows import WorkflowFunction
 from tests.trainer.learner.fsdp_ranks import OpenRanks

@@ -120,7 +120,7 @@ def test_a_tree_without_a_scorer(refused):
     assert (error.field, error.value) == ("plan.kind", "tree")
     assert error.allowed == "independent, as the workflow has no scorer"
     assert "@workflow.scorer(role)" in error.remedy
-    assert "--plan independent" in error.remedy
+    assert "--plan replay or independent" in error.remedy
 
 
 def test_a_model_folder_that_is_missing(refused, tmp_path):

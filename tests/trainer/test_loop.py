@@ -18,8 +18,8 @@ from cotune.errors import GroupError, WorkflowError
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.checkpoint import load_checkpoint
 from cotune.trainer.learner.local import LocalLearner
-from cotune.trainer.metrics import StepMetrics
-from cotune.trainer.progress import _COLUMNS, role_table
+from cotune.trainer.reporting.metrics import StepMetrics
+from cotune.trainer.reporting.progress import _COLUMNS, role_table
 from tests.core.storage.whole_file import copied
 from tests.integrations.provider import Provider, serving
 from tests.trainer.tiny_app import application, ask, converse, letters

@@ -3,8 +3,8 @@
 import pytest
 
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.metrics import StepMetrics
-from cotune.trainer.progress import role_table
+from cotune.trainer.reporting.metrics import StepMetrics
+from cotune.trainer.reporting.progress import role_table
 from tests.trainer.tiny_app import application, letters
 
 COLUMNS = ["role", "reward", "spread", "zero var.", "clipped", "entropy", "gap", "tokens"]

@@ -32,7 +32,7 @@ from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated
 from cotune.trainer.evaluation.recorded import beside, read_recorded
 from cotune.trainer.evaluation.report import EvaluationReport, compare, remarks
 from cotune.trainer.evaluation.run import Evaluation, evaluate_episodes
-from cotune.trainer.progress import episode_bar
+from cotune.trainer.reporting.progress import episode_bar
 from cotune.trainer.run_folder import write_atomically
 from cotune.workflows import Workflow, WorkflowSource, workflow_of
 

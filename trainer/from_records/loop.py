@@ -13,10 +13,10 @@ from cotune.adapters.export import read_weights
 from cotune.algorithms.samples import TrainRow
 from cotune.trainer.checkpoint import BestLoss, commit_checkpoint
 from cotune.trainer.from_records.run import RecordsRun
-from cotune.trainer.metrics import StepMetrics, Updates, moved
-from cotune.trainer.progress import Progress
+from cotune.trainer.reporting.metrics import StepMetrics, Updates, moved
+from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.run_folder import write_atomically
-from cotune.trainer.schedule import lr_scale
+from cotune.trainer.schedules.schedule import lr_scale
 
 BEST = "best"
 """Folder of a run with the weights of each policy at its lowest held-out loss."""

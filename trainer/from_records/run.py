@@ -28,7 +28,7 @@ from cotune.trainer.from_records.pairs import read_pairs
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.resume import tasks_per_step
 from cotune.trainer.run_folder import RunFolder
-from cotune.trainer.schedule import TaskSchedule
+from cotune.trainer.schedules.schedule import TaskSchedule
 from cotune.trainer.warm_start import warm_start
 from cotune.workflows import Workflow
 

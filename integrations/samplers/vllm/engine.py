@@ -17,7 +17,7 @@ from cotune.integrations.models.meta_model import ModelSkeleton
 from cotune.integrations.samplers.base import LoopSampler
 from cotune.integrations.samplers.versions import BASE, Version
 from cotune.integrations.samplers.vllm.adapters import SharedFolders, write_shared
-from cotune.integrations.samplers.vllm.requests import completion, python_params
+from cotune.integrations.samplers.vllm.requests import chosen_logprobs, completion, python_params
 from cotune.integrations.versions import require
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
@@ -183,7 +183,7 @@ class VllmSampler(LoopSampler):
         except Exception as error:
             raise self._failed(error) from error
         outputs = sorted(final.outputs, key=lambda output: output.index)
-        return [completion(c.token_ids, _chosen(c.token_ids, c.logprobs), c.finish_reason) for c in outputs]
+        return [completion(c.token_ids, chosen_logprobs(c.token_ids, c.logprobs), c.finish_reason) for c in outputs]
 
     def _locate(self, policy: PolicyRef) -> Version:
         held = next((version.policy for version in self._versions.all()), None) if self._full else None
@@ -381,10 +381,6 @@ def _shared_memory() -> list[Path]:
         except psutil.Error:
             continue
     return sorted(files)
-
-
-def _chosen(ids: Sequence[int], logprobs: Sequence[Mapping[int, Any]]) -> list[float]:
-    return [float(at[id].logprob) for id, at in zip(ids, logprobs, strict=True)]
 
 
 def _same(answers: Sequence[str]) -> str:

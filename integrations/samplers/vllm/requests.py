@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cotune.errors import SamplerError
@@ -63,3 +63,8 @@ def spread(seed: int | None) -> int:
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
     return (z ^ (z >> 31)) >> 2
+
+
+def chosen_logprobs(ids: Sequence[int], logprobs: Sequence[Mapping[int, Any]]) -> list[float]:
+    """The log-probability of each sampled token, of those that vLLM gives for its place."""
+    return [float(at[id].logprob) for id, at in zip(ids, logprobs, strict=True)]

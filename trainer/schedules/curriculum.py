@@ -14,7 +14,7 @@ from cotune.errors import ConfigError
 from cotune.recording.records import Task
 from cotune.sampling.plans import Plan
 from cotune.trainer.config.curriculum import CurriculumConfig
-from cotune.trainer.schedule import Schedule, TaskSchedule
+from cotune.trainer.schedules.schedule import Schedule, TaskSchedule
 
 
 class Curriculum:

@@ -11,7 +11,7 @@ from cotune.policies import LoraSpec, Policies, PolicySpec, policies_for
 from cotune.recording.records import PolicyRef
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.routing import RoutingConfig
-from cotune.trainer.routing import check_routing, kept, opponent, pool, swapped
+from cotune.trainer.schedules.routing import check_routing, kept, opponent, pool, swapped
 from tests.trainer.test_published import duel
 from tests.trainer.tiny_app import application, converse, letters
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from cotune.recording.records import Task
-from cotune.trainer.schedule import TaskSchedule
+from cotune.trainer.schedules.schedule import TaskSchedule
 
 
 def schedule(tasks: int, *counts: tuple[int, int], seed: int = 0) -> TaskSchedule:

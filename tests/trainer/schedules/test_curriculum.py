@@ -10,7 +10,7 @@ from cotune.errors import ConfigError
 from cotune.recording.records import Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.curriculum import CurriculumConfig
-from cotune.trainer.curriculum import fewer_episodes, schedule_of
+from cotune.trainer.schedules.curriculum import fewer_episodes, schedule_of
 from tests.trainer.tiny_app import TASKS, application, ask
 
 LEVELS = CurriculumConfig(by="hard", level_steps=2)

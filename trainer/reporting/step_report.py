@@ -13,7 +13,7 @@ from cotune.algorithms.collect import failure_reward
 from cotune.judging.ledger import totals_of
 from cotune.sampling.request_params import replaced
 from cotune.trainer.batch import Batch
-from cotune.trainer.metrics import (
+from cotune.trainer.reporting.metrics import (
     StepMetrics,
     Updates,
     candidate_mean,
@@ -24,10 +24,10 @@ from cotune.trainer.metrics import (
     role_metrics,
     stayed,
 )
-from cotune.trainer.progress import Progress
+from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.rollout.forks import replay_figures
 from cotune.trainer.run import Run
-from cotune.trainer.schedule import lr_scale
+from cotune.trainer.schedules.schedule import lr_scale
 
 
 class StepReport:

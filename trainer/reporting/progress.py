@@ -16,7 +16,7 @@ from rich.table import Table
 from cotune.recording.records import Episode
 from cotune.tables import grid
 from cotune.terminal import terminal
-from cotune.trainer.metrics import StepMetrics
+from cotune.trainer.reporting.metrics import StepMetrics
 
 _COLUMNS = {
     "reward": "reward",

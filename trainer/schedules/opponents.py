@@ -12,7 +12,7 @@ from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Sampler, Weights, fingerprint, publish_verified
 from cotune.trainer.config.routing import RoutingConfig
 from cotune.trainer.publish import Proof, norm
-from cotune.trainer.routing import pool
+from cotune.trainer.schedules.routing import pool
 
 
 def keep_opponent(folder: Path, routing: RoutingConfig, policy: PolicyRef, weights: Weights) -> None:

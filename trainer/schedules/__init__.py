@@ -1,0 +1,1 @@
+"""The order of a run's tasks, and which policies play its roles, step by step."""
