@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import json
 import re
 import sys
@@ -122,7 +123,7 @@ def test_examples(name: str, provider: Provider):
     provider.reply = functools.partial(answers, each_tool=True)
     _forget_examples()
     flow = load_workflow(f"examples.{name}.train:solve")
-    tasks = sys.modules[f"examples.{EXAMPLES[name]}"].make_tasks(3, seed=1)
+    tasks = importlib.import_module(f"examples.{EXAMPLES[name]}").make_tasks(3, seed=1)
     sink = episodes(flow, [Task(id=f"e{i}", input=task) for i, task in enumerate(tasks)])
     _forget_examples()
     assert provider.requests
