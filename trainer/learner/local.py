@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -286,7 +286,7 @@ class LocalLearner:
             parts = policy_loss(self._loss, tokens)
             parts.loss.backward()
             total += parts.loss.item()
-            done.append((micro, tokens, parts))
+            done.append((micro, _without_graph(tokens), parts._replace(loss=parts.loss.detach())))
         for micro, tokens, parts in done:
             update.sums.add(micro, tokens, parts, first=first)
         return total
@@ -343,6 +343,11 @@ class LocalLearner:
         if policy not in self._policies:
             raise ConfigError("policy", policy, f"a trained policy: {sorted(self._policies)}")
         return self._policies[policy]
+
+
+def _without_graph(tokens: Tokens) -> Tokens:
+    entropy = None if tokens.entropy is None else tokens.entropy.detach()
+    return replace(tokens, new=tokens.new.detach(), entropy=entropy)
 
 
 def _optimizer(model: PolicyModel, settings: LearnerSettings) -> torch.optim.AdamW:
