@@ -28,11 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.plan_path_agents import MAX_TOKENS, WORKFLOWS, base, grid
-from benchmarks.selection import base_model, key, recorded
+from benchmarks.selection import base_model, key, over_seeds, recorded
 from cotune.storage.run_layout import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.evaluate import evaluate
-from cotune.trainer.evaluation.statistics import share
 from cotune.trainer.train import resume, train
 from cotune.workflows import Workflow
 
@@ -120,17 +119,11 @@ def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[
     """By way: success of single samples over all seeds with its 95% interval, tokens sampled, rows trained on."""
     found: dict[str, dict[str, Any]] = {}
     for way in WAYS:
-        lines = sorted((line for line in results if line["way"] == way), key=lambda line: line["seed"])
+        lines = [line for line in results if line["way"] == way]
         if not lines:
             continue
-        pooled = share(sum(line["reached"]["trained"] for line in lines), tasks * len(lines))
-        assert pooled is not None and pooled.low is not None and pooled.high is not None
         found[way] = {
-            "success": round(pooled.mean, 4),
-            "low": round(pooled.low, 4),
-            "high": round(pooled.high, 4),
-            "seeds": {str(line["seed"]): round(line["reached"]["trained"] / tasks, 4) for line in lines},
-            "base": round(sum(line["reached"]["base"] for line in lines) / tasks / len(lines), 4),
+            **over_seeds(lines, tasks),
             "tokens": round(sum(line["tokens"] for line in lines) / len(lines)),
             "rows": round(sum(line["rows"] for line in lines) / len(lines)),
         }

@@ -92,22 +92,30 @@ def recorded(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield from (line for line in map(json.loads, lines) if line["settings"] == key(options))
 
 
+def over_seeds(lines: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, Any]:
+    """Success of single samples over the seeds of one way, with its 95% interval, by seed, and before training."""
+    pooled = share(sum(line["reached"]["trained"] for line in lines), tasks * len(lines))
+    assert pooled is not None and pooled.low is not None and pooled.high is not None
+    ordered = sorted(lines, key=lambda line: line["seed"])
+    return {
+        "success": round(pooled.mean, 4),
+        "low": round(pooled.low, 4),
+        "high": round(pooled.high, 4),
+        "seeds": {str(line["seed"]): round(line["reached"]["trained"] / tasks, 4) for line in ordered},
+        "base": round(sum(line["reached"]["base"] for line in lines) / tasks / len(lines), 4),
+    }
+
+
 def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[str, Any]]:
     """By way: success of single samples and of greedy ones over all seeds, and what the last step showed."""
     found: dict[str, dict[str, Any]] = {}
     for select in SELECTS:
-        lines = sorted((line for line in results if line["select"] == select), key=lambda line: line["seed"])
+        lines = [line for line in results if line["select"] == select]
         if not lines:
             continue
-        pooled = share(sum(line["reached"]["trained"] for line in lines), tasks * len(lines))
-        assert pooled is not None and pooled.low is not None and pooled.high is not None
         found[select] = {
-            "success": round(pooled.mean, 4),
-            "low": round(pooled.low, 4),
-            "high": round(pooled.high, 4),
-            "seeds": {str(line["seed"]): round(line["reached"]["trained"] / tasks, 4) for line in lines},
+            **over_seeds(lines, tasks),
             "greedy": round(sum(line["reached"]["greedy"] for line in lines) / tasks / len(lines), 4),
-            "base": round(sum(line["reached"]["base"] for line in lines) / tasks / len(lines), 4),
             "path_in_last_step": round(sum(line["last_step"]["path"] or 0.0 for line in lines) / len(lines), 4),
         }
     return found

@@ -295,28 +295,27 @@ class _Tee:
         self._ended = False
 
     def __iter__(self) -> Iterator[bytes]:
-        try:
+        with self._reading():
             for chunk in self._inner:
                 self._chunks.append(chunk)
                 yield chunk
-            self._ended = True
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self.settle(error)
-            raise
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        try:
+        with self._reading():
             async for chunk in self._inner:
                 self._chunks.append(chunk)
                 yield chunk
-            self._ended = True
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
         except GeneratorExit:
             raise
         except BaseException as error:
             self.settle(error)
             raise
+        self._ended = True
 
     def close(self) -> None:
         self.settle(None)
