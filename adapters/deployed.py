@@ -17,7 +17,7 @@ from cotune.errors import CotuneError
 from cotune.recording.episodes import activators
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode
-from cotune.recording.records import Call, Record, Task
+from cotune.recording.records import CallRecord, Record, Task
 from cotune.recording.role_functions import RolesFunction, roles_function
 from cotune.runtime.run_sync import run_sync
 from cotune.runtime.threads import carry_context
@@ -96,7 +96,7 @@ class Deployment:
 
     def write(self, records: Sequence[Record]) -> None:
         """Count calls by how they ended, and keep nothing of them."""
-        ended = [record for record in records if isinstance(record, Call)]
+        ended = [record for record in records if isinstance(record, CallRecord)]
         with self._lock:
             self.calls.update((call.role, call.status) for call in ended)
             outside = [call.role for call in ended if call.role not in self.served]

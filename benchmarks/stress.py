@@ -51,7 +51,7 @@ import cotune
 from cotune.recording.answers import Answer
 from cotune.recording.episodes import run_episode
 from cotune.recording.recorder import LiveCall
-from cotune.recording.records import Call, Candidate, PolicyRef
+from cotune.recording.records import CallRecord, Candidate, PolicyRef
 from cotune.recording.records import Task as Given
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.workflows import workflow, workflow_of
@@ -331,7 +331,7 @@ class Check:
             index=index, text=said, message=message, token_ids=(index, 3), logprobs=(-1.0, -1.0), finish_reason=finish
         )
 
-    def compare(self, episode: str, calls: list[Call], received: Received) -> None:
+    def compare(self, episode: str, calls: list[CallRecord], received: Received) -> None:
         """What the application got against what was recorded, and the order of turns."""
         by_answer = {call.candidates[call.chosen or 0].text: call for call in calls if call.candidates}
         for role, text in received:

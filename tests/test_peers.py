@@ -32,7 +32,7 @@ from cotune.errors import GroupError
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.recording.episodes import run_episode
-from cotune.recording.records import Call, PolicyRef, Record, Reward, Segment, Task
+from cotune.recording.records import CallRecord, PolicyRef, Record, RewardRecord, Segment, Task
 from cotune.sampling.plans import Plan
 from cotune.sampling.protocol import Completion, SamplingParams, fingerprint
 from cotune.sampling.responder import PolicyResponder
@@ -107,7 +107,9 @@ def trainer(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trai
     return Trainer(tmp_path, base)
 
 
-def played(engine: Any, chat: ChatTemplate, app: Any, store: SqliteStore, *, k: int = 1, limit: int = 6) -> list[Call]:
+def played(
+    engine: Any, chat: ChatTemplate, app: Any, store: SqliteStore, *, k: int = 1, limit: int = 6
+) -> list[CallRecord]:
     """Run an application once on the engine, every role on the base model; return its calls as stored."""
     flow = workflow_of(app)
     responder = PolicyResponder(
@@ -329,7 +331,7 @@ def test_a_reward_given_by_return_value_and_by_an_explicit_call_counts_once_by_n
         return {"team": 1.0, "style": 0.5}
 
     (call,) = played(engine, chat, cotune.workflow(run), store)
-    store.write([Reward(call.episode, "team", 1.0), Reward(call.episode, "judge", 0.25)])
+    store.write([RewardRecord(call.episode, "team", 1.0), RewardRecord(call.episode, "judge", 0.25)])
     store.flush()
     assert store.rewards([call.episode])[call.episode] == {"team": 1.0, "style": 0.5, "judge": 0.25}
     (sample,) = collect(store, store.episodes(), plan="independent").samples
@@ -411,7 +413,7 @@ class Counting:
     def write(self, records: Sequence[Record]) -> None:
         for record in records:
             self.tokens += len(record.token_ids) if isinstance(record, Segment) else 0
-            self.calls += isinstance(record, Call)
+            self.calls += isinstance(record, CallRecord)
             self.messages += type(record).__name__ == "Message"
 
 

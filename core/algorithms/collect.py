@@ -10,7 +10,7 @@ from typing import Literal, cast
 import msgspec
 
 from cotune.algorithms.samples import Sample
-from cotune.recording.records import Call, Candidate, Episode, candidate_id
+from cotune.recording.records import CallRecord, Candidate, Episode, candidate_id
 from cotune.sampling.plans import PlanKind
 from cotune.storage.protocol import Store
 
@@ -24,7 +24,7 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
     """Samples of a step, the calls that they answer (by id), and the number of candidates left out by reason."""
 
     samples: list[Sample]
-    calls: Mapping[str, Call]
+    calls: Mapping[str, CallRecord]
     left_out: Mapping[str, int]
     roles: frozenset[str] = frozenset()
     """All roles that called, trained or not."""
@@ -58,7 +58,7 @@ def collect(
     `exclude` leaves out all episodes that failed. A call that failed is left out of every episode.
     """
     left_out: Counter[str] = Counter()
-    usable: list[tuple[Episode, Call]] = []
+    usable: list[tuple[Episode, CallRecord]] = []
     timed_out: set[str] = set()
     seen: set[str] = set()
     episodes = list(episodes)
@@ -109,7 +109,7 @@ def collect(
     return Collected(samples=samples, calls=calls, left_out=dict(left_out), roles=frozenset(seen))
 
 
-def temperature(call: Call) -> float:
+def temperature(call: CallRecord) -> float:
     """The temperature that a call was sampled at: what was really used, else what was asked, else 1."""
     for params in (call.sampling, call.params):
         if params.get("temperature") is not None:
@@ -163,7 +163,9 @@ def _episode_reason(episode: Episode, plan: PlanKind, on_failure: OnFailure) -> 
 _FAILED = {"timeout": "timed_out_call", "cancelled": "cancelled_call", "malformed": "malformed_call"}
 
 
-def _call_reason(call: Call, roles: Collection[str] | None, versions: Mapping[str, int], max_lag: int) -> str | None:
+def _call_reason(
+    call: CallRecord, roles: Collection[str] | None, versions: Mapping[str, int], max_lag: int
+) -> str | None:
     if call.status != "ok" or not call.candidates:
         return _FAILED.get(call.status, "failed_call")
     if roles is not None and call.role not in roles:
@@ -180,7 +182,7 @@ def _call_reason(call: Call, roles: Collection[str] | None, versions: Mapping[st
     return "greedy" if temperature(call) <= 0.0 else None
 
 
-def _candidate_reason(candidate: Candidate, call: Call, plan: PlanKind) -> str | None:
+def _candidate_reason(candidate: Candidate, call: CallRecord, plan: PlanKind) -> str | None:
     if plan != "tree" and candidate.index != call.chosen:
         return "not_chosen"
     if not candidate.token_ids and call.redacted and (candidate.text or candidate.tool_calls):
@@ -194,7 +196,9 @@ def _candidate_reason(candidate: Candidate, call: Call, plan: PlanKind) -> str |
     return None if candidate.finish_reason in COMPLETE else "interrupted"
 
 
-def _reward_reason(own: Mapping[str, float], outcome: Mapping[str, float], call: Call, plan: PlanKind) -> str | None:
+def _reward_reason(
+    own: Mapping[str, float], outcome: Mapping[str, float], call: CallRecord, plan: PlanKind
+) -> str | None:
     if not own and (plan == "tree" or not outcome):
         return "scorer_failed" if call.error else "missing_reward"
     finite = all(map(math.isfinite, own.values())) and all(map(math.isfinite, outcome.values()))
@@ -203,7 +207,7 @@ def _reward_reason(own: Mapping[str, float], outcome: Mapping[str, float], call:
 
 def _sample(
     episode: Episode,
-    call: Call,
+    call: CallRecord,
     candidate: Candidate,
     own: Mapping[str, float],
     outcome: Mapping[str, float],

@@ -13,7 +13,7 @@ from rich.tree import Tree
 from cotune.cli.show_groups import show_groups
 from cotune.errors import RecordError
 from cotune.policies import UNTRAINED
-from cotune.recording.records import Call, Candidate, Episode, candidate_id
+from cotune.recording.records import CallRecord, Candidate, Episode, candidate_id
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tables import BAD, GOOD, NAME, QUIET, cells, grid, plural, scores, snippet, warn
 
@@ -154,7 +154,7 @@ def episode_tree(store: SqliteStore, id: str) -> Tree:
     calls = store.calls(id)
     root = Tree(_episode_line(store, id, calls), guide_style=QUIET)
     known = {call.id: call for call in calls}
-    below: dict[str | None, list[Call]] = {}
+    below: dict[str | None, list[CallRecord]] = {}
     for call in calls:
         parents = [known[p] for p in call.parents if p in known]
         nearest = max(parents, key=lambda parent: parent.step, default=None)
@@ -171,7 +171,7 @@ def episode_tree(store: SqliteStore, id: str) -> Tree:
     return root
 
 
-def _episode_line(store: SqliteStore, id: str, calls: Sequence[Call]) -> Text:
+def _episode_line(store: SqliteStore, id: str, calls: Sequence[CallRecord]) -> Text:
     line = Text.assemble(("episode ", "bold"), (id, NAME))
     try:
         episode: Episode = store.episode(id)
@@ -196,7 +196,7 @@ def _episode_line(store: SqliteStore, id: str, calls: Sequence[Call]) -> Text:
     return line.append(f"\n{began}  input {snippet(episode.task.input)}", style=QUIET)
 
 
-def _call_line(call: Call, known: Mapping[str, Call]) -> Text:
+def _call_line(call: CallRecord, known: Mapping[str, CallRecord]) -> Text:
     line = Text.assemble((f"{call.step} ", QUIET), (call.role, "bold"), f" turn {call.turn}")
     read = sorted(known[parent].step for parent in call.parents if parent in known)
     if read:
@@ -213,7 +213,7 @@ def _call_line(call: Call, known: Mapping[str, Call]) -> Text:
     return line
 
 
-def _call_details(store: SqliteStore, call: Call) -> Iterable[Text]:
+def _call_details(store: SqliteStore, call: CallRecord) -> Iterable[Text]:
     """The message asked last, an error, and every candidate."""
     if call.messages:
         try:

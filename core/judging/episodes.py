@@ -12,9 +12,7 @@ import msgspec
 
 from cotune.errors import RecordError, WorkflowError
 from cotune.judging.shown import shown_message, shown_messages
-from cotune.recording.records import Call as RecordedCall
-from cotune.recording.records import Candidate, Episode, Task
-from cotune.recording.records import Reward as RewardRecord
+from cotune.recording.records import CallRecord, Candidate, Episode, RewardRecord, Task
 from cotune.sampling.scoring import Reward, compare
 from cotune.storage.protocol import Store
 
@@ -79,7 +77,7 @@ def finished(store: Store, episode: Episode) -> FinishedEpisode:
     )
 
 
-def finished_call(store: Store, call: RecordedCall, task: Task) -> FinishedCall:
+def finished_call(store: Store, call: CallRecord, task: Task) -> FinishedCall:
     """A stored call that was answered. Raises RecordError where a message was lost."""
     return FinishedCall(
         id=call.id,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from cotune.errors import RecordError, WorkflowError
 from cotune.judging.episodes import finished_call, outcomes_of
-from cotune.recording.records import Call, Episode, Reward, Task, candidate_id
+from cotune.recording.records import CallRecord, Episode, RewardRecord, Task, candidate_id
 from cotune.sampling.scoring import score
 from cotune.storage.protocol import Store
 from cotune.workflows import Workflow
@@ -94,11 +94,11 @@ async def rescore(
     return found
 
 
-async def score_calls(workflow: Workflow, store: Store, calls: Iterable[tuple[Call, Task]]) -> Scored:
+async def score_calls(workflow: Workflow, store: Store, calls: Iterable[tuple[CallRecord, Task]]) -> Scored:
     """Rewards of all candidates of those calls that were answered and whose role has a scorer."""
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def one(call: Call, task: Task) -> Scored:
+    async def one(call: CallRecord, task: Task) -> Scored:
         async with gate:
             return await _score_call(workflow, store, call, task)
 
@@ -107,14 +107,14 @@ async def score_calls(workflow: Workflow, store: Store, calls: Iterable[tuple[Ca
     return {target: rewards for some in found for target, rewards in some.items()}
 
 
-def scorable(workflow: Workflow, call: Call) -> bool:
+def scorable(workflow: Workflow, call: CallRecord) -> bool:
     """Whether a stored call has candidates, and its role a scorer."""
     return call.status == "ok" and bool(call.candidates) and call.role in workflow.scorers
 
 
 def _answered(
     store: Store, episodes: Iterable[Episode], role: str | None, workflow: Workflow, found: Rescoring
-) -> Iterator[tuple[Call, Task]]:
+) -> Iterator[tuple[CallRecord, Task]]:
     for episode in episodes:
         for call in store.calls(episode.id):
             if role not in (None, call.role):
@@ -125,8 +125,8 @@ def _answered(
                 found.without_scorer[call.role] += 1
 
 
-def _chunks(calls: Iterable[tuple[Call, Task]]) -> Iterator[list[tuple[Call, Task]]]:
-    chunk: list[tuple[Call, Task]] = []
+def _chunks(calls: Iterable[tuple[CallRecord, Task]]) -> Iterator[list[tuple[CallRecord, Task]]]:
+    chunk: list[tuple[CallRecord, Task]] = []
     for one in calls:
         chunk.append(one)
         if len(chunk) == CHUNK:
@@ -154,14 +154,14 @@ def _take(
     if write:
         now = time.time()
         new = {target: rewards for target, rewards in scored.items() if isinstance(rewards, dict)}
-        store.write([Reward(target, name, x, now) for target, named in new.items() for name, x in named.items()])
+        store.write([RewardRecord(target, name, x, now) for target, named in new.items() for name, x in named.items()])
 
 
 def _best(ids: Sequence[str], rewards: Mapping[str, Mapping[str, float]]) -> str:
     return max(ids, key=lambda one: sum(rewards[one].values()))
 
 
-async def _score_call(workflow: Workflow, store: Store, call: Call, task: Task) -> Scored:
+async def _score_call(workflow: Workflow, store: Store, call: CallRecord, task: Task) -> Scored:
     targets = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
     try:
         seen = finished_call(store, call, task)

@@ -11,7 +11,7 @@ from typing import Any
 from cotune.ids import address, canonical, message_id, pack_ids, path_digest, unpack_ids
 from cotune.recording.answers import Answer
 from cotune.recording.pending_call import PendingCall
-from cotune.recording.records import Call, CallStatus, Message, Record, Reward, Segment, Usage, candidate_id
+from cotune.recording.records import CallRecord, CallStatus, Message, Record, RewardRecord, Segment, Usage, candidate_id
 from cotune.recording.redaction import RedactedCall, Redaction
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
@@ -125,7 +125,7 @@ class CallRecords:
         for i, components in enumerate(redacted.answer.rewards if redacted.answer else ()):
             target = candidate_id(call.id, i)
             for name, value in components.items():
-                records.append(Reward(target, name, value, now))
+                records.append(RewardRecord(target, name, value, now))
         return records
 
     def not_recorded(self, call: PendingCall, broken: Exception) -> list[Record]:
@@ -174,10 +174,10 @@ def _call(
     tools: str | None = None,
     sampling: dict[str, Any] | None = None,
     prompt: str | None = None,
-) -> Call:
+) -> CallRecord:
     answer = redacted.answer
     prompt_tokens = len(answer.prompt_ids) if answer else 0
-    return Call(
+    return CallRecord(
         id=call.id,
         episode=call.episode_id,
         role=call.role,

@@ -43,7 +43,7 @@ class PendingCall:
     )  # fmt: skip
 
     def __init__(self, episode_id: str, caller: CallerContext, step: int, turn: int, body: Mapping[str, Any]) -> None:
-        """`body` is a chat request in OpenAI form; `step` and `turn` count from 0, see `records.Call`."""
+        """`body` is a chat request in OpenAI form; `step` and `turn` count from 0, see `records.CallRecord`."""
         self.id = new_id()
         self.episode_id = episode_id
         self.role = caller.role

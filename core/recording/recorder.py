@@ -22,7 +22,7 @@ from cotune.recording.records import (
     EpisodeStatus,
     Fork,
     Record,
-    Reward,
+    RewardRecord,
     Task,
 )
 from cotune.recording.redaction import Redaction, Redactor
@@ -287,7 +287,7 @@ class LiveEpisode:
             results=results,
         )
         now = time.time()
-        self._write([*bodies, *(Reward(self.id, k, v, now) for k, v in (rewards or {}).items()), record])
+        self._write([*bodies, *(RewardRecord(self.id, k, v, now) for k, v in (rewards or {}).items()), record])
         return record
 
     def _end(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> None:

@@ -86,7 +86,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.message.get("tool_calls") or []
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"):
+class CallRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"):
     """One LLM request by one role, with all its candidates; written when the request has ended.
 
     `step` counts calls in the episode, `turn` counts calls of this role in it, both from 0 and both taken
@@ -170,7 +170,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     results: tuple[ToolResult, ...] = ()
 
 
-class Reward(msgspec.Struct, frozen=True, gc=False, tag="reward"):
+class RewardRecord(msgspec.Struct, frozen=True, gc=False, tag="reward"):
     """A named reward component. `target` is an episode id or a candidate id (`candidate_id`).
 
     The last write of a name wins, until the episode's groups are consumed.
@@ -182,7 +182,7 @@ class Reward(msgspec.Struct, frozen=True, gc=False, tag="reward"):
     at: float = 0.0
 
 
-Record = Message | Segment | Call | Episode | Reward
+Record = Message | Segment | CallRecord | Episode | RewardRecord
 
 
 def candidate_id(call_id: str, index: int) -> str:

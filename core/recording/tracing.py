@@ -21,7 +21,7 @@ from cotune.errors import RecordError, WorkflowError
 from cotune.recording.episodes import activators
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode
-from cotune.recording.records import Call, CallStatus, Message, Record, Reward, Task
+from cotune.recording.records import CallRecord, CallStatus, Message, Record, RewardRecord, Task
 from cotune.recording.redaction import Redactor, check_redactor
 from cotune.recording.role_functions import RolesFunction, roles_function
 from cotune.runtime.threads import carry_context
@@ -52,7 +52,7 @@ class TracedCall(msgspec.Struct, frozen=True, kw_only=True):
     parents: tuple[str, ...]
     streamed: bool
     latency: float
-    record: Call
+    record: CallRecord
     """The whole record, with all candidates."""
 
     @property
@@ -122,7 +122,7 @@ class Trace:
         assert sink is not None
         now = time.time()
         found = components(given, "The reward of a trace")
-        sink.write([Reward(live.id, key, number, now) for key, number in found.items()])
+        sink.write([RewardRecord(live.id, key, number, now) for key, number in found.items()])
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -204,7 +204,7 @@ _SHOWN = ("id", "role", "step", "turn", "status", "error", "attempts", "model", 
 """Fields of a record that a traced call has too."""
 
 
-def _traced(call: Call, read: Reader) -> TracedCall:
+def _traced(call: CallRecord, read: Reader) -> TracedCall:
     return TracedCall(
         **{name: getattr(call, name) for name in _SHOWN},
         messages=[read.message(name) for name in call.messages],
@@ -218,7 +218,7 @@ def _traced(call: Call, read: Reader) -> TracedCall:
 class Reader(Protocol):
     """The reading half of a `Store`, as far as a trace needs it."""
 
-    def calls(self, episode_id: str) -> list[Call]: ...
+    def calls(self, episode_id: str) -> list[CallRecord]: ...
 
     def message(self, message_id: str) -> Any: ...
 
@@ -229,20 +229,20 @@ class MemoryRecords:
     """Keeps the records of one trace."""
 
     def __init__(self) -> None:
-        self._calls: list[Call] = []
+        self._calls: list[CallRecord] = []
         self._messages: dict[str, Any] = {}
         self._rewards: dict[str, dict[str, float]] = {}
 
     def write(self, records: Sequence[Record]) -> None:
         for record in records:
-            if isinstance(record, Call):
+            if isinstance(record, CallRecord):
                 self._calls.append(record)
             elif isinstance(record, Message):
                 self._messages[record.id] = record.body
-            elif isinstance(record, Reward):
+            elif isinstance(record, RewardRecord):
                 self._rewards.setdefault(record.target, {})[record.name] = record.value
 
-    def calls(self, episode_id: str) -> list[Call]:
+    def calls(self, episode_id: str) -> list[CallRecord]:
         return sorted(self._calls, key=lambda call: call.step)
 
     def message(self, message_id: str) -> Any:

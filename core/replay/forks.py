@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from cotune.errors import ConfigError
-from cotune.recording.records import Call
+from cotune.recording.records import CallRecord
 
 _FORM = re.compile(r"(all)|(first|every|entropy):([1-9][0-9]*)|(role):(.+)")
 
@@ -41,7 +41,7 @@ def fork_rule(text: str) -> ForkRule:
     return ForkRule(found[2], int(found[3]))  # type: ignore[arg-type]
 
 
-def choose_forks(calls: Sequence[Call], rule: ForkRule, most: int, seed: int) -> list[Call]:
+def choose_forks(calls: Sequence[CallRecord], rule: ForkRule, most: int, seed: int) -> list[CallRecord]:
     """The calls that are forked, of those that can be (`calls`, in step order); at most `most`, in step order.
 
     Where the rule takes more, `first` and `entropy` take the first in their order, and the others a random choice
@@ -64,7 +64,7 @@ def choose_forks(calls: Sequence[Call], rule: ForkRule, most: int, seed: int) ->
     return sorted(random.Random(seed).sample(found, most), key=lambda call: call.step)
 
 
-def mean_entropy(call: Call) -> float:
+def mean_entropy(call: CallRecord) -> float:
     """Mean of -log p over the tokens of the answer that went on, in nats: what a record has of the mean token entropy,
     whose expectation under the policy it shares. 0 where log-probabilities are not known."""
     if call.chosen is None or not (logprobs := call.candidates[call.chosen].logprobs):
@@ -72,7 +72,7 @@ def mean_entropy(call: Call) -> float:
     return -sum(logprobs) / len(logprobs)
 
 
-def repeatable(calls: Sequence[Call], fork: Call) -> bool:
+def repeatable(calls: Sequence[CallRecord], fork: CallRecord) -> bool:
     """Whether all calls that began before `fork` ended can be answered from the record."""
     return all(
         call.status == "ok" and bool(call.candidates) and not call.redacted
@@ -92,7 +92,7 @@ class Budget(msgspec.Struct, frozen=True):
         return Budget(self.branches + other.branches, self.sampled + other.sampled, self.repeated + other.repeated)
 
 
-def budget(calls: Sequence[Call], forks: Collection[Call], k: int) -> Budget:
+def budget(calls: Sequence[CallRecord], forks: Collection[CallRecord], k: int) -> Budget:
     """What `k` - 1 branches at each of `forks` take, in an episode of these calls."""
     total = Budget()
     for fork in forks:

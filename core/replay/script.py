@@ -10,7 +10,7 @@ import msgspec
 from cotune.errors import RecordError
 from cotune.ids import address, canonical
 from cotune.recording.answers import Answer
-from cotune.recording.records import Call
+from cotune.recording.records import CallRecord
 from cotune.replay.tape import Given
 from cotune.storage.protocol import Store
 
@@ -100,7 +100,7 @@ def request_digest(messages: Sequence[str], tools: str | None, model: str, param
     return address(canonical([list(messages), tools, model, params]))
 
 
-def _script_call(store: Store, call: Call) -> ScriptCall:
+def _script_call(store: Store, call: CallRecord) -> ScriptCall:
     sampling = dict(call.sampling)
     if grammar := sampling.get("grammar"):
         sampling["grammar"] = store.message(grammar)
@@ -128,7 +128,7 @@ def _script_call(store: Store, call: Call) -> ScriptCall:
     )
 
 
-def _fault(call: Call) -> str:
+def _fault(call: CallRecord) -> str:
     if call.redacted:
         return "a redactor changed what was stored of it"
     if call.status != "ok" or not call.candidates:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from cotune.errors import RequestRefused
-from cotune.recording.records import Call
+from cotune.recording.records import CallRecord
 from cotune.sampling.protocol import UNSHAPED, SamplingParams
 
 _NUMBERS = {
@@ -89,7 +89,7 @@ def form_type(body: Mapping[str, Any]) -> str:
     return str(asked.get("type") or "text") if isinstance(asked, Mapping) else "text"
 
 
-def replaced(calls: Iterable[Call]) -> list[str]:
+def replaced(calls: Iterable[CallRecord]) -> list[str]:
     """What calls asked of the distribution and were not given, each with its count: training sets it otherwise."""
     counts = Counter(
         name

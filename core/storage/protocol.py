@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from cotune.recording.records import Call, Episode, Record
+from cotune.recording.records import CallRecord, Episode, Record
 
 
 class Store(Protocol):
@@ -45,7 +45,7 @@ class Store(Protocol):
         """Raises RecordError when unknown."""
         ...
 
-    def calls(self, episode_id: str) -> list[Call]:
+    def calls(self, episode_id: str) -> list[CallRecord]:
         """Calls of an episode in step order; also of an episode that never finished."""
         ...
 

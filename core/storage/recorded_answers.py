@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from cotune.errors import RecordError
-from cotune.recording.records import Call, Episode, candidate_id
+from cotune.recording.records import CallRecord, Episode, candidate_id
 from cotune.storage.protocol import Store
 
 
@@ -15,7 +15,7 @@ class RecordedAnswer(NamedTuple):
     """A call with what it was asked and what was answered, messages in OpenAI form."""
 
     episode: Episode
-    call: Call
+    call: CallRecord
     messages: list[Any]
     tools: Any
     """The tools that it offered; None for none."""
@@ -70,7 +70,7 @@ def best_episodes(store: Store, episodes: Iterable[Episode], count: int, left_ou
     return [episode for place, episode in enumerate(listed) if place in kept]
 
 
-def _reason(store: Store, episode: Episode, call: Call, role: str | None, min_reward: float | None) -> str | None:
+def _reason(store: Store, episode: Episode, call: CallRecord, role: str | None, min_reward: float | None) -> str | None:
     if role is not None and call.role != role:
         return "other_role"
     if episode.status != "ok":
@@ -89,7 +89,7 @@ def _reason(store: Store, episode: Episode, call: Call, role: str | None, min_re
     return None if sum(rewards.values()) >= min_reward else "below_reward"
 
 
-def _answer(store: Store, episode: Episode, call: Call) -> RecordedAnswer | None:
+def _answer(store: Store, episode: Episode, call: CallRecord) -> RecordedAnswer | None:
     assert call.chosen is not None
     try:
         messages = [store.message(id) for id in call.messages]

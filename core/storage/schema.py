@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from cotune.errors import RecordError
 from cotune.ids import pack_ids, unpack_ids
-from cotune.recording.records import Call, Candidate, Episode, Message, Record, Reward
+from cotune.recording.records import CallRecord, Candidate, Episode, Message, Record, RewardRecord
 
 Row = tuple[Any, ...]
-Timed = TypeVar("Timed", Call, Episode)
+Timed = TypeVar("Timed", CallRecord, Episode)
 
 VERSION = 1
 """`user_version` of a records file; raised when the schema changes."""
@@ -85,7 +85,7 @@ class StoredCandidate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False)
 
 _json = msgspec.json.Encoder(enc_hook=repr)
 _stored = msgspec.json.Decoder(list[StoredCandidate])
-_calls = msgspec.json.Decoder(Call)
+_calls = msgspec.json.Decoder(CallRecord)
 _episodes = msgspec.json.Decoder(Episode)
 
 CONFLICTS = {
@@ -105,10 +105,10 @@ def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple
     size = 0
     for record in records:
         row: Row
-        if isinstance(record, Call):
+        if isinstance(record, CallRecord):
             table, row = "calls", _call_row(record)
             size += 1200 + len(row[9]) + len(row[10]) + len(row[11])
-        elif isinstance(record, Reward):
+        elif isinstance(record, RewardRecord):
             table, row = "rewards", (record.target, record.name, float(record.value), record.at)
             size += 300
         elif isinstance(record, Episode):
@@ -126,7 +126,7 @@ def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple
     return rows, size
 
 
-def _call_row(call: Call) -> Row:
+def _call_row(call: CallRecord) -> Row:
     # bytearray, as sqlite3 searches adapters for bytes, which costs more than the rest of binding.
     stored, token_ids, logprobs = [], bytearray(), bytearray()
     for c in call.candidates:
@@ -165,7 +165,7 @@ def _episode_row(episode: Episode) -> Row:
     return (episode.id, episode.task.id, episode.phase, episode.training_step, episode.status, body, metrics)
 
 
-def call_from(body: str, candidates: str, token_ids: bytes, logprobs: bytes) -> Call:
+def call_from(body: str, candidates: str, token_ids: bytes, logprobs: bytes) -> CallRecord:
     """Put a call back together from its columns. Raises ValueError, TypeError or struct.error for broken ones."""
     ids = unpack_ids(token_ids)
     values = struct.unpack(f"<{len(logprobs) // 4}f", logprobs)

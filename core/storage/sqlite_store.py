@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from cotune.errors import RecordError, RunError
-from cotune.recording.records import Call, Episode, Record
+from cotune.recording.records import CallRecord, Episode, Record
 from cotune.runtime.forks import survives_fork
 from cotune.storage.damage import forgiving, is_file_error, is_value_error, unusable
 from cotune.storage.file_lock import FileLock
@@ -146,7 +146,7 @@ class SqliteStore:
             return episode
         raise RecordError(f"The episode {episode_id!r} in {self.path} cannot be read.", "Its row is broken: leave it.")
 
-    def calls(self, episode_id: str) -> list[Call]:
+    def calls(self, episode_id: str) -> list[CallRecord]:
         """Calls of an episode in step order; also of an episode that never finished."""
         sql = "SELECT body, candidates, token_ids, logprobs FROM calls WHERE episode = ? ORDER BY step, id"
         return [call for row in self.rows(sql, (episode_id,)) for call in self._read(call_from, row)]

@@ -20,7 +20,7 @@ from cotune.integrations.http.requests import RequestError
 from cotune.integrations.openai.forms import Form
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode, Sink
-from cotune.recording.records import Episode, EpisodeStatus, Reward, Task
+from cotune.recording.records import Episode, EpisodeStatus, RewardRecord, Task
 
 log = logging.getLogger("cotune.gateway")
 
@@ -115,7 +115,7 @@ class Episodes:
         if self.sink is None:
             raise RequestError(404, "The workflow that runs here rewards its episodes itself.", code="not_recording")
         now = time.time()
-        self.sink.write([Reward(target, name, value, now) for name, value in rewards.items()])
+        self.sink.write([RewardRecord(target, name, value, now) for name, value in rewards.items()])
         self.counts["rewards"] += len(rewards)
 
     def exchange(

@@ -31,14 +31,14 @@ from cotune.recording.call_records import CallRecords
 from cotune.recording.pending_call import CallerContext, PendingCall
 from cotune.recording.recorder import Sink
 from cotune.recording.records import (
-    Call,
+    CallRecord,
     CallStatus,
     Candidate,
     Episode,
     EpisodeStatus,
     PolicyRef,
     Record,
-    Reward,
+    RewardRecord,
     Task,
     Usage,
     candidate_id,
@@ -117,7 +117,7 @@ class _Reading:
         self.ids = {chat.id: str(chat.attributes.get(names.CALL) or _ulid(chat)) for chat in self.chats}
         self.turns: Counter[str] = Counter()
         self.made = CallRecords(None, nullcontext(), lambda kind, text: left_out.update([kind]))
-        self.rewards: list[Reward] = []
+        self.rewards: list[RewardRecord] = []
 
     def records(self) -> list[Record]:
         """Messages before the calls that refer to them, the episode last."""
@@ -177,7 +177,7 @@ class _Reading:
         status = self._status(chat)
         error = None if status == "ok" else chat.failed or "no answer was recorded"
         *others, made = self.made.ended(call, answer, status, error)
-        assert isinstance(made, Call)
+        assert isinstance(made, CallRecord)
         self._rewards(chat, call.id)
         return [*others, msgspec.structs.replace(made, latency=(chat.end - chat.start) / 1e9)]
 
@@ -223,7 +223,7 @@ class _Reading:
                 continue
             index = event.attributes.get(names.CANDIDATE)
             own = target if target == self.id else candidate_id(target, int(index or 0))
-            self.rewards.append(Reward(own, str(name), float(value), event.at / 1e9))
+            self.rewards.append(RewardRecord(own, str(name), float(value), event.at / 1e9))
 
 
 def _policy(found: Mapping[str, Any]) -> PolicyRef | None:

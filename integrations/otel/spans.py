@@ -16,7 +16,7 @@ from cotune.errors import RecordError
 from cotune.ids import address
 from cotune.integrations.otel import names as names
 from cotune.integrations.otel.messages import as_text, to_parts
-from cotune.recording.records import Call, Episode, candidate_id
+from cotune.recording.records import CallRecord, Episode, candidate_id
 from cotune.storage.protocol import Store
 
 Kind = Literal["internal", "client"]
@@ -118,7 +118,7 @@ class _Episode:
             failed=self._error(episode.status, episode.error),
         )
 
-    def _agent(self, call: Call, end: int) -> Span:
+    def _agent(self, call: CallRecord, end: int) -> Span:
         attributes = {
             names.OPERATION: names.AGENT,
             names.AGENT_NAME: call.role,
@@ -136,7 +136,7 @@ class _Episode:
             attributes=attributes,
         )
 
-    def _chat(self, call: Call) -> Span:
+    def _chat(self, call: CallRecord) -> Span:
         events = [
             event
             for candidate in call.candidates
@@ -158,7 +158,7 @@ class _Episode:
             failed=self._error(call.status, call.error),
         )
 
-    def _chat_attributes(self, call: Call) -> dict[str, Any]:
+    def _chat_attributes(self, call: CallRecord) -> dict[str, Any]:
         found: dict[str, Any] = {
             names.OPERATION: names.CHAT,
             names.PROVIDER: "cotune" if call.policy else "openai",
@@ -191,7 +191,7 @@ class _Episode:
             found |= self._tokens(call)
         return found
 
-    def _content(self, call: Call) -> dict[str, Any]:
+    def _content(self, call: CallRecord) -> dict[str, Any]:
         found = {names.INPUT_MESSAGES: as_text([to_parts(m, self.left_out) for m in self.messages[call.id]])}
         if call.candidates:
             answers = [
@@ -203,7 +203,7 @@ class _Episode:
             found[names.TOOL_DEFINITIONS] = as_text(self._body(call.tools) or [])
         return found
 
-    def _tokens(self, call: Call) -> dict[str, Any]:
+    def _tokens(self, call: CallRecord) -> dict[str, Any]:
         found: dict[str, Any] = {}
         if call.policy is not None:
             found |= {names.POLICY: call.policy.name, names.POLICY_VERSION: call.policy.version}
@@ -217,7 +217,7 @@ class _Episode:
             found[names.SAMPLED] = as_text(sampled)
         return found
 
-    def _tools(self, place: int, call: Call) -> Iterator[Span]:
+    def _tools(self, place: int, call: CallRecord) -> Iterator[Span]:
         """The tools that the chosen answer called, known by the tool messages of a later call."""
         called = [] if call.chosen is None else call.candidates[call.chosen].tool_calls
         for tool in called:
@@ -247,7 +247,7 @@ class _Episode:
                 attributes=attributes,
             )
 
-    def _result(self, place: int, id: Any) -> tuple[Call, Mapping[str, Any]] | None:
+    def _result(self, place: int, id: Any) -> tuple[CallRecord, Mapping[str, Any]] | None:
         for later in self.calls[place + 1 :]:
             for message in self.messages[later.id]:
                 if message.get("role") == "tool" and message.get("tool_call_id") == id and id is not None:
@@ -263,7 +263,7 @@ class _Episode:
             return None
         return (error or status) if self.detail.content else status
 
-    def _bodies(self, call: Call) -> list[Mapping[str, Any]]:
+    def _bodies(self, call: CallRecord) -> list[Mapping[str, Any]]:
         return [body for body in map(self._body, call.messages) if isinstance(body, Mapping)]
 
     def _body(self, id: str) -> Any:
@@ -299,7 +299,7 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e6) * 1000
 
 
-def _end(call: Call) -> int:
+def _end(call: CallRecord) -> int:
     return _nanoseconds(call.started + call.latency)
 
 

@@ -10,13 +10,13 @@ import pytest
 
 from cotune.ids import pack_ids, segment_id
 from cotune.recording.records import (
-    Call,
+    CallRecord,
     Candidate,
     Episode,
     Message,
     PolicyRef,
     Record,
-    Reward,
+    RewardRecord,
     Segment,
     Task,
     candidate_id,
@@ -44,7 +44,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.records: list[Record] = []
         self._episodes: dict[str, Episode] = {}
-        self._calls: dict[str, list[Call]] = {}
+        self._calls: dict[str, list[CallRecord]] = {}
         self._segments: dict[str, Segment] = {}
         self._messages: dict[str, Any] = {}
         self._rewards: dict[str, dict[str, float]] = {}
@@ -53,9 +53,9 @@ class MemoryStore:
 
     def write(self, records: Sequence[Record]) -> None:
         for record in records:
-            if isinstance(record, Reward):
+            if isinstance(record, RewardRecord):
                 self._rewards.setdefault(record.target, {})[record.name] = record.value
-            elif isinstance(record, Call):
+            elif isinstance(record, CallRecord):
                 self._calls.setdefault(record.episode, []).append(record)
             elif isinstance(record, Episode):
                 self._episodes[record.id] = record
@@ -77,7 +77,7 @@ class MemoryStore:
     def episode(self, episode_id: str) -> Episode:
         return self._episodes[episode_id]
 
-    def calls(self, episode_id: str) -> list[Call]:
+    def calls(self, episode_id: str) -> list[CallRecord]:
         self.reads += 1
         return sorted(self._calls.get(episode_id, []), key=lambda c: c.step)
 
@@ -113,7 +113,7 @@ class Book:
 
     def episode(self, id: str, task: str = "q", outcome: Mapping[str, float] | None = None, **fields: Any) -> Episode:
         record = Episode(id=id, task=Task(id=task, input=task), workflow="w", training_step=7, **fields)
-        self.store.write([Reward(id, name, value) for name, value in (outcome or {}).items()])
+        self.store.write([RewardRecord(id, name, value) for name, value in (outcome or {}).items()])
         self.store.write([record])
         return record
 
@@ -129,20 +129,20 @@ class Book:
         candidates: Sequence[Candidate] | None = None,
         chosen: int = 0,
         **fields: Any,
-    ) -> Call:
+    ) -> CallRecord:
         """`rewards` has one entry per candidate: a number (`local`), a dict of components, or None."""
         path = segment_id(prompt)
         if candidates is None:
             candidates = [self.candidate(i) for i in range(max(1, len(rewards)))]
         known = None if unknown_prompt else path
         fields = {"policy": PolicyRef(role, 3), "prompt": known, "step": turn, **fields}
-        record = Call(
+        record = CallRecord(
             id=id, episode=episode, role=role, turn=turn, candidates=tuple(candidates), chosen=chosen, **fields
         )
         self.store.write([Segment(path, None, pack_ids(prompt)), Message("m", {}), record])
         for index, value in enumerate(rewards):
             components = value if isinstance(value, Mapping) else {} if value is None else {"local": value}
-            self.store.write([Reward(candidate_id(id, index), name, v) for name, v in components.items()])
+            self.store.write([RewardRecord(candidate_id(id, index), name, v) for name, v in components.items()])
         return record
 
     @staticmethod

@@ -15,7 +15,7 @@ import cotune
 from cotune.context import current_episode
 from cotune.errors import ConfigError, WorkflowError
 from cotune.recording.episodes import outcome_of, run_episode
-from cotune.recording.records import Episode, Reward, Task
+from cotune.recording.records import Episode, RewardRecord, Task
 from cotune.sampling.scoring import OfGroup
 from cotune.workflows import load_workflow, workflow_of
 
@@ -106,7 +106,7 @@ def test_a_workflow_has_one_judge_of_its_episodes_and_may_then_return_nothing():
         judged.judge(judge)
     ended, sink = run(judged)
     assert (ended.error, ended.rewards, ended.episode.status) == (None, {}, "ok")
-    assert not any(isinstance(record, Reward) for record in sink)
+    assert not any(isinstance(record, RewardRecord) for record in sink)
 
     compared = cotune.workflow(solve)
     compared.scorer("a", group=True)(lambda candidates, call, task: [0.0])
@@ -260,7 +260,7 @@ def test_records_the_episode_and_its_rewards():
 
     outcome, sink = run(cotune.workflow(solve), {"x": 2}, phase="train", training_step=4, rollout=1, timeout=60)
     reward, record = sink
-    assert (type(reward), reward.target, reward.name, reward.value) == (Reward, record.id, "team", 2.0)
+    assert (type(reward), reward.target, reward.name, reward.value) == (RewardRecord, record.id, "team", 2.0)
     assert record == outcome.episode
     assert (record.task.id, record.workflow, record.phase, record.training_step, record.rollout) == (
         "t", "solve", "train", 4, 1,

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.recording.records import Call
+from cotune.recording.records import CallRecord
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.reporting.summary import RunSummary
@@ -73,11 +73,11 @@ def trained(base: Path) -> Iterator[tuple[RunSummary, SqliteStore]]:
     store.close()
 
 
-def answered(store: SqliteStore) -> list[Call]:
+def answered(store: SqliteStore) -> list[CallRecord]:
     return [call for episode in store.episodes(phase="train") for call in store.calls(episode.id)]
 
 
-def next_of(call: Call, store: SqliteStore) -> Call | None:
+def next_of(call: CallRecord, store: SqliteStore) -> CallRecord | None:
     later = [c for c in store.calls(call.episode) if c.turn == call.turn + 1]
     return later[0] if later else None
 
@@ -223,7 +223,7 @@ def test_a_call_that_cannot_be_read_is_text_and_costs(trained: tuple[RunSummary,
         assert _scores(store, call)[candidate.index] == -1.0
 
 
-def _scores(store: SqliteStore, call: Call) -> list[float]:
+def _scores(store: SqliteStore, call: CallRecord) -> list[float]:
     from cotune.recording.records import candidate_id
 
     found = [store.rewards([candidate_id(call.id, c.index)]) for c in call.candidates]

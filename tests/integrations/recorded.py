@@ -11,7 +11,7 @@ from typing import Any
 from cotune.recording.answers import Answer
 from cotune.recording.episodes import Outcome, run_episode
 from cotune.recording.recorder import LiveCall
-from cotune.recording.records import Call, Candidate, PolicyRef, Record, Task, Usage
+from cotune.recording.records import CallRecord, Candidate, PolicyRef, Record, Task, Usage
 from cotune.workflows import workflow, workflow_of
 
 POLICY = PolicyRef("p", 3)
@@ -21,8 +21,8 @@ class Sink(list[Record]):
     def write(self, records: list[Record]) -> None:
         self.extend(records)
 
-    def calls(self) -> list[Call]:
-        return sorted((r for r in self if isinstance(r, Call)), key=lambda call: call.step)
+    def calls(self) -> list[CallRecord]:
+        return sorted((r for r in self if isinstance(r, CallRecord)), key=lambda call: call.step)
 
 
 class Responder:
@@ -100,7 +100,7 @@ class Recorded:
         return asyncio.run(episode(fn, reply, self.sink))
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[CallRecord]:
         return self.sink.calls()
 
     @property

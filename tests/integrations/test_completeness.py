@@ -21,7 +21,7 @@ from langchain_openai import ChatOpenAI
 
 from benchmarks import stress
 from cotune.recording.episodes import run_episode
-from cotune.recording.records import Call, Message, Task
+from cotune.recording.records import CallRecord, Message, Task
 from cotune.workflows import Workflow, load_workflow, workflow, workflow_of
 from tests.integrations.provider import Provider, completion, event, json_reply
 from tests.integrations.recorded import Sink
@@ -33,10 +33,10 @@ Body = dict[str, Any]
 def recorded(sink: Sink) -> Counter[str]:
     """Bodies of the recorded calls, put together from their messages, tools and parameters."""
     stored = {record.id: record.body for record in sink if isinstance(record, Message)}
-    return Counter(canonical(_body(call, stored)) for call in sink if isinstance(call, Call))
+    return Counter(canonical(_body(call, stored)) for call in sink if isinstance(call, CallRecord))
 
 
-def _body(call: Call, stored: dict[str, Any]) -> Body:
+def _body(call: CallRecord, stored: dict[str, Any]) -> Body:
     body = {**call.params, "model": call.model, "messages": [stored[i] for i in call.messages]}
     if call.tools:
         body["tools"] = stored[call.tools]

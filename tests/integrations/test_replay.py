@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cotune.errors import RecordError
-from cotune.recording.records import Call, Episode, Task
+from cotune.recording.records import CallRecord, Episode, Task
 from cotune.recording.rollout import EpisodeBatch, rollout
 from cotune.replay.script import Replay, read_script
 from cotune.storage.sqlite_store import SqliteStore
@@ -66,7 +66,7 @@ class Lab:
         calls = self.store.calls(episode.id)
         return sorted((c.role, c.messages, c.tools or "", c.candidates[0].text, c.prompt or "") for c in calls)
 
-    def call(self, episode: Episode, role: str, turn: int = 0) -> Call:
+    def call(self, episode: Episode, role: str, turn: int = 0) -> CallRecord:
         return next(c for c in self.store.calls(episode.id) if (c.role, c.turn) == (role, turn))
 
 

@@ -13,7 +13,7 @@ from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.prepare import prepare
 from cotune.errors import ConfigError
-from cotune.recording.records import Call, Episode
+from cotune.recording.records import CallRecord, Episode
 from cotune.storage.sqlite_store import SqliteStore
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, ask
@@ -35,7 +35,7 @@ class Records:
     def __init__(self, trainer: Trainer, run: str = "run") -> None:
         self.store = SqliteStore.open(trainer.folder / run / "records.db", read_only=True)
         self.episodes = list(self.store.episodes(phase="train"))
-        self.calls: dict[str, list[Call]] = {e.id: self.store.calls(e.id) for e in self.episodes}
+        self.calls: dict[str, list[CallRecord]] = {e.id: self.store.calls(e.id) for e in self.episodes}
 
     def of(self, step: int) -> tuple[list[Episode], list[Episode]]:
         """Trunks and branches of a step."""

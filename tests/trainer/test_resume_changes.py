@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from cotune.context import current_episode
 from cotune.errors import ConfigError, RunError
-from cotune.recording.records import Reward
+from cotune.recording.records import RewardRecord
 from cotune.storage.sqlite_store import SqliteStore
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS, application, ask, converse, letters
@@ -174,7 +174,7 @@ def test_a_late_reward_counts_until_its_group_is_trained_and_is_refused_after(tr
     async def run(task: dict[str, str]) -> float:
         live = current_episode.get()
         if live.phase == "train" and live.training_step == 1:
-            live.sink.write([Reward(target, name, -9.0) for target, name in past])
+            live.sink.write([RewardRecord(target, name, -9.0) for target, name in past])
         said = await ask("first", f"say {task['letter']}")
         if live.phase == "train":
             past.append((live.id, "team"))

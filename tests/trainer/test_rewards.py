@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cotune.errors import ConfigError
-from cotune.recording.records import Call, candidate_id
+from cotune.recording.records import CallRecord, candidate_id
 from cotune.storage.sqlite_store import SqliteStore
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS, application, ask, letters
@@ -33,7 +33,7 @@ def both_ways(candidate: Any, call: Any, task: Any) -> dict[str, float]:
     return {"team": share, "against": -10.0 * share}
 
 
-def calls_of(folder: Path, phase: str = "train") -> Iterator[tuple[Call, list[dict[str, float]]]]:
+def calls_of(folder: Path, phase: str = "train") -> Iterator[tuple[CallRecord, list[dict[str, float]]]]:
     """The calls of a run with the rewards of their candidates."""
     with SqliteStore.open(folder, read_only=True) as store:
         for episode in store.episodes(phase=phase):
@@ -44,7 +44,7 @@ def calls_of(folder: Path, phase: str = "train") -> Iterator[tuple[Call, list[di
 
 
 @pytest.fixture(scope="module")
-def seeded_tree(module_trainer: Trainer) -> tuple[str, list[tuple[Call, list[dict[str, float]]]]]:
+def seeded_tree(module_trainer: Trainer) -> tuple[str, list[tuple[CallRecord, list[dict[str, float]]]]]:
     """What a run said, and its calls."""
     app = application(seeded, first=both_ways)
     overrides = {"weights": {"team": 1.0}, "alpha": 2.0}

@@ -16,7 +16,7 @@ import cotune
 from cotune.adapters.manifest import read_manifest
 from cotune.cli.main import main
 from cotune.recording.episodes import run_episode
-from cotune.recording.records import Call, Record, Task
+from cotune.recording.records import CallRecord, Record, Task
 from cotune.recording.role_functions import CallRequest
 from cotune.runtime.run_sync import run_sync
 from cotune.sampling.stub import StubResponder
@@ -153,4 +153,4 @@ def test_a_rollout_worker_names_the_roles_as_the_driver_does(
     setup = msgspec.msgpack.decode(msgspec.msgpack.encode(Setup(app=source)), type=Setup)
     sink = Sink()
     run_sync(run_episode(setup.app.load(), Task(id="a", input=TASKS[0]), sink=sink, responder=StubResponder()))
-    assert sorted(record.role for record in sink if isinstance(record, Call)) == roles
+    assert sorted(record.role for record in sink if isinstance(record, CallRecord)) == roles

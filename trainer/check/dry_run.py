@@ -22,7 +22,7 @@ from cotune.integrations.chat.reply_grammar import unenforceable
 from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, require
 from cotune.policies import Policies
 from cotune.recording.episodes import Outcome
-from cotune.recording.records import Call, Reward
+from cotune.recording.records import CallRecord, RewardRecord
 from cotune.runtime.run_sync import run_sync
 from cotune.sampling.plans import Plan, PlanKind
 from cotune.sampling.stub import StubResponder
@@ -131,13 +131,13 @@ def check(
 def _judged(outcomes: Sequence[Outcome], store: Store) -> list[Outcome]:
     """Outcomes as a judge might give them, which is not asked."""
     made = [replace(outcome, rewards={**outcome.rewards, "judge": 0.0}) for outcome in outcomes]
-    store.write([Reward(outcome.episode.id, "judge", 0.0) for outcome in made])
+    store.write([RewardRecord(outcome.episode.id, "judge", 0.0) for outcome in made])
     store.flush()
     return made
 
 
 def _policies(
-    config: TrainConfig, calls: Sequence[Call], flow: Workflow, plan: Plan
+    config: TrainConfig, calls: Sequence[CallRecord], flow: Workflow, plan: Plan
 ) -> tuple[Policies | None, list[Finding]]:
     seen = sorted({call.role for call in calls})
     if not seen:
@@ -149,7 +149,7 @@ def _policies(
         return None, [blocking(error, "policies")]
 
 
-def _roles(calls: Sequence[Call], policies: Policies | None, flow: Workflow, plan: Plan) -> list[RoleCheck]:
+def _roles(calls: Sequence[CallRecord], policies: Policies | None, flow: Workflow, plan: Plan) -> list[RoleCheck]:
     found = []
     for role in dict.fromkeys(call.role for call in calls):
         spec = policies.of(role) if policies else None
@@ -182,7 +182,7 @@ def _roles(calls: Sequence[Call], policies: Policies | None, flow: Workflow, pla
 def _groups(
     store: Store,
     outcomes: Sequence[Outcome],
-    seen: Sequence[Call],
+    seen: Sequence[CallRecord],
     roles: Sequence[RoleCheck],
     plan: Plan,
     recipe: Recipe,
@@ -225,7 +225,7 @@ def _repeated(collected: Collected, plan: Plan) -> Iterable[Sample]:
 
 
 def _calls(
-    calls: Sequence[Call], outcomes: Sequence[Outcome], tokens: Mapping[str, int], store: Store
+    calls: Sequence[CallRecord], outcomes: Sequence[Outcome], tokens: Mapping[str, int], store: Store
 ) -> Iterable[CallCheck]:
     tasks = {outcome.episode.id: outcome.episode.task.id for outcome in outcomes}
     steps = {call.id: call.step for call in calls}
@@ -274,7 +274,7 @@ def _chat(model: str | None) -> Any:
     return ChatTemplate.load(model)
 
 
-def _tokens(chat: Any, calls: Sequence[Call], store: Store) -> tuple[dict[str, int], list[Finding]]:
+def _tokens(chat: Any, calls: Sequence[CallRecord], store: Store) -> tuple[dict[str, int], list[Finding]]:
     """Tokens of each call's prompt, and the calls that the model's chat template refuses."""
     counts: dict[str, int] = {}
     found: dict[str, Finding] = {}
@@ -287,7 +287,7 @@ def _tokens(chat: Any, calls: Sequence[Call], store: Store) -> tuple[dict[str, i
     return counts, list(found.values())
 
 
-def _forms(calls: Sequence[Call], store: Store) -> list[Finding]:
+def _forms(calls: Sequence[CallRecord], store: Store) -> list[Finding]:
     """Forms of replies that calls ask for and no sampler can enforce: such a call is an error in training."""
     found: dict[tuple[str, str], Finding] = {}
     for call in calls:

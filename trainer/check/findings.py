@@ -13,7 +13,7 @@ from cotune.algorithms.recipes import Recipe
 from cotune.errors import CotuneError
 from cotune.recording.app_parts import Part
 from cotune.recording.episodes import Outcome
-from cotune.recording.records import Call
+from cotune.recording.records import CallRecord
 from cotune.sampling.plans import Plan
 from cotune.sampling.protocol import UNSHAPED
 from cotune.tables import plural
@@ -41,14 +41,14 @@ def blocking(error: CotuneError, about: str = "") -> Finding:
     return Finding("blocks", about, error.cause, error.remedy)
 
 
-def made_up(finding: Finding, calls: Sequence[Call]) -> Finding:
+def made_up(finding: Finding, calls: Sequence[CallRecord]) -> Finding:
     """The finding of a fault; where answers came before it, one of them may be to blame and not the application."""
     if not finding.text.startswith(_RAISED) or not any(call.status == "ok" for call in calls):
         return finding
     return msgspec.structs.replace(finding, remedy=f"{_MADE_UP} {finding.remedy}".strip())
 
 
-def role_findings(roles: Sequence[RoleCheck], calls: Sequence[Call], plan: Plan) -> Iterator[Finding]:
+def role_findings(roles: Sequence[RoleCheck], calls: Sequence[CallRecord], plan: Plan) -> Iterator[Finding]:
     """Roles that are not trained, and calls that belong to none."""
     for role in roles:
         if not role.trained:
@@ -88,7 +88,7 @@ def idle_findings(idle: Sequence[tuple[Part, bool]]) -> Iterator[Finding]:
         yield Finding("note", ", ".join(quiet), "ran and called no model.")
 
 
-def call_findings(calls: Sequence[Call], plan: Plan, config: TrainConfig) -> Iterator[Finding]:
+def call_findings(calls: Sequence[CallRecord], plan: Plan, config: TrainConfig) -> Iterator[Finding]:
     """What calls ask for that training does otherwise, and calls that failed."""
     for role in dict.fromkeys(call.role for call in calls):
         own = [call for call in calls if call.role == role]
@@ -148,7 +148,7 @@ def client_findings() -> Iterator[Finding]:
             yield Finding("note", name, f"{name} is loaded: {_SEEN.get(module, _SEEN_IN)}")
 
 
-def _failures(role: str, calls: Sequence[Call]) -> Iterator[Finding]:
+def _failures(role: str, calls: Sequence[CallRecord]) -> Iterator[Finding]:
     reasons = Counter(f"{call.status}: {call.error}" for call in calls if call.status != "ok")
     for reason, count in reasons.items():
         yield Finding("warns", role, f"{count} of {len(calls)} calls are not trained on ({reason}).")

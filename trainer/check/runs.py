@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.episodes import Outcome, run_episode
-from cotune.recording.records import Call, Task
+from cotune.recording.records import CallRecord, Task
 from cotune.sampling.stub import StubResponder
 from cotune.storage.protocol import Store
 from cotune.workflows import Workflow
@@ -25,7 +25,7 @@ class Runs:
     by roles that it has not; `idle` the parts of the application that never called."""
 
     outcomes: Sequence[Outcome]
-    seen: Sequence[Call]
+    seen: Sequence[CallRecord]
     idle: Sequence[tuple[Part, bool]]
     """Each with whether it ran all the same."""
 
@@ -75,7 +75,7 @@ def _unfinished(outcomes: Sequence[Outcome], parts: Parts) -> bool:
     return all(outcome.error for outcome in outcomes) or not all(parts.ran(part) for part in parts.known)
 
 
-def _calls(outcomes: Sequence[Outcome], store: Store) -> list[Call]:
+def _calls(outcomes: Sequence[Outcome], store: Store) -> list[CallRecord]:
     shown = next((outcome for outcome in outcomes if outcome.error is None), outcomes[0])
     calls = list(store.calls(shown.episode.id))
     for outcome in outcomes:

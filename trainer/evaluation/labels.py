@@ -10,7 +10,7 @@ import msgspec
 
 from cotune.errors import ConfigError
 from cotune.judging.shown import shown_message, shown_messages
-from cotune.recording.records import Call, Episode, Task, candidate_id
+from cotune.recording.records import CallRecord, Episode, Task, candidate_id
 from cotune.storage.protocol import Store
 from cotune.storage.sqlite_store import SqliteStore
 
@@ -79,7 +79,9 @@ def write_blanks(run: str | Path, to: str | Path, *, groups: int = 20, role: str
     return len(lines)
 
 
-def labelled(store: Store, labels: Mapping[str, float], source: str) -> tuple[list[tuple[Call, Task]], list[Episode]]:
+def labelled(
+    store: Store, labels: Mapping[str, float], source: str
+) -> tuple[list[tuple[CallRecord, Task]], list[Episode]]:
     """The calls and the episodes that labels are of. Raises ConfigError for ids that are not on record."""
     wanted = {one.rpartition(".")[0] for one in labels if "." in one}
     calls, episodes, known = [], [], set()

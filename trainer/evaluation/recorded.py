@@ -10,7 +10,7 @@ import msgspec
 
 from cotune.errors import ConfigError
 from cotune.recording.recorder import Nowhere
-from cotune.recording.records import Call, Episode, Record, Reward, Task, candidate_id
+from cotune.recording.records import CallRecord, Episode, Record, RewardRecord, Task, candidate_id
 from cotune.storage.protocol import Store
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.modes import Prices
@@ -42,7 +42,7 @@ def read_recorded(path: str | Path, tasks: Sequence[Task], prices: Prices) -> tu
             for call in store.calls(episode.id):
                 sink.write([call, *_rewards(store, call)])
             found = store.rewards([episode.id]).get(episode.id, {})
-            rewards = [Reward(episode.id, name, value) for name, value in found.items()]
+            rewards = [RewardRecord(episode.id, name, value) for name, value in found.items()]
             sink.write([*rewards, msgspec.structs.replace(episode, rollout=0)])
         evaluation = summarise(RECORDED, sink, time.perf_counter() - started, prices)
     if shared:
@@ -62,8 +62,8 @@ def beside(report: EvaluationReport, recorded: Evaluation, note: str) -> Evaluat
     )
 
 
-def _rewards(store: Store, call: Call) -> list[Record]:
+def _rewards(store: Store, call: CallRecord) -> list[Record]:
     if call.chosen is None:
         return []
     target = candidate_id(call.id, call.chosen)
-    return [Reward(target, name, value) for name, value in store.rewards([target]).get(target, {}).items()]
+    return [RewardRecord(target, name, value) for name, value in store.rewards([target]).get(target, {}).items()]

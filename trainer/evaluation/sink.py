@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cotune.recording.recorder import Sink
-from cotune.recording.records import Call, Episode, Record, Reward, candidate_id
+from cotune.recording.records import CallRecord, Episode, Record, RewardRecord, candidate_id
 from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.statistics import Interval, mean
 
@@ -26,7 +26,7 @@ class TokenCounts(msgspec.Struct, kw_only=True):
     uncounted: int = 0
     """Calls whose provider reported no tokens."""
 
-    def add(self, call: Call) -> None:
+    def add(self, call: CallRecord) -> None:
         """One more call with an answer; tokens are the engine's own, or as the provider reports them."""
         prompt = call.prompt_tokens or call.usage.prompt_tokens
         written = sum(len(candidate.token_ids) for candidate in call.candidates) or call.usage.completion_tokens
@@ -98,11 +98,11 @@ class EvaluationSink:
             chosen: dict[str, _RoleCount] = {}
             for record in records:
                 match record:
-                    case Call():
+                    case CallRecord():
                         self._call(record, chosen)
-                    case Reward() if record.target in chosen:
+                    case RewardRecord() if record.target in chosen:
                         chosen[record.target].rewards[record.name].append(record.value)
-                    case Reward() if "." not in record.target:
+                    case RewardRecord() if "." not in record.target:
                         self._rewards.setdefault(record.target, {})[record.name] = record.value
                     case Episode():
                         ended = ending(record, self._rewards.pop(record.id, {}))
@@ -116,7 +116,7 @@ class EvaluationSink:
         with self._lock:
             return {name: self._roles[name].statistics() for name in sorted(self._roles)}
 
-    def _call(self, call: Call, chosen: dict[str, _RoleCount]) -> None:
+    def _call(self, call: CallRecord, chosen: dict[str, _RoleCount]) -> None:
         role = self._roles.setdefault(call.role, _RoleCount())
         role.add(call)
         if call.status == "ok":
@@ -136,7 +136,7 @@ class _RoleCount:
     policies: set[str] = field(default_factory=set)
     rewards: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def add(self, call: Call) -> None:
+    def add(self, call: CallRecord) -> None:
         self.calls += 1
         self.episodes.add(call.episode)
         if call.status != "ok" or call.chosen is None:

@@ -12,7 +12,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import RecordError
 from cotune.integrations.chat.answers import encode_answer
 from cotune.integrations.chat.template import ChatTemplate
-from cotune.recording.records import Call, Candidate, Episode, candidate_id
+from cotune.recording.records import CallRecord, Candidate, Episode, candidate_id
 from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.protocol import Store
 from cotune.trainer.from_records.answers import counts, learned_from
@@ -21,7 +21,7 @@ from cotune.trainer.from_records.lessons import Recorded, pack
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     episode: Episode
-    call: Call
+    call: CallRecord
     candidate: Candidate
     rewards: tuple[float, ...]
     """Of every time that it was given; an answer is worth their mean."""

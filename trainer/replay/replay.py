@@ -17,7 +17,7 @@ from cotune.errors import ConfigError, RecordError
 from cotune.recording.answers import Answer
 from cotune.recording.episodes import run_episode
 from cotune.recording.recorder import Responder
-from cotune.recording.records import Call, Candidate, Episode, Record
+from cotune.recording.records import CallRecord, Candidate, Episode, Record
 from cotune.replay.forks import repeatable
 from cotune.replay.repeat import repeating
 from cotune.replay.script import Replay, read_script
@@ -70,7 +70,7 @@ class Seen(msgspec.Struct, frozen=True):
     """An episode with its calls in step order and what it ended with."""
 
     episode: Episode
-    calls: Sequence[Call]
+    calls: Sequence[CallRecord]
     rewards: Mapping[str, float]
 
 
@@ -155,7 +155,7 @@ async def _replay(
                 )
             if on_episode is not None:
                 on_episode(outcome.episode)
-            calls = [record for record in sink.records if isinstance(record, Call)]
+            calls = [record for record in sink.records if isinstance(record, CallRecord)]
             return Seen(outcome.episode, sorted(calls, key=lambda call: call.step), outcome.rewards)
 
         seen = await asyncio.gather(*(again(*one, number) for one in plan for number in range(options.k)))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cotune.recording.records import Call
+from cotune.recording.records import CallRecord
 from cotune.tables import BAD, GOOD, NAME, QUIET, cells, grid, plural, scores, snippet
 from cotune.trainer.replay.replay import Repetition, ReplayReport, Seen
 
@@ -83,11 +83,11 @@ def _all(report: ReplayReport) -> Iterable[RenderableType]:
         yield table
 
 
-def _by_place(seen: Seen) -> dict[tuple[str, int], Call]:
+def _by_place(seen: Seen) -> dict[tuple[str, int], CallRecord]:
     return {(call.role, call.turn): call for call in seen.calls}
 
 
-def _said(call: Call | None) -> Text:
+def _said(call: CallRecord | None) -> Text:
     if call is None:
         return Text("(not asked)", style=QUIET)
     if call.chosen is None:

@@ -9,7 +9,7 @@ import msgspec
 
 from cotune.algorithms.collect import COMPLETE, is_outcome, temperature
 from cotune.errors import ConfigError
-from cotune.recording.records import Call, Episode, PolicyRef
+from cotune.recording.records import CallRecord, Episode, PolicyRef
 from cotune.recording.rollout import EpisodeBatch
 from cotune.replay.forks import Budget, budget, choose_forks, fork_rule, repeatable
 from cotune.replay.script import Replay, read_script
@@ -23,7 +23,7 @@ from cotune.trainer.run import Run
 class Forks(NamedTuple):
     """The calls of an episode at which it is forked, how many more could not be, and what their branches take."""
 
-    calls: Sequence[Call]
+    calls: Sequence[CallRecord]
     unrepeatable: int
     budget: Budget
 
@@ -114,7 +114,7 @@ def expected_budget(config: TrainConfig, store: Store, trained: Collection[str],
     )
 
 
-def _trainable(call: Call, roles: Mapping[str, str]) -> bool:
+def _trainable(call: CallRecord, roles: Mapping[str, str]) -> bool:
     if call.status != "ok" or call.chosen is None or call.prompt is None or call.redacted or call.policy is None:
         return False
     answered = call.candidates[call.chosen].finish_reason in COMPLETE

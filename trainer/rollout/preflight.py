@@ -15,7 +15,7 @@ from cotune.errors import ConfigError, CotuneError, WorkflowError
 from cotune.judging.episodes import judge_episodes
 from cotune.policies import UNTRAINED, Policies
 from cotune.recording.episodes import Outcome, run_episode
-from cotune.recording.records import Call, Task, candidate_id
+from cotune.recording.records import CallRecord, Task, candidate_id
 from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.protocol import Store
@@ -133,7 +133,7 @@ def _worth_another_look(outcomes: Sequence[Outcome]) -> bool:
     )
 
 
-def rewards_by_role(store: Store, calls: Sequence[Call]) -> dict[str, dict[str, tuple[float, float]]]:
+def rewards_by_role(store: Store, calls: Sequence[CallRecord]) -> dict[str, dict[str, tuple[float, float]]]:
     """Components that the scorer of each role that calls has returned, each with its lowest and highest value."""
     found: dict[str, dict[str, tuple[float, float]]] = {role: {} for role in sorted({call.role for call in calls})}
     for call in calls:
@@ -147,7 +147,7 @@ def rewards_by_role(store: Store, calls: Sequence[Call]) -> dict[str, dict[str, 
 def faults(
     workflow: Workflow,
     outcomes: Sequence[Outcome],
-    calls: Sequence[Call],
+    calls: Sequence[CallRecord],
     rewards: Mapping[str, Collection[str]],
     rare: Sequence[str] = (),
 ) -> Iterator[CotuneError]:
@@ -170,7 +170,9 @@ def faults(
             )
 
 
-def _outcome_faults(workflow: Workflow, outcomes: Sequence[Outcome], calls: Sequence[Call]) -> Iterator[CotuneError]:
+def _outcome_faults(
+    workflow: Workflow, outcomes: Sequence[Outcome], calls: Sequence[CallRecord]
+) -> Iterator[CotuneError]:
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     failed = [call for call in calls if call.status != "ok"]
     if len(errors) == len(outcomes):
@@ -201,7 +203,7 @@ def _every_time(errors: Sequence[CotuneError]) -> CotuneError:
     return raised
 
 
-def _with_calls(error: CotuneError, failed: Sequence[Call]) -> CotuneError:
+def _with_calls(error: CotuneError, failed: Sequence[CallRecord]) -> CotuneError:
     if not failed or error.cause in str(failed[0].error):
         return error
     raised = WorkflowError(f"{error.cause} The call of role {failed[0].role!r} failed: {failed[0].error}", error.remedy)
@@ -209,7 +211,7 @@ def _with_calls(error: CotuneError, failed: Sequence[Call]) -> CotuneError:
     return raised
 
 
-def _notes(outcomes: Sequence[Outcome], calls: Sequence[Call]) -> list[str]:
+def _notes(outcomes: Sequence[Outcome], calls: Sequence[CallRecord]) -> list[str]:
     errors = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
     notes = [f"{len(errors)} of {len(outcomes)} episodes failed while looking around: {errors[0]}"] if errors else []
     faults = [call.error for call in calls if call.error is not None]

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.recording.records import Call, Episode, Message, Record, Task
+from cotune.recording.records import CallRecord, Episode, Message, Record, Task
 from cotune.replay.script import Replay
 from cotune.trainer.rollout.app_source import AppSource
 from cotune.trainer.rollout.protocol import ResponderConfig
@@ -101,7 +101,7 @@ def _plain(record: Record) -> Record:
     match record:
         case Message():
             return replace(record, body=_as_json(record.body))
-        case Call():
+        case CallRecord():
             candidates = tuple(replace(c, message=_as_json(c.message)) for c in record.candidates)
             return replace(record, params=_as_json(record.params), candidates=candidates)
         case Episode():

@@ -10,7 +10,7 @@ import pytest
 from cotune.algorithms.collect import collect, failure_reward, temperature
 from cotune.algorithms.filters import REASONS
 from cotune.ids import segment_id
-from cotune.recording.records import PolicyRef, Reward
+from cotune.recording.records import PolicyRef, RewardRecord
 
 
 def left_out(book, **options):
@@ -131,7 +131,7 @@ def test_a_late_reward_is_read_and_the_last_write_wins(book):
     book.episode("e")
     book.call("c", "e", rewards=[None])
     assert left_out(book) == (0, {"missing_reward": 1})
-    book.store.write([Reward("c.0", "local", 1.0), Reward("c.0", "local", 2.0)])
+    book.store.write([RewardRecord("c.0", "local", 1.0), RewardRecord("c.0", "local", 2.0)])
     assert collect(book.store, book.store.episodes()).samples[0].rewards == {"local": 2.0}
 
 

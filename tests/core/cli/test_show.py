@@ -12,7 +12,7 @@ from cotune.errors import RecordError, RunError
 from cotune.recording.answers import Answer
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.records import Candidate, PolicyRef, Reward, Task, Usage
+from cotune.recording.records import Candidate, PolicyRef, RewardRecord, Task, Usage
 from cotune.storage.sqlite_store import SqliteStore
 
 
@@ -76,7 +76,7 @@ def run(tmp_path):
     ids += [broken.id, open_end.id]
     first = store.calls(ids[0])[0]
     store.consume([first.id], 0)
-    store.write([Reward(f"{first.id}.0", "late", 1.0)])
+    store.write([RewardRecord(f"{first.id}.0", "late", 1.0)])
     store.close()
     return tmp_path, ids
 

@@ -16,7 +16,17 @@ from cotune.recording.answers import Answer
 from cotune.recording.call_records import PromptTree
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Segment, Task, Usage
+from cotune.recording.records import (
+    CallRecord,
+    Candidate,
+    Episode,
+    Message,
+    PolicyRef,
+    RewardRecord,
+    Segment,
+    Task,
+    Usage,
+)
 
 
 class Sink(list):
@@ -64,14 +74,14 @@ def test_a_call_with_everything():
             sampling={"seed": 1},
         )
     )
-    (record,) = episode.sink.of(Call)
+    (record,) = episode.sink.of(CallRecord)
     user = {"role": "user", "content": "hi"}
     assert [(m.id, m.body) for m in episode.sink.of(Message)] == [
         (message_id(user), user),
         (message_id({"tools": tools}), tools),
     ]
     assert episode.sink.of(Segment) == [Segment(segment_id((5, 6)), None, pack_ids((5, 6)))]
-    assert [(r.target, r.name, r.value) for r in episode.sink.of(Reward)] == [
+    assert [(r.target, r.name, r.value) for r in episode.sink.of(RewardRecord)] == [
         (f"{call.id}.0", "local", 0.0),
         (f"{call.id}.1", "local", 1.0),
         (f"{call.id}.1", "style", 0.5),
@@ -90,7 +100,7 @@ def test_messages_are_written_once_per_episode():
     for said in (("a",), ("a", "b", "c"), ("a", "b", "c", "d", "e")):
         episode.start(MARK, body(*said)).finish(answer())
     assert [m.body["content"] for m in episode.sink.of(Message)] == ["a", "b", "c", "d", "e"]
-    assert [len(c.messages) for c in episode.sink.of(Call)] == [1, 3, 5]
+    assert [len(c.messages) for c in episode.sink.of(CallRecord)] == [1, 3, 5]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=12), st.randoms(use_true_random=False))
@@ -108,7 +118,7 @@ def test_steps_and_turns_are_taken_at_the_start_and_every_call_ends_once(starts,
             ending.finish(answer())
             ending.fail("error", "too late")
     record = episode.end("ok")
-    calls = episode.sink.of(Call)
+    calls = episode.sink.of(CallRecord)
     assert {c.id: (c.role, c.step, c.turn) for c in calls} == expected
     assert len(calls) == len(starts) == record.calls
     assert {c.id for c in calls if c.status == "cancelled"} == {c.id for c in open_calls}
@@ -130,7 +140,7 @@ def test_the_end_cancels_what_answers_open_calls_and_refuses_new_ones():
 def test_team_rewards_and_metrics():
     episode = live(phase="eval", training_step=3, rollout=2)
     record = episode.end("ok", rewards={"team": 1.0}, metrics={"success": 1.0})
-    assert [(r.target, r.name, r.value) for r in episode.sink.of(Reward)] == [(episode.id, "team", 1.0)]
+    assert [(r.target, r.name, r.value) for r in episode.sink.of(RewardRecord)] == [(episode.id, "team", 1.0)]
     assert (record.phase, record.training_step, record.rollout, record.metrics) == ("eval", 3, 2, {"success": 1.0})
 
 
@@ -145,7 +155,7 @@ def test_parents_by_the_frameworks_ids():
     second.finish(answer(candidate(text="same")))
     third = episode.start(CallerContext("c", "test", read=("id-1", "other")), body("q", "same", "r"))
     third.finish(answer())
-    assert [c.parents for c in episode.sink.of(Call)] == [(), (), (first.id,)]
+    assert [c.parents for c in episode.sink.of(CallRecord)] == [(), (), (first.id,)]
 
 
 def test_parents_by_what_was_said_whatever_fields_a_client_adds():
@@ -157,14 +167,14 @@ def test_parents_by_what_was_said_whatever_fields_a_client_adds():
     sent_back = {"role": "assistant", "content": "", "tool_calls": [{**tool, "index": 0}], "name": "a"}
     second = episode.start(MARK, {"messages": [{"role": "user", "content": "q"}, sent_back]})
     second.finish(answer())
-    assert episode.sink.of(Call)[1].parents == (first.id,)
+    assert episode.sink.of(CallRecord)[1].parents == (first.id,)
 
 
 def test_failed_calls_are_nobodys_parent():
     episode = live()
     episode.start(CallerContext("a", "test", output="id-1"), body("q")).fail("error", "gone")
     episode.start(CallerContext("a", "test", read=("id-1",)), body("q")).finish(answer())
-    assert [c.parents for c in episode.sink.of(Call)] == [(), ()]
+    assert [c.parents for c in episode.sink.of(CallRecord)] == [(), ()]
 
 
 # Prompts as paths
@@ -232,7 +242,7 @@ def test_content_that_cannot_be_recorded_leaves_the_call():
     episode = live()
     call = episode.start(MARK, {"messages": [{"role": "user", "content": object()}]})
     call.finish(answer())
-    (record,) = episode.sink.of(Call)
+    (record,) = episode.sink.of(CallRecord)
     assert (record.id, record.status, record.messages) == (call.id, "malformed", ())
     assert "not recorded" in record.error
     assert episode.warnings == {"unrecorded": 1}

@@ -18,7 +18,7 @@ from cotune.errors import RecordError
 from cotune.recording.answers import Answer
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode
-from cotune.recording.records import Call, Candidate, Episode, Message, PolicyRef, Reward, Segment, Task
+from cotune.recording.records import CallRecord, Candidate, Episode, Message, PolicyRef, RewardRecord, Segment, Task
 from cotune.recording.tracing import Within
 
 STATUSES = ("error", "timeout", "cancelled", "malformed")
@@ -81,7 +81,7 @@ def tokens_of(sink: Sink, name: str | None) -> tuple[int, ...]:
 
 def check_order(sink: Sink, episode: LiveEpisode) -> None:
     """Numbers without holes, parents that were there before, one end each; nothing after the episode's own."""
-    calls = sorted((c for c in sink.of(Call) if c.episode == episode.id), key=lambda c: c.step)
+    calls = sorted((c for c in sink.of(CallRecord) if c.episode == episode.id), key=lambda c: c.step)
     assert len({c.id for c in calls}) == len(calls)
     steps = {c.id: c.step for c in calls}
     for call in calls:
@@ -99,7 +99,7 @@ def check_order(sink: Sink, episode: LiveEpisode) -> None:
     mine = {episode.id, *(f"{c.id}.{x.index}" for c in calls for x in c.candidates)}
     late = [r for r in sink[end + 1 :] if getattr(r, "episode", None) == episode.id]
     assert late == []
-    assert [r for r in sink[end + 1 :] if isinstance(r, Reward) and r.target in mine] == []
+    assert [r for r in sink[end + 1 :] if isinstance(r, RewardRecord) and r.target in mine] == []
 
 
 class Recording(RuleBasedStateMachine):
@@ -221,10 +221,10 @@ class Recording(RuleBasedStateMachine):
             check_order(self.sink, episode)
 
     def everything_is_recorded_as_it_happened(self) -> None:
-        stored = {c.id: c for c in self.sink.of(Call)}
+        stored = {c.id: c for c in self.sink.of(CallRecord)}
         bodies = {m.id: m.body for m in self.sink.of(Message)}
-        rewards = {(r.target, r.name): r.value for r in self.sink.of(Reward)}
-        assert len(self.sink.of(Call)) == len(stored) == len(self.kept)
+        rewards = {(r.target, r.name): r.value for r in self.sink.of(RewardRecord)}
+        assert len(self.sink.of(CallRecord)) == len(stored) == len(self.kept)
         assert len(self.sink.of(Episode)) == len(self.living)
         for kept in self.kept:
             call = stored[kept.call.id]
@@ -302,7 +302,7 @@ def test_threads_and_tasks_at_once(scripts, end_after):
     for thread in threads:
         thread.join()
     check_order(sink, episode)
-    stored = {c.id: c for c in sink.of(Call)}
+    stored = {c.id: c for c in sink.of(CallRecord)}
     assert stored.keys() == {call.id for call, _, _ in seen}
     assert len(seen) + refused["start"] == sum(map(len, scripts))
     for call, role, end_of_it in seen:
@@ -318,7 +318,7 @@ def test_an_end_waits_for_a_call_that_is_being_written():
 
     class Slow(Sink):
         def write(self, records):
-            if any(isinstance(r, Call) for r in records):
+            if any(isinstance(r, CallRecord) for r in records):
                 writing.set()
                 may_write.wait(5)
             super().write(records)
@@ -336,7 +336,10 @@ def test_an_end_waits_for_a_call_that_is_being_written():
     may_write.set()
     finishing.join()
     ending.join()
-    assert [type(r).__name__ for r in sink if not isinstance(r, Message | Segment | Reward)] == ["Call", "Episode"]
+    assert [type(r).__name__ for r in sink if not isinstance(r, Message | Segment | RewardRecord)] == [
+        "CallRecord",
+        "Episode",
+    ]
 
 
 def test_a_call_does_not_read_what_was_said_after_it_started():
@@ -348,7 +351,7 @@ def test_a_call_does_not_read_what_was_said_after_it_started():
     other.finish(answer_of(["yes"], (1,)))
     early.finish(answer_of(["no"], (1,)))
     episode.start(CallerContext("c", "test"), few_shot).finish(answer_of(["no"], (1,)))
-    assert {c.role: c.parents for c in sink.of(Call)} == {"a": (), "b": (), "c": (other.id,)}
+    assert {c.role: c.parents for c in sink.of(CallRecord)} == {"a": (), "b": (), "c": (other.id,)}
 
 
 def test_a_call_that_ends_while_the_recorder_is_at_work_on_the_same_thread():
@@ -364,4 +367,4 @@ def test_a_call_that_ends_while_the_recorder_is_at_work_on_the_same_thread():
 
     episode.start(CallerContext("a", "test"), Body(messages=[])).finish(answer_of(["x"], (1,)))
     episode.end("ok")
-    assert sorted((c.step, c.status) for c in sink.of(Call)) == [(0, "cancelled"), (1, "ok")]
+    assert sorted((c.step, c.status) for c in sink.of(CallRecord)) == [(0, "cancelled"), (1, "ok")]

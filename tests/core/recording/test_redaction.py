@@ -14,7 +14,7 @@ from cotune.errors import ConfigError, WorkflowError
 from cotune.recording.answers import Answer
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.records import Call, Candidate, Episode, Message, PolicyRef, Segment, Task
+from cotune.recording.records import CallRecord, Candidate, Episode, Message, PolicyRef, Segment, Task
 from cotune.recording.redaction import FAILED, each_text, load_redactor
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.workflows import workflow, workflow_of
@@ -161,7 +161,7 @@ def test_a_redactor_that_fails_leaks_nothing_and_is_counted(broken, caplog, monk
     assert {m.body["content"] for m in episode.sink.of(Message) if isinstance(m.body, dict)} == {FAILED}
     assert episode.sink.of(Episode)[0].error == FAILED
     assert episode.sink.of(Episode)[0].task.input == FAILED
-    assert {c.error for c in episode.sink.of(Call)} == {FAILED}
+    assert {c.error for c in episode.sink.of(CallRecord)} == {FAILED}
     assert episode.warnings["redaction_failed"] >= 8
     assert caplog.records
     assert [r for r in caplog.records if SECRET in r.getMessage()] == []
@@ -195,7 +195,7 @@ def test_a_fault_of_the_recorder_leaks_nothing(monkeypatch):
 
     monkeypatch.setattr(episode._records._prompts, "add", broken)
     episode.start(MARK, body(SECRET, metadata={"x": SECRET})).finish(answer(candidate(SECRET)))
-    (call,) = episode.sink.of(Call)
+    (call,) = episode.sink.of(CallRecord)
     assert (call.status, call.error, call.params) == ("malformed", "not recorded: RuntimeError", {})
     assert SECRET not in msgspec.json.encode(list(episode.sink)).decode()
 
@@ -214,17 +214,17 @@ def turns(*, keep=False, second=("plain",)):
 
 def test_token_ids_of_a_redacted_prompt_are_not_stored_nor_what_goes_on_from_it():
     episode = turns()
-    assert [c.prompt is None for c in episode.sink.of(Call)] == [True, True, False]
-    assert [c.redacted for c in episode.sink.of(Call)] == [True, True, False]
+    assert [c.prompt is None for c in episode.sink.of(CallRecord)] == [True, True, False]
+    assert [c.redacted for c in episode.sink.of(CallRecord)] == [True, True, False]
     assert [s.token_ids for s in episode.sink.of(Segment)] == [(3,)]
-    assert [c.prompt_tokens for c in episode.sink.of(Call)] == [2, 5, 1]
-    assert episode.sink.of(Call)[1].candidates[0].token_ids == (8,)
+    assert [c.prompt_tokens for c in episode.sink.of(CallRecord)] == [2, 5, 1]
+    assert episode.sink.of(CallRecord)[1].candidates[0].token_ids == (8,)
 
 
 def test_token_ids_are_stored_on_request():
     episode = turns(keep=True)
-    assert [c.prompt is None for c in episode.sink.of(Call)] == [False] * 3
-    assert [c.redacted for c in episode.sink.of(Call)] == [True, False, False]
+    assert [c.prompt is None for c in episode.sink.of(CallRecord)] == [False] * 3
+    assert [c.redacted for c in episode.sink.of(CallRecord)] == [True, False, False]
     assert [s.token_ids for s in episode.sink.of(Segment)] == [(5, 6), (9, 2), (7,), (3,)]
     assert episode.sink.of(Message)[0].body["content"] == "pay [card]"
 
@@ -233,7 +233,7 @@ def test_token_ids_are_stored_on_request():
 def test_token_ids_of_a_redacted_candidate(keep, ids):
     episode = live(keep_token_ids=keep)
     episode.start(MARK, body("which card?")).finish(answer(candidate(SECRET), candidate("none", (4,))))
-    (call,) = episode.sink.of(Call)
+    (call,) = episode.sink.of(CallRecord)
     assert call.prompt is not None
     assert [c.token_ids for c in call.candidates] == [ids, (4,)]
     assert len(call.candidates[0].logprobs) == len(ids)
@@ -266,7 +266,7 @@ def test_every_stored_segment_can_be_read_from_its_root(history):
     stored = {s.id: s for s in episode.sink.of(Segment)}
     for segment in stored.values():
         assert segment.parent is None or segment.parent in stored
-    for call in episode.sink.of(Call):
+    for call in episode.sink.of(CallRecord):
         assert call.prompt is None or call.prompt in stored
 
 
@@ -314,7 +314,7 @@ LARK = f'start: "\\"{SECRET}\\"" | "\\"cash\\""'
 def grammars(sink):
     """As they are stored, by call."""
     texts = {message.id: message.body for message in sink.of(Message)}
-    return [texts[call.sampling["grammar"]] for call in sink.of(Call)]
+    return [texts[call.sampling["grammar"]] for call in sink.of(CallRecord)]
 
 
 def only_the_form(message):
@@ -343,7 +343,7 @@ def test_a_grammar_says_no_more_of_the_request_than_is_stored_of_it(redactor, re
     episode = live(redactor, sink=sink, keep_token_ids=keep)
     sampling = {"grammar": LARK, "temperature": 0.5}
     episode.start(MARK, body("pay", **request_)).finish(answer(candidate("cash"), sampling=sampling))
-    (call,) = sink.of(Call)
+    (call,) = sink.of(CallRecord)
     (said,) = call.candidates
     assert call.redacted or keep
     assert grammars(sink) == [LARK if keep else "[redacted]"]
@@ -358,5 +358,5 @@ def test_a_grammar_of_a_request_that_no_redactor_changed_is_stored_with_the_ids(
     plain = body("pay", stop=("x",))
     live(hide, sink=sink).start(MARK, plain).finish(answer(sampling={"grammar": "start: JSON", "stop": ("x",)}))
     assert grammars(sink) == ["[redacted]", "start: JSON"]
-    assert [call.candidates[0].token_ids for call in sink.of(Call)] == [(), (9, 2)]
-    assert [call.redacted for call in sink.of(Call)] == [True, False]
+    assert [call.candidates[0].token_ids for call in sink.of(CallRecord)] == [(), (9, 2)]
+    assert [call.redacted for call in sink.of(CallRecord)] == [True, False]

@@ -13,7 +13,7 @@ from cotune.algorithms.prepare import prepare, train_rows
 from cotune.algorithms.recipes import Term
 from cotune.errors import GroupError
 from cotune.policies import LoraSpec, policies_for
-from cotune.recording.records import PolicyRef, Reward
+from cotune.recording.records import PolicyRef, RewardRecord
 
 AT_GRPO = recipe("at_grpo")
 
@@ -111,7 +111,7 @@ def test_trap_7_a_reward_may_come_late_twice_or_never(book):
     book.call(
         "c", "e", rewards=[{"local": 0.0, "judge": 1.0}, {"local": 0.0, "judge": 0.0}, {"local": 0.0}, {"local": 0.0}]
     )
-    book.store.write([Reward("c.2", "judge", 9.0), Reward("c.2", "judge", 0.5)])
+    book.store.write([RewardRecord("c.2", "judge", 9.0), RewardRecord("c.2", "judge", 0.5)])
     prepared = prepare(collect(book.store, book.store.episodes()).samples, recipe("at_grpo", scale="none"))
     assert advantages_of(prepared) == {"c.0": 0.5, "c.1": -0.5, "c.2": 0.0}
     assert prepared.left_out == {"missing_reward": 1}

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from cotune.errors import ConfigError
-from cotune.recording.records import Call, Candidate
+from cotune.recording.records import CallRecord, Candidate
 from cotune.replay.forks import Budget, ForkRule, budget, choose_forks, fork_rule, mean_entropy, repeatable
 
 
-def call(step: int, role: str = "a", logprob: float = -0.5, started: float | None = None, **more) -> Call:
+def call(step: int, role: str = "a", logprob: float = -0.5, started: float | None = None, **more) -> CallRecord:
     """A call of one second that starts at its step, with an answer of two tokens."""
     said = Candidate(index=0, text="x", message={}, token_ids=(1, 2), logprobs=(logprob, logprob))
     at = float(step) if started is None else started
     made = {"id": f"c{step}", "episode": "e", "turn": 0, "candidates": (said,), "chosen": 0, "latency": 0.5, **more}
-    return Call(role=role, step=step, started=at, **made)
+    return CallRecord(role=role, step=step, started=at, **made)
 
 
 SIX = [call(i, "ab"[i % 2], -0.1 * (1 + (i * 7) % 6)) for i in range(6)]

@@ -17,7 +17,7 @@ import pytest
 
 import cotune
 from cotune.errors import RecordError, RunError
-from cotune.recording.records import Call, Candidate, Episode, Message, Reward, Task
+from cotune.recording.records import CallRecord, Candidate, Episode, Message, RewardRecord, Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.storage.sqlite_writer import LATE, YIELD, RecentIds
 from tests.core.storage.whole_file import copied
@@ -47,7 +47,7 @@ def episode(id, task="t", **fields):
 
 
 def call(id, episode="E1", step=0):
-    return Call(id=id, episode=episode, role="r", step=step, turn=0)
+    return CallRecord(id=id, episode=episode, role="r", step=step, turn=0)
 
 
 WRITE_FOREVER = """
@@ -202,7 +202,7 @@ def test_an_application_pauses_briefly_while_a_commit_is_late(store):
 
 def test_a_lost_message_is_written_again_when_it_comes_again(store):
     large = Candidate(index=0, text="", message={}, token_ids=(2**40,))
-    broken = Call(id="C1", episode="E1", role="r", step=0, turn=0, candidates=(large,))
+    broken = CallRecord(id="C1", episode="E1", role="r", step=0, turn=0, candidates=(large,))
     store.write([Message("m", 1), broken])
     store.write([Message("m", 1)])
     store.flush()
@@ -234,7 +234,7 @@ def test_refused_rewards_outlive_the_writer(tmp_path):
     store.consume(["C1"], 0)
     store.close()
     again = SqliteStore.open(tmp_path)
-    again.write([Reward("C1.0", "late", 1.0)])
+    again.write([RewardRecord("C1.0", "late", 1.0)])
     again.flush()
     assert again.refused == 1
     assert again.counters() == {"lost": 0, "refused": 1}

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from cotune.errors import RecordError
 from cotune.ids import new_id, pack_ids, segment_id
 from cotune.recording.records import (
-    Call,
+    CallRecord,
     Candidate,
     Episode,
     Message,
     PolicyRef,
-    Reward,
+    RewardRecord,
     Segment,
     Task,
     Usage,
@@ -60,14 +60,14 @@ def store(request, tmp_path):
 
 
 def call(episode="E1", id="C1", step=0, role="navigator", turn=0, **fields):
-    return Call(id=id, episode=episode, role=role, step=step, turn=turn, **fields)
+    return CallRecord(id=id, episode=episode, role=role, step=step, turn=turn, **fields)
 
 
 def episode(id="E1", task="t1", **fields):
     return Episode(id=id, task=Task(id=task, input={"q": task}), workflow="w", **fields)
 
 
-FULL_CALL = Call(
+FULL_CALL = CallRecord(
     id="C1",
     episode="E1",
     role="driver",
@@ -200,8 +200,8 @@ def test_token_path_is_walked_to_the_root(store):
 
 
 def test_last_reward_of_a_name_wins(store):
-    store.write([Reward("C1.0", "format", 0.0), Reward("C1.0", "team", 0.5)])
-    store.write([Reward("C1.0", "format", 1.0), Reward("E1", "team", -1.0)])
+    store.write([RewardRecord("C1.0", "format", 0.0), RewardRecord("C1.0", "team", 0.5)])
+    store.write([RewardRecord("C1.0", "format", 1.0), RewardRecord("E1", "team", -1.0)])
     store.flush()
     assert store.rewards(["C1.0", "E1", "C9.0"]) == {
         "C1.0": {"format": 1.0, "team": 0.5},
@@ -211,13 +211,13 @@ def test_last_reward_of_a_name_wins(store):
 
 
 def test_reward_may_be_nan(store):
-    store.write([Reward("C1.0", "format", math.nan)])
+    store.write([RewardRecord("C1.0", "format", math.nan)])
     store.flush()
     assert math.isnan(store.rewards(["C1.0"])["C1.0"]["format"])
 
 
 def test_rewards_of_more_targets_than_one_query_takes(store):
-    store.write([Reward(f"C.{i}", "r", float(i)) for i in range(1300)])
+    store.write([RewardRecord(f"C.{i}", "r", float(i)) for i in range(1300)])
     store.flush()
     found = store.rewards([f"C.{i}" for i in range(1300)])
     assert [found[f"C.{i}"]["r"] for i in range(1300)] == [float(i) for i in range(1300)]
@@ -250,10 +250,15 @@ def test_ledger_keeps_the_first_step(store):
 
 
 def test_rewards_of_a_consumed_call_are_refused(store):
-    store.write([call("E1", "C1"), call("E1", "C2"), Reward("C1.0", "r", 1.0)])
+    store.write([call("E1", "C1"), call("E1", "C2"), RewardRecord("C1.0", "r", 1.0)])
     store.consume(["C1"], 0)
     store.write(
-        [Reward("C1.0", "r", 2.0), Reward("C1.1", "r", 2.0), Reward("E1", "team", 2.0), Reward("C2.0", "r", 2.0)]
+        [
+            RewardRecord("C1.0", "r", 2.0),
+            RewardRecord("C1.1", "r", 2.0),
+            RewardRecord("E1", "team", 2.0),
+            RewardRecord("C2.0", "r", 2.0),
+        ]
     )
     store.flush()
     assert store.rewards(["C1.0", "C1.1", "E1", "C2.0"]) == {
@@ -268,7 +273,7 @@ def test_rewards_of_a_consumed_call_are_refused(store):
 def test_rewards_of_named_members_are_refused(store):
     store.write([call("E1", "C1"), call("E2", "C2")])
     store.consume({"group": ["C1.0", "C2.1"]}, 0)
-    rewards = [Reward(target, "r", 1.0) for target in ("C1.0", "C1.1", "C2.0", "C2.1", "E1", "E2", "E3")]
+    rewards = [RewardRecord(target, "r", 1.0) for target in ("C1.0", "C1.1", "C2.0", "C2.1", "E1", "E2", "E3")]
     store.write(rewards)
     store.flush()
     kept = {target for target, found in store.rewards([r.target for r in rewards]).items() if found}
@@ -317,7 +322,7 @@ class Model:
     def take(self, records):
         for record in records:
             match record:
-                case Call():
+                case CallRecord():
                     self.calls.setdefault(record.id, record)
                 case Episode():
                     self.episodes.setdefault(record.id, record)
@@ -325,7 +330,7 @@ class Model:
                     self.messages[record.id] = record.body
                 case Segment():
                     self.paths[record.id] = self.paths.get(record.parent, ()) + record.token_ids
-                case Reward():
+                case RewardRecord():
                     self.rewards.setdefault(record.target, {})[record.name] = record.value
 
 
@@ -351,7 +356,7 @@ def batches(draw, thread):
             batch.append(call(owner, f"{thread}{number}", number, prompt=segment_id(shared), candidates=candidates))
         elif kind == "end":
             batch.append(episode(owner, metrics={"x": draw(f32)}))
-        batch.extend(Reward(candidate_id(owner, 0), name, draw(f32)) for name in draw(st.lists(ids, max_size=2)))
+        batch.extend(RewardRecord(candidate_id(owner, 0), name, draw(f32)) for name in draw(st.lists(ids, max_size=2)))
         made.append(batch)
     return made
 
@@ -415,7 +420,7 @@ def test_readers_in_threads_see_whole_batches(store):
         reader.start()
     rng = random.Random(3)
     for step in range(300):
-        store.write([call("E1", f"C{step}", step), Reward(f"C{step}.0", "r", rng.random())])
+        store.write([call("E1", f"C{step}", step), RewardRecord(f"C{step}.0", "r", rng.random())])
     store.flush()
     stop.set()
     for reader in readers:

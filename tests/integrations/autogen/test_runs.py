@@ -24,7 +24,7 @@ from cotune.integrations.activation import activate
 from cotune.integrations.autogen.copies import fresh
 from cotune.recording.episodes import run_episode
 from cotune.recording.recorder import LiveCall
-from cotune.recording.records import Message, Reward, Task
+from cotune.recording.records import Message, RewardRecord, Task
 from cotune.sampling.plans import Plan
 from cotune.sampling.responder import PolicyResponder
 from tests.integrations.provider import Provider, json_reply
@@ -306,7 +306,11 @@ def test_a_tree_goes_on_with_the_chosen_candidate(nowhere: None, record: Recorde
     first, second = record.calls
     assert ([c.text for c in first.candidates], first.chosen, len(second.candidates)) == (["x", "y", "z"], 2, 1)
     assert letters.prompts == [["I am a.", "go"], ["I am b.", "go", "z"]]
-    assert [r.value for r in record.sink if isinstance(r, Reward) and r.target.startswith(first.id)] == [0.0, 0.0, 1.0]
+    assert [r.value for r in record.sink if isinstance(r, RewardRecord) and r.target.startswith(first.id)] == [
+        0.0,
+        0.0,
+        1.0,
+    ]
     assert second.parents == (first.id,)
 
 

@@ -15,7 +15,7 @@ import openai
 from cotune.integrations.gateway.server import Gateway, running_gateway
 from cotune.integrations.gateway.settings import GatewayConfig
 from cotune.integrations.http.server import RunningServer
-from cotune.recording.records import Call, Episode
+from cotune.recording.records import CallRecord, Episode
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider, serving
 
@@ -54,7 +54,7 @@ class Bench:
     def health(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/health").json()
 
-    def calls(self, episode: str) -> list[Call]:
+    def calls(self, episode: str) -> list[CallRecord]:
         self.store.flush()
         return self.store.calls(episode)
 

@@ -17,7 +17,7 @@ from cotune.integrations.otel.exporter import export_file
 from cotune.integrations.otel.importer import Imported, import_file
 from cotune.integrations.otel.messages import from_parts, to_parts
 from cotune.integrations.otel.spans import Detail
-from cotune.recording.records import Call, Episode, PolicyRef, Usage
+from cotune.recording.records import CallRecord, Episode, PolicyRef, Usage
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.otel.records import TOOL, record, seen
 
@@ -116,7 +116,7 @@ class Read:
             self.made = import_file(folder / "traces.jsonl", store)
             store.flush()
             self.episodes: list[Episode] = list(store.episodes())
-            self.calls: list[Call] = [call for episode in self.episodes for call in store.calls(episode.id)]
+            self.calls: list[CallRecord] = [call for episode in self.episodes for call in store.calls(episode.id)]
             self.messages = [[store.message(name) for name in call.messages] for call in self.calls]
             self.tools = [store.message(call.tools) if call.tools else None for call in self.calls]
 

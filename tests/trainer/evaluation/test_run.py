@@ -14,7 +14,7 @@ from cotune.errors import ConfigError, WorkflowError
 from cotune.policies import UNTRAINED
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import Nowhere
-from cotune.recording.records import Call, Episode, PolicyRef, Record, Task
+from cotune.recording.records import CallRecord, Episode, PolicyRef, Record, Task
 from cotune.recording.rollout import EpisodeBatch
 from cotune.sampling.protocol import Completion, SamplingParams
 from cotune.sampling.responder import PolicyResponder
@@ -119,7 +119,7 @@ def test_success_reward_and_roles_of_one_evaluation() -> None:
     assert (ask_role.prompt_tokens, ask_role.completion_tokens, ask_role.truncated) == (3.0, 3.0, 0.0)
     assert ask_role.rewards == {} and ask_role.policies == ("asker@3",)
     assert solve_role.completion_tokens == 4.0 and solve_role.rewards == {"short": 0.25, "team": 1.0}
-    assert sum(isinstance(r, Call) for r in sink.records) == 6
+    assert sum(isinstance(r, CallRecord) for r in sink.records) == 6
     assert [r.phase for r in sink.records if isinstance(r, Episode)] == ["eval"] * 4
 
 

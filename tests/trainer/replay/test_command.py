@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cotune.cli.main import main
-from cotune.recording.records import Call, Episode
+from cotune.recording.records import CallRecord, Episode
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider, serving
 from tests.trainer.conftest import Trainer
@@ -30,7 +30,7 @@ def records(run: Path, phase: str = "train") -> tuple[SqliteStore, list[Episode]
     return store, [e for e in store.episodes(phase=phase) if e.fork is None]
 
 
-def said(calls: list[Call]) -> list[str]:
+def said(calls: list[CallRecord]) -> list[str]:
     return [call.candidates[0].text for call in calls]
 
 

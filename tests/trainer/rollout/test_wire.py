@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cotune.ids import pack_ids
-from cotune.recording.records import Call, Candidate, Episode, Message, Record, Reward, Segment, Task
+from cotune.recording.records import CallRecord, Candidate, Episode, Message, Record, RewardRecord, Segment, Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.rollout.wire import pack, unpack
 
@@ -22,8 +22,10 @@ def records(value: Any) -> list[Record]:
     return [
         Message("m", {"content": value}),
         Segment("s", None, pack_ids((1, 2))),
-        Call(id="c", episode="e", role="r", step=0, turn=0, prompt="s", params={"a": value}, candidates=(candidate,)),
-        Reward("c.0", "local", 0.5, 1.0),
+        CallRecord(
+            id="c", episode="e", role="r", step=0, turn=0, prompt="s", params={"a": value}, candidates=(candidate,)
+        ),
+        RewardRecord("c.0", "local", 0.5, 1.0),
         Episode(id="e", task=Task(id="t", input={"v": value}), workflow="w"),
     ]
 
