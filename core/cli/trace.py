@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -18,36 +19,39 @@ from cotune.terminal import terminal
 from cotune.workflows import load_workflow
 
 
-def trace(
-    workflow: str,
-    tasks: str,
-    out: str,
-    *,
-    concurrency: int = 8,
-    limit: int | None = None,
-    timeout: float | None = None,
-    redact: str | None = None,
-    roles_by: str | None = None,
-    otlp: str | None = None,
-    otlp_content: bool = False,
-    record_tools: bool = False,
-    console: Console | None = None,
-) -> int:
-    """Run every task once and record it in `out`; return 1 when every episode failed or records were lost.
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """How episodes are traced."""
 
-    `redact` names a `module:function` that sees each message before it is stored, `roles_by` one that names the role of
-    each call (or is `caller`). With `otlp`, an OTLP/HTTP endpoint, each episode is sent there as spans when it has
-    ended; with `otlp_content`, what its messages say too. With `record_tools` what a framework's tools return is kept,
-    for `cotune replay`.
-    """
+    concurrency: int = 8
+    limit: int | None = None
+    """Most tasks."""
+    timeout: float | None = None
+    """Seconds that one episode may take."""
+    redact: str | None = None
+    """`module:function` that sees each message before it is stored."""
+    roles_by: str | None = None
+    """`module:function` that names the role of each call, or `caller`."""
+    otlp: str | None = None
+    """OTLP/HTTP endpoint that gets each episode as spans when it has ended."""
+    otlp_content: bool = False
+    """Whether the spans hold what messages say."""
+    record_tools: bool = False
+    """Whether what a framework's tools return is kept, for `cotune replay`."""
+
+
+def trace(
+    workflow: str, tasks: str, out: str, options: TraceOptions = TraceOptions(), console: Console | None = None
+) -> int:
+    """Run every task once and record it in `out`; return 1 when every episode failed or records were lost."""
     from cotune.integrations.otel.exporter import LiveExport, otlp_exporter
     from cotune.integrations.otel.spans import Detail
     from cotune.trainer.reporting.progress import episode_bar
 
-    flow = load_workflow(workflow).redacted(redact).named_by(roles_by)
-    listed = load_tasks(tasks)[:limit]
+    flow = load_workflow(workflow).redacted(options.redact).named_by(options.roles_by)
+    listed = load_tasks(tasks)[: options.limit]
     console = console or terminal()
-    exporter = otlp_exporter(otlp) if otlp else None
+    exporter = otlp_exporter(options.otlp) if options.otlp else None
     folder = Path(out).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,17 +59,17 @@ def trace(
     except OSError as error:
         why = error.strerror or str(error)
         raise RunError(f"{folder} cannot be written: {why}.", "Free some space, or name another --out.") from None
-    live = LiveExport(store, exporter, detail=Detail(content=otlp_content)) if exporter else None
+    live = LiveExport(store, exporter, detail=Detail(content=options.otlp_content)) if exporter else None
     try:
         with episode_bar(console, len(listed)) as advance:
             batch = EpisodeBatch(
                 tasks=listed,
                 sink=live or store,
                 phase="trace",
-                concurrency=concurrency,
-                timeout=timeout,
+                concurrency=options.concurrency,
+                timeout=options.timeout,
                 on_episode=advance,
-                record_tools=record_tools,
+                record_tools=options.record_tools,
             )
             episodes = run_sync(rollout(flow, batch))
         store.flush()
@@ -73,7 +77,7 @@ def trace(
     finally:
         if live is not None:
             live.close()
-            console.print(f"{live.spans} spans sent to {otlp}, {live.failed} episodes could not be sent")
+            console.print(f"{live.spans} spans sent to {options.otlp}, {live.failed} episodes could not be sent")
         store.close()
     return _report(episodes, lost, out, console)
 

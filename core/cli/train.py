@@ -103,11 +103,18 @@ def add_trace(commands: Any) -> None:
     """Add `cotune trace`."""
 
     def run(a: argparse.Namespace) -> int:
-        from cotune.cli.trace import trace
+        from cotune.cli.trace import TraceOptions, trace
 
-        settings = {"concurrency": a.concurrency, "limit": a.limit, "timeout": a.timeout, **given(a)}
-        settings["record_tools"] = a.record_tools
-        return trace(a.workflow, a.tasks, a.out, otlp=a.otlp, otlp_content=a.otlp_content, **settings)
+        options = TraceOptions(
+            concurrency=a.concurrency,
+            limit=a.limit,
+            timeout=a.timeout,
+            otlp=a.otlp,
+            otlp_content=a.otlp_content,
+            record_tools=a.record_tools,
+            **given(a),
+        )
+        return trace(a.workflow, a.tasks, a.out, options)
 
     text = "record episodes of an application with the model that it uses today"
     command = add_command(commands, "trace", run, text, "cotune trace app:solve --tasks tasks.jsonl --out runs/traced")

@@ -43,28 +43,35 @@ class Outcome:
     live: LiveEpisode
 
 
+@dataclass(frozen=True, kw_only=True)
+class EpisodeOptions:
+    """What an episode is run for, and within which bounds."""
+
+    phase: str = "trace"
+    training_step: int | None = None
+    rollout: int = 0
+    timeout: float | None = None
+    """Seconds. The thread of a sync workflow cannot be stopped then, but its open calls are cancelled and further ones
+    refused. An async one that blocks its event loop for that long is interrupted, and so is an async scorer."""
+    offline: bool = False
+    """Whether a call that the responder leaves to the provider is refused."""
+    parts: Parts | None = None
+    """Collects the parts of the application that run."""
+    record_tools: bool = False
+    """Whether results of a framework's tools are recorded, as those of functions under `cotune.recorded` always are."""
+
+
 async def run_episode(
     workflow: Workflow,
     task: Task,
     *,
     sink: Sink,
     responder: Responder | None = None,
-    phase: str = "trace",
-    training_step: int | None = None,
-    rollout: int = 0,
-    timeout: float | None = None,
-    offline: bool = False,
-    parts: Parts | None = None,
-    record_tools: bool = False,
+    options: EpisodeOptions = EpisodeOptions(),
 ) -> Outcome:
     """Run `workflow` on `task` and record it; errors of the workflow are in the outcome, not raised.
 
-    `responder` answers the calls in place of the application's provider. A sync workflow runs in a thread: at
-    `timeout` (seconds) the thread cannot be stopped, but its open calls are cancelled and further ones refused. An
-    async one that blocks its event loop for that long is interrupted (`loop_watch`), and so is an async scorer.
-    Cancelling records the episode as cancelled. `offline` refuses what the responder leaves to the provider. `parts`
-    collects the parts of the application that run. With `record_tools` the results of a framework's tools are recorded,
-    as those of functions under `cotune.recorded` always are.
+    `responder` answers the calls in place of the application's provider. Cancelling records the episode as cancelled.
     """
     for activate in activators:
         activate()
@@ -75,19 +82,19 @@ async def run_episode(
         workflow=workflow.name,
         responder=responder,
         loop=asyncio.get_running_loop(),
-        phase=phase,
-        training_step=training_step,
-        rollout=rollout,
-        offline=offline,
+        phase=options.phase,
+        training_step=options.training_step,
+        rollout=options.rollout,
+        offline=options.offline,
         redactors=tuple(workflow.redactors),
         keep_token_ids=workflow.keep_token_ids,
-        parts=parts,
+        parts=options.parts,
         roles=workflow.roles,
     )
-    live.tape.frameworks = record_tools
+    live.tape.frameworks = options.record_tools
     try:
-        async with asyncio.timeout(timeout) as limit:
-            with watched(limit, timeout):
+        async with asyncio.timeout(options.timeout) as limit:
+            with watched(limit, options.timeout):
                 value = await _run(workflow, task, live)
         if live.fatal is not None:
             raise live.fatal
@@ -101,7 +108,7 @@ async def run_episode(
         raise
     except TimeoutError as error:
         if limit.expired():
-            return _failed(live, _timed_out(workflow, live, timeout, error))
+            return _failed(live, _timed_out(workflow, live, options.timeout, error))
         return _failed(live, _raised(workflow, error))
     except CotuneError as error:
         return _failed(live, error)

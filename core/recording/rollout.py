@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
-from cotune.recording.episodes import run_episode
+from cotune.recording.episodes import EpisodeOptions, run_episode
 from cotune.recording.recorder import Responder, Sink
 from cotune.recording.records import Episode, Task
 from cotune.replay.repeat import repeating
@@ -57,11 +57,13 @@ async def rollout(workflow: Workflow, batch: EpisodeBatch, responder: Responder 
             task,
             sink=batch.sink,
             responder=answering,
-            phase=batch.phase,
-            training_step=batch.training_step,
-            rollout=number,
-            timeout=batch.timeout,
-            record_tools=batch.record_tools,
+            options=EpisodeOptions(
+                phase=batch.phase,
+                training_step=batch.training_step,
+                rollout=number,
+                timeout=batch.timeout,
+                record_tools=batch.record_tools,
+            ),
         )
         return outcome.episode
 

@@ -14,7 +14,7 @@ import pytest
 import cotune
 from cotune.context import current_episode
 from cotune.errors import ConfigError, WorkflowError
-from cotune.recording.episodes import outcome_of, run_episode
+from cotune.recording.episodes import EpisodeOptions, outcome_of, run_episode
 from cotune.recording.records import Episode, RewardRecord, Task
 from cotune.sampling.scoring import OfGroup
 from cotune.workflows import load_workflow, workflow_of
@@ -28,7 +28,7 @@ class Sink(list):
 def run(fn, given=None, **options):
     sink = Sink()
     task = Task(id="t", input={"q": 1} if given is None else given)
-    return asyncio.run(run_episode(workflow_of(fn), task, sink=sink, **options)), sink
+    return asyncio.run(run_episode(workflow_of(fn), task, sink=sink, options=EpisodeOptions(**options))), sink
 
 
 @cotune.workflow
@@ -344,7 +344,9 @@ def test_timeout(way):
     async def main():
         try:
             solve = cotune.workflow(waits if way == "async" else blocks)
-            return await run_episode(solve.cotune, Task(id="t", input=0), sink=Sink(), timeout=0.05)
+            return await run_episode(
+                solve.cotune, Task(id="t", input=0), sink=Sink(), options=EpisodeOptions(timeout=0.05)
+            )
         finally:
             release.set()
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from cotune.recording.app_parts import Part, Parts
-from cotune.recording.episodes import Outcome, run_episode
+from cotune.recording.episodes import EpisodeOptions, Outcome, run_episode
 from cotune.recording.records import CallRecord, Task
 from cotune.sampling.stub import StubResponder
 from cotune.storage.protocol import Store
@@ -59,9 +59,8 @@ async def _run_task(
         if run and not (branched and left > 0 and (run == 1 or _unfinished(outcomes, parts))):
             break
         answers = stub(run)
-        outcome = await run_episode(
-            workflow, task, sink=store, responder=answers, phase="check", timeout=timeout, offline=True, parts=parts
-        )
+        options = EpisodeOptions(phase="check", timeout=timeout, offline=True, parts=parts)
+        outcome = await run_episode(workflow, task, sink=store, responder=answers, options=options)
         # A framework wraps what was raised into its own error, traceback and all; the cause says it better.
         outcomes.append(dataclasses.replace(outcome, error=outcome.live.fatal or outcome.error))
         store.flush()

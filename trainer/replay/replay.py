@@ -15,7 +15,7 @@ import msgspec
 from cotune.algorithms.collect import is_outcome
 from cotune.errors import ConfigError, RecordError
 from cotune.recording.answers import Answer
-from cotune.recording.episodes import run_episode
+from cotune.recording.episodes import EpisodeOptions, run_episode
 from cotune.recording.recorder import Responder
 from cotune.recording.records import CallRecord, Candidate, Episode, Record
 from cotune.replay.forks import repeatable
@@ -147,11 +147,13 @@ async def _replay(
                     old.episode.task,
                     sink=sink,
                     responder=responder,
-                    phase="replay",
-                    rollout=number,
-                    timeout=options.timeout,
-                    offline=not new,
-                    record_tools=replay is not None and bool(replay.script.results),
+                    options=EpisodeOptions(
+                        phase="replay",
+                        rollout=number,
+                        timeout=options.timeout,
+                        offline=not new,
+                        record_tools=replay is not None and bool(replay.script.results),
+                    ),
                 )
             if on_episode is not None:
                 on_episode(outcome.episode)

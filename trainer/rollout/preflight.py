@@ -14,7 +14,7 @@ from cotune.algorithms.recipes import Recipe
 from cotune.errors import ConfigError, CotuneError, WorkflowError
 from cotune.judging.episodes import judge_episodes
 from cotune.policies import UNTRAINED, Policies
-from cotune.recording.episodes import Outcome, run_episode
+from cotune.recording.episodes import EpisodeOptions, Outcome, run_episode
 from cotune.recording.records import CallRecord, Task, candidate_id
 from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
 from cotune.sampling.responder import PolicyResponder
@@ -98,9 +98,7 @@ async def preflight(
                 tasks[place],
                 sink=store,
                 responder=responder,
-                phase="check",
-                rollout=rollout,
-                timeout=config.episode_timeout,
+                options=EpisodeOptions(phase="check", rollout=rollout, timeout=config.episode_timeout),
             )
         )
     store.flush()

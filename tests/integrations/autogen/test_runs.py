@@ -22,7 +22,7 @@ import cotune
 from cotune.errors import WorkflowError
 from cotune.integrations.activation import activate
 from cotune.integrations.autogen.copies import fresh
-from cotune.recording.episodes import run_episode
+from cotune.recording.episodes import EpisodeOptions, run_episode
 from cotune.recording.recorder import LiveCall
 from cotune.recording.records import Message, RewardRecord, Task
 from cotune.sampling.plans import Plan
@@ -344,7 +344,9 @@ def test_an_episode_that_is_stopped_stops_its_team(nowhere: None, record: Record
         solve = cotune.workflow(RoundRobinGroupChat([agent("a")], max_turns=1), inputs=str, reward=len_of)
         task, responder = Task(id="t", input=1), Responder(hang)
         limit = 0.05 if how == "out of time" else None
-        made = run_episode(solve.cotune, task, sink=record.sink, responder=responder, timeout=limit)
+        made = run_episode(
+            solve.cotune, task, sink=record.sink, responder=responder, options=EpisodeOptions(timeout=limit)
+        )
         running = asyncio.ensure_future(made)
         if limit is None:
             await begun.wait()
