@@ -57,7 +57,16 @@ _WITHOUT_TORCH = (
     *("tests/core/[ars]*/", "tests/core/cli/test_show.py", "tests/core/test_*.py"),
     *("tests/integrations/openai/test_[!e]*.py", *_LANGGRAPH, *_AUTOGEN, *_CREWAI),
 )
-_CLIENTS = ("langgraph-swarm", "langgraph-supervisor", "jsonschema", "anthropic", "psutil", "mypy", "setuptools")
+_CLIENTS = (
+    "langgraph-swarm",
+    "langgraph-supervisor",
+    "jsonschema",
+    "anthropic",
+    "psutil",
+    "mypy",
+    "setuptools",
+    "scipy",
+)
 _EXT = "autogen-ext[openai]"
 
 ENVIRONMENTS = {
