@@ -19,7 +19,6 @@ from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.engines import Kind, first_weights, owners, policy_count, start_engines
 from cotune.trainer.learner.fsdp.learner import FsdpLearner
-from cotune.trainer.rollout.app_source import import_path
 from cotune.trainer.rollout.workers import RolloutWorkers
 from cotune.workflows import Workflow
 
@@ -34,14 +33,14 @@ class Cluster:
         self,
         config: TrainConfig,
         workflow: Workflow,
-        path: str | None,
+        path: str,
         stack: contextlib.AsyncExitStack,
         say: Callable[[str], None],
     ) -> None:
-        """`path` is where rollout workers find `workflow`. Raises ConfigError where it is None and cannot be seen."""
+        """`path` is where rollout workers find `workflow`; it is not looked at where none are opened."""
         self._config = config
         self._workflow = workflow
-        self._path = path or import_path(workflow)
+        self._path = path
         self._stack = stack
         self._say = say
         self._settings: ClusterConfig = config.cluster

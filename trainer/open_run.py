@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from cotune.algorithms.recipes import LossSpec
+from cotune.integrations.models.folder import locate_model
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.policies import Policies
 from cotune.recording.records import Task
@@ -21,6 +23,7 @@ from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.learner.taught import TaughtLearner, Teacher
 from cotune.trainer.restore import begin_from, restore
 from cotune.trainer.resume import tasks_per_step
+from cotune.trainer.rollout.app_source import import_path
 from cotune.trainer.rollout.forks import expected_budget
 from cotune.trainer.rollout.preflight import preflight
 from cotune.trainer.rollout.protocol import EpisodeRunner, LocalRunner
@@ -52,7 +55,7 @@ async def open_run(
         store = SqliteStore.open(folder.records)
         stack.callback(store.close)
         cluster = _cluster(config, folder, workflow, stack, say) if config.cluster.address else None
-        teacher = await _open_teacher(config, say) if config.distill.teacher else None
+        teacher = await _open_teacher(config, stack, say) if config.distill.teacher else None
         sampler, chat = await _open_model(config, stack, cluster, say)
         if saved is None:
             seen = await preflight(config, workflow, tasks, store, sampler, chat, say)
@@ -103,6 +106,7 @@ async def open_run(
             recipe=recipe,
             schedule=schedule_of(tasks, config.curriculum, config.seed, tasks_per_step(config, changes)),
             held_out=held_out,
+            teacher=teacher,
             notes=[why, *notes, *_untrained(policies)],
             state=Checkpoint(policies=policies),
         )
@@ -126,7 +130,7 @@ def _cluster(
 
     killed = "The run was ended from outside: killed, out of memory, or Ray has lost a node that it cannot do without."
     stack.enter_context(crash_notice(f"{killed} Go on with: cotune train --resume {folder.path}"))
-    return Cluster(config, workflow, folder.workflow, stack, say)
+    return Cluster(config, workflow, folder.workflow or import_path(workflow), stack, say)
 
 
 def _local_learner(config: TrainConfig, policies: Policies, loss: LossSpec) -> Learner:
@@ -137,11 +141,29 @@ def _local_learner(config: TrainConfig, policies: Policies, loss: LossSpec) -> L
     return CriticLearner(learner, loss) if loss.critic else learner
 
 
-async def _open_teacher(config: TrainConfig, say: Callable[[str], None]) -> Teacher:
+async def _open_teacher(config: TrainConfig, stack: contextlib.AsyncExitStack, say: Callable[[str], None]) -> Teacher:
     """The teacher of recipe distill. Raises ConfigError for one of another tokenizer, before it is loaded."""
-    from cotune.trainer.learner.teacher import LocalTeacher, check_tokenizers
+    from cotune.trainer.learner.teacher import LocalTeacher, check_tokenizers, tokenizer_of
 
-    name = config.distill.teacher
+    name, asked = config.distill.teacher, config.distill
+    if asked.url:
+        from cotune.integrations.samplers.vllm.teacher import VllmTeacher
+
+        say(f"asking the teacher at {name} ...")
+        tokenizer = await asyncio.to_thread(tokenizer_of, str(locate_model(config.model)))
+        served = await asyncio.to_thread(
+            VllmTeacher.open,
+            asked.url,
+            tokenizer,
+            api_key=os.environ.get("VLLM_API_KEY"),
+            timeout=asked.timeout,
+            concurrency=asked.concurrency,
+            retries=asked.retries,
+        )
+        stack.callback(served.close)
+        if served.concurrency < asked.concurrency:
+            say("its server takes adapters, so it scores one answer at a time: better start it without --enable-lora")
+        return served
     say(f"loading the teacher {name} ...")
     await asyncio.to_thread(check_tokenizers, name, config.model)
     return await asyncio.to_thread(LocalTeacher, name, config.learner)

@@ -21,10 +21,11 @@ MAY_CHANGE = (
     "model", "roles", "steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "probe_bound",
     "sampling.timeout", "sampling.threads", "learner.threads", "learner.device", "learner.micro_batch_tokens",
     "learner.memory", "learner.activation_checkpointing", "learner.shared_prompts", "evaluation", "guard", "cluster",
-    "records.path", "records.patience", "prices",
+    "records.path", "records.patience", "distill.teacher", "distill.timeout", "distill.retries", "distill.concurrency",
+    "prices",
 )  # fmt: skip
 """What a run may go on with otherwise: how long, how much at once, in which memory, on which machines. `model` is the
-same model elsewhere, and `roles` may name more."""
+same model elsewhere, `distill.teacher` the same teacher, and `roles` may name more."""
 
 Changes = Mapping[str, tuple[Any, Any]]
 """Old and new value of each field that was changed, by its dotted name."""

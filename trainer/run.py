@@ -20,6 +20,7 @@ from cotune.storage.run_layout import Best
 from cotune.trainer.checkpoint import Checkpoint
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.protocol import Learner
+from cotune.trainer.learner.taught import Teacher
 from cotune.trainer.publish import Proof
 from cotune.trainer.rollout.protocol import EpisodeRunner
 from cotune.trainer.run_folder import RunFolder
@@ -52,6 +53,7 @@ class Run:
     notes: Sequence[str]
     """What the user should know before the first step."""
     state: Checkpoint
+    teacher: Teacher | None = None
     committed: int = -1
     """Steps that the newest checkpoint has."""
     consumed: set[str] = field(default_factory=set)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import msgspec
 
@@ -55,15 +56,47 @@ class DistillConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """[distill] Recipe distill: a teacher scores what the policies sample."""
 
     teacher: str = ""
-    """Folder or Hugging Face id of a model with the tokenizer of the run's own; it is loaded beside the learner."""
+    """A model with the tokenizer of the run's own: folder or Hugging Face id, which is loaded beside the learner, or
+    the address of a vLLM server, such as http://10.0.0.5:8000. The server's key is read from VLLM_API_KEY."""
+    timeout: float = 120.0
+    """Seconds that a server may take to score one answer."""
+    retries: int = 2
+    """How often a request that failed is made again; then its answer is left out."""
+    concurrency: int = 16
+    """Most requests to a server at once."""
+
+    def __post_init__(self) -> None:
+        if not self.timeout > 0:
+            raise ConfigError("distill.timeout", self.timeout, "a number above 0")
+        if self.retries < 0:
+            raise ConfigError("distill.retries", self.retries, "0 or more")
+        if self.concurrency < 1:
+            raise ConfigError("distill.concurrency", self.concurrency, "1 or more")
+        if re.fullmatch(r"(?!https?://)[^/]+:\d+(/.*)?", self.teacher):
+            raise ConfigError("distill.teacher", self.teacher, "an address with http:// or https:// before it")
+
+    @property
+    def url(self) -> str:
+        """The server that is the teacher; "" where it is a model in this process."""
+        return self.teacher if self.teacher.startswith(("http://", "https://")) else ""
 
 
-def check_distill(recipe: str | None, distill: DistillConfig) -> None:
-    """Raises ConfigError for a teacher without its recipe, or the reverse."""
+def check_distill(recipe: str | None, distill: DistillConfig, temperature: float) -> None:
+    """Raises ConfigError for a teacher without its recipe, or the reverse, and for a server under another sampling
+    `temperature` than it scores at."""
     if bool(distill.teacher) != (recipe == "distill"):
         if distill.teacher:
             raise ConfigError("recipe", recipe, "distill, where distill.teacher is given")
-        raise ConfigError("distill.teacher", "", "a model folder or Hugging Face id, for recipe distill")
+        raise ConfigError(
+            "distill.teacher", "", "a model folder, Hugging Face id or a vLLM server's address, for recipe distill"
+        )
+    if distill.url and temperature != 1.0:
+        raise ConfigError(
+            "sampling.temperature",
+            temperature,
+            "1 with a teacher by its address: vLLM scores at no other",
+            "Or name the teacher's model folder, to load it in this process.",
+        )
 
 
 def check_records(recipe: str | None, records: RecordsConfig, learner: LearnerSettings) -> None:

@@ -188,7 +188,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         check_tool_format(self.tool_format)
         if self.cluster.colocate and self.mode != "sync":
             raise ConfigError("mode", self.mode, "sync, where cluster.colocate is true")
-        check_distill(self.recipe, self.distill)
+        check_distill(self.recipe, self.distill, self.sampling.temperature)
         check_records(self.recipe, self.records, self.learner)
         for name, count in Counter(p.name for p in self.policy).items():
             if count > 1:

@@ -100,7 +100,7 @@ async def open_records_run(
         loss = _loss(config)
         trained = sorted(set(players.values()))
         say(f"loading the weights to train: {', '.join(trained)} ...")
-        learner = _objective(config, await _open_learner(folder, config, workflow, policies, loss, stack, say))
+        learner = _objective(config, await _open_learner(config, workflow, policies, loss, stack, say))
         saved = load_checkpoint(folder.checkpoints)
         begun: list[str] = []
         notes = [_said(config, recorded, episodes, held_out), *recorded.notes, note]
@@ -208,7 +208,6 @@ def _objective(config: TrainConfig, learner: Learner) -> Objective:
 
 
 async def _open_learner(
-    folder: RunFolder,
     config: TrainConfig,
     workflow: Workflow,
     policies: Policies,
@@ -222,7 +221,7 @@ async def _open_learner(
         return await asyncio.to_thread(LocalLearner.open, config.model, policies, config.learner, loss)
     from cotune.trainer.cluster import Cluster
 
-    cluster = Cluster(config, workflow, folder.workflow, stack, say)
+    cluster = Cluster(config, workflow, "", stack, say)
     cluster.open_ray()
     return await cluster.open_learner(policies, loss)
 

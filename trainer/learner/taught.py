@@ -16,9 +16,14 @@ from cotune.trainer.learner.protocol import Learner, LearnerAround
 class Teacher(Protocol):
     """Scores sampled tokens. Its tokenizer is that of the policies."""
 
-    def logprobs(self, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """What it has counted so far, such as `retried` requests."""
+        ...
+
+    def logprobs(self, rows: Sequence[TrainRow]) -> Sequence[npt.NDArray[np.float32] | None]:
         """log pi_teacher of each row's response tokens, under the distribution that the row was drawn from: its
-        temperature, grammar and biases. In nats."""
+        temperature, grammar and biases. In nats. None for a row that it could not score."""
         ...
 
 
@@ -30,10 +35,13 @@ class TaughtLearner(LearnerAround):
         self._teacher = teacher
 
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
-        """As `Learner.update`, once the teacher has scored the rows."""
+        """As `Learner.update`, once the teacher has scored the rows; `unscored` is how many it could not score, which
+        are left out."""
         scores = self._teacher.logprobs(rows)
         scored = [
             msgspec.structs.replace(row, reference=tuple(found.tolist()))
             for row, found in zip(rows, scores, strict=True)
+            if found is not None
         ]
-        return self.inner.update(policy, scored, lr_scale=lr_scale)
+        figures = self.inner.update(policy, scored, lr_scale=lr_scale)
+        return {**figures, "unscored": float(len(rows) - len(scored))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from cotune.trainer.learner.pass_size import MOST, PassSize
 
 class LocalTeacher:
     """A model in this process. `logprobs` may be called from any thread, one at a time runs."""
+
+    counters: Mapping[str, float] = {}
 
     def __init__(self, model: str, settings: LearnerSettings) -> None:
         """Load `model`, a folder or Hugging Face id. Raises ConfigError."""
@@ -48,15 +50,15 @@ class LocalTeacher:
 
 def check_tokenizers(teacher: str, model: str) -> None:
     """Raises ConfigError unless two models have the same tokens under the same ids."""
-    if _vocabulary(teacher) != _vocabulary(model):
+    if tokenizer_of(teacher).get_vocab() != tokenizer_of(model).get_vocab():
         raise ConfigError(
             "distill.teacher", teacher, f"a model with the tokenizer of {model}", "Take a larger model of its family."
         )
 
 
-def _vocabulary(model: str) -> dict[str, int]:
+def tokenizer_of(model: str) -> Any:
+    """The tokenizer of a model folder or Hugging Face id. Raises ConfigError."""
     from transformers import AutoTokenizer
 
     with reading(model):
-        tokenizer: Any = AutoTokenizer.from_pretrained(model, **loading())
-    return dict(tokenizer.get_vocab())
+        return AutoTokenizer.from_pretrained(model, **loading())

@@ -58,8 +58,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     staleness: dict[str, int]
     """Rows by how many versions their sampler was behind the policy that trained on them; all "0" in mode sync."""
     counters: dict[str, float]
-    """What the sampler, the rollout workers and judges counted in this step, such as retried requests and restarts;
-    `judge.cost` is money."""
+    """What the sampler, the rollout workers, judges and a teacher counted in this step, such as retried requests and
+    restarts; `judge.cost` is money."""
     lr_scale: float
     seconds: dict[str, float]
     """By phase. `checkpoint` is what it took to save the steps before this one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console, Group
@@ -55,6 +55,8 @@ FAULT_COUNTERS = (
 """Counters that a step shows: faults of engines, workers and stores that were put right."""
 JUDGE_COUNTERS = ("requests", "cached", "cost", "asked_again", "dropped", "over_budget", "uncounted")
 """Counters of judges that a step shows."""
+TEACHER_COUNTERS = ("retried", "timeouts", "unscored")
+"""Counters of a teacher that a step shows."""
 
 
 class Progress:
@@ -173,8 +175,8 @@ def summary(metrics: StepMetrics) -> str:
         parts.append(f"rows by staleness {lags}")
     if faults := {name: count for name, count in metrics.counters.items() if name in FAULT_COUNTERS}:
         parts.append(", ".join(f"{name} {count}" for name, count in faults.items()))
-    if judged := [_judged(metrics.counters, name) for name in JUDGE_COUNTERS if f"judge.{name}" in metrics.counters]:
-        parts.append(f"judge: {', '.join(judged)}")
+    parts += _counted(metrics.counters, "judge", JUDGE_COUNTERS)
+    parts += _counted(metrics.counters, "teacher", TEACHER_COUNTERS)
     if left_out:
         parts.append(f"left out: {left_out}")
     stayed = ", ".join(f"{policy} ({why})" for policy, why in metrics.stayed.items())
@@ -212,9 +214,10 @@ def reward_parts(metrics: StepMetrics) -> list[str]:
     return [*parts, f"held-out, single samples: {held_out}{beside}"]
 
 
-def _judged(counters: Mapping[str, float], name: str) -> str:
-    count = counters[f"judge.{name}"]
-    return f"{name} {count:.6f}" if name == "cost" else f"{name.replace('_', ' ')} {count:.0f}"
+def _counted(counters: Mapping[str, float], who: str, names: Iterable[str]) -> list[str]:
+    found = {name: counters[f"{who}.{name}"] for name in names if f"{who}.{name}" in counters}
+    texts = (f"{n} {c:.6f}" if n == "cost" else f"{n.replace('_', ' ')} {c:.0f}" for n, c in found.items())
+    return [f"{who}: {', '.join(texts)}"] if found else []
 
 
 def _ends(figures: Mapping[str, float], name: str) -> str:

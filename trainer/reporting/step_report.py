@@ -118,11 +118,13 @@ class StepReport:
         }
 
     async def _new_counts(self) -> dict[str, float]:
-        """What sampler, rollout workers, judges and store have counted since this was asked last, where it is not 0."""
+        """What sampler, workers, judges, teacher and store counted since this was asked last, where it is not 0."""
         run, before = self._run, self._counters
         now: dict[str, float] = dict((await run.sampler.info()).counters)
         now |= {f"workers.{name}": count for name, count in run.runner.counters.items()}
         now |= {f"judge.{name}": count for name, count in totals_of(run.folder.path).items()}
+        if run.teacher is not None:
+            now |= {f"teacher.{name}": count for name, count in run.teacher.counters.items()}
         now["late_rewards_refused"] = run.store.refused
         self._counters = now
         return {name: count - before.get(name, 0) for name, count in now.items() if count != before.get(name, 0)}

@@ -54,11 +54,15 @@ class Card(msgspec.Struct):
     max_model_len: int | None = None
 
 
-class _Models(msgspec.Struct):
+class Models(msgspec.Struct):
+    """What /v1/models answers."""
+
     data: list[Card]
 
 
-class _Version(msgspec.Struct):
+class ServerVersion(msgspec.Struct):
+    """What /version answers."""
+
     version: str
 
 
@@ -110,8 +114,8 @@ class VllmHttpSampler(LoopSampler):
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
         )
-        check("vllm", (await self._get("/version", _Version)).version)
-        cards = (await self._get("/v1/models", _Models)).data
+        check("vllm", (await self._get("/version", ServerVersion)).version)
+        cards = (await self._get("/v1/models", Models)).data
         base = next((c for c in cards if c.parent is None and c.max_model_len), None)
         if base is None or not self._is(model, base):
             raise ConfigError(
@@ -191,7 +195,7 @@ class VllmHttpSampler(LoopSampler):
         folder = await asyncio.to_thread(write_shared, self._folders, name, policy, weights, lora)
         try:
             await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, CONTROL_SECONDS)
-            if not any(c.id == name and c.root == str(folder) for c in (await self._get("/v1/models", _Models)).data):
+            if not any(c.id == name and c.root == str(folder) for c in (await self._get("/v1/models", Models)).data):
                 raise SamplerError(f"{self._url} does not list {name} after it was loaded.", "Read the server's log.")
             return Version(policy, fingerprint(await asyncio.to_thread(read_weights, folder)), name)
         except BaseException:
@@ -203,7 +207,7 @@ class VllmHttpSampler(LoopSampler):
         self._folders.remove(version.target)
 
     async def _info(self) -> SamplerInfo:
-        await self._get("/v1/models", _Models)
+        await self._get("/v1/models", Models)
         return await super()._info()
 
     async def _close(self) -> None:
@@ -226,13 +230,13 @@ class VllmHttpSampler(LoopSampler):
             return msgspec.json.decode(answer.content, type=kind)
         except (httpx.HTTPStatusError, msgspec.DecodeError) as error:
             key = "Check the API key." if answer.status_code == 401 else "Name the address of a vLLM server."
-            raise ConfigError("url", self._url, f"a vLLM server ({path}: {_reason(error)})", key) from None
+            raise ConfigError("url", self._url, f"a vLLM server ({path}: {reason_of(error)})", key) from None
 
     async def _post(self, path: str, body: Mapping[str, Any], seconds: float | None = None) -> bytes:
         answer = await self._request("POST", path, json=body, timeout=seconds)
         if answer.is_success:
             return answer.content
-        cause = f"{self._url}{path} answered {answer.status_code}: {_message(answer.content)}"
+        cause = f"{self._url}{path} answered {answer.status_code}: {message_of(answer.content)}"
         if answer.status_code < 500 and answer.status_code not in (408, 429):
             raise RequestRefused(cause, "Correct the request, or how the server was started.")
         raise SamplerError(cause, "Read the server's log.")
@@ -243,10 +247,10 @@ class VllmHttpSampler(LoopSampler):
         try:
             return await self._client.request(method, path, **arguments)
         except httpx.HTTPError as error:
-            raise SamplerError(f"{self._url} does not answer: {_reason(error)}.", "Look whether it runs.") from error
+            raise SamplerError(f"{self._url} does not answer: {reason_of(error)}.", "Look whether it runs.") from error
 
 
-def _message(content: bytes) -> str:
+def message_of(content: bytes) -> str:
     """What an error response says, in whichever of vLLM's forms."""
     try:
         body = msgspec.json.decode(content)
@@ -255,5 +259,6 @@ def _message(content: bytes) -> str:
         return content[:200].decode(errors="replace")
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Kind and text of an error."""
     return f"{type(error).__name__}: {error}".rstrip(": .")

@@ -28,7 +28,7 @@ class FakeServer:
 
     def __init__(self, model: Path) -> None:
         self.asked: list[dict[str, Any]] = []
-        self.answers: dict[tuple[str, str], tuple[int, Any]] = {
+        self.answers: dict[tuple[str, str], Any] = {
             ("GET", "/version"): (200, {"version": "0.28.0"}),
             ("GET", "/v1/models"): (200, {"data": [{"id": "base", "root": str(model), "max_model_len": 512}]}),
             ("GET", "/v1/load_lora_adapter"): (405, {}),
@@ -49,7 +49,8 @@ class FakeServer:
                 self.answer("POST")
 
             def answer(self, method: str) -> None:
-                status, body = fake.answers.get((method, self.path), (404, {"detail": "Not Found"}))
+                found = fake.answers.get((method, self.path), (404, {"detail": "Not Found"}))
+                status, body = found(fake.asked[-1]) if callable(found) else found
                 data = body if isinstance(body, bytes) else json.dumps(body).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))

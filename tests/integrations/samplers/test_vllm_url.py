@@ -1,23 +1,34 @@
-"""A run that samples from a vLLM server that runs already."""
+"""Runs that sample from a vLLM server that runs already, or learn from its model."""
 
 from __future__ import annotations
 
+import functools
 import io
 import json
+import random
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from rich.console import Console
 
+from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.integrations.samplers.vllm.teacher import VllmTeacher
 from cotune.trainer.config.cluster import ClusterConfig
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.learner.teacher import LocalTeacher, tokenizer_of
 from cotune.trainer.train import train
+from tests.integrations import tiny_models
 from tests.integrations.samplers.vllm_server import vllm_server
 from tests.trainer import worker_app
-from tests.trainer.tiny_app import TASKS, build_base
+from tests.trainer.test_distill import sharpened
+from tests.trainer.tiny_app import TASKS, application, build_base, converse
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("nowhere")]
 
@@ -40,6 +51,49 @@ def run(base: Path, url: str, folder: Path, **settings: Any) -> list[dict[str, A
     given |= {"cluster": cluster, "learner": learner}
     train(worker_app.solve, TASKS, given, run=folder, console=Console(file=io.StringIO()))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_server_scores_as_the_teacher_in_this_process(base: Path, server: str) -> None:
+    tokenizer = tokenizer_of(str(base))
+    draw = random.Random(0)
+    rows = [
+        TrainRow(
+            id=f"{n}.0",
+            role="a",
+            prompt_ids=tuple(draw.randrange(30) for _ in range(draw.randrange(1, 40))),
+            response_ids=tuple(draw.randrange(30) for _ in range(draw.randrange(1, 20))),
+            logprobs=(),
+            advantage=0.0,
+        )
+        for n in range(40)
+    ]
+    rows.append(msgspec.structs.replace(rows[0], response_ids=(5,) * 300))  # longer than its context
+    served = VllmTeacher.open(server, tokenizer)
+    found = served.logprobs(rows)
+    served.close()
+    assert found.pop() is None and served.counters["unscored"] == 1
+    here = LocalTeacher(str(base), LearnerSettings(device="cpu")).logprobs(rows[:-1])
+    np.testing.assert_allclose(np.concatenate(found), np.concatenate(here), atol=1e-4)
+    tiny_models.build("qwen3", other := base.parent / "other")
+    with pytest.raises(ConfigError, match=r"reads the tokens 0 to .* otherwise"):
+        VllmTeacher.open(server, tokenizer_of(str(other)))
+
+
+def test_a_run_comes_nearer_to_a_teacher_by_its_address(
+    base: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = functools.partial(TransformersSampler.open, host="thread", device="cpu")
+    monkeypatch.setattr(TransformersSampler, "open", opened)
+    student = sharpened(build_base(tmp_path / "student", seed=5))
+    given = {"model": str(student), "steps": 4, "tasks_per_step": 3, "plan": {"k": 8}, "policies": "full"}
+    given |= {"recipe": "distill", "distill": {"teacher": f"{server}/v1"}, "learner": {"lr": 2e-3, "device": "cpu"}}
+    train(application(converse), TASKS, given, run=tmp_path / "run", console=Console(file=io.StringIO()))
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    gaps = [sum(line["roles"][role]["kl"] for role in ("first", "second")) for line in lines]
+    assert gaps[-1] < 0.8 * gaps[0]
+    for line in lines:
+        assert line["counters"]["teacher.requests"] == line["rows"] == 48
+        assert line["policies"]["first"]["unscored"] == 0.0
 
 
 def test_a_run_trains_adapters_on_a_server_and_leaves_it_as_it_was(
