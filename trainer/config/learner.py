@@ -34,15 +34,17 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Largest L2 norm of a policy's gradient at one optimizer step; 0 for no clipping."""
 
     mini_batch: int = 64
-    """Rows per optimizer step, at most, except that rows of one prompt stay together where they fit in."""
+    """Rows per optimizer step, at most. Rows of one conversation, else of one prompt, stay together where they
+    fit in."""
 
     epochs: int = 1
     """Passes over the rows of one update."""
 
     micro_batch_tokens: int | Literal["auto"] = "auto"
-    """Padded tokens per forward and backward pass, at most (a single longer row goes alone). Bounds the memory of
-    activations; gradients do not depend on it. "auto": a power of two up to 8192 whose activations fit into a sixteenth
-    of the machine's memory, or four fifths of what is free on the GPU, or `memory`."""
+    """Tokens per forward and backward pass, at most (a single longer row goes alone): distinct ones, or padded ones
+    where rows do not share. Bounds the memory of activations; gradients do not depend on it. "auto": a power of two up
+    to 8192 whose activations fit into a sixteenth of the machine's memory, or four fifths of what is free on the GPU,
+    or `memory`."""
 
     memory: str = ""
     """Memory that the learner's process may take in all ("6GiB"), on the GPU where it has one; micro_batch_tokens
@@ -58,10 +60,11 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """torch device; "auto" takes the first GPU, or the CPU where there is none."""
 
     activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass: less memory, about a third more time, prompts are not shared."""
+    """Recompute each layer in the backward pass: less memory, about a third more time."""
 
     shared_prompts: bool = True
-    """Compute a prompt once for all its candidates (same gradients, less time)."""
+    """Compute what rows have in common once: a prompt for its candidates, earlier turns for later ones (same gradients,
+    less time and memory). Models whose layers are not all full attention compute each row whole."""
 
     anchor: Literal["trainer", "sampler"] = "trainer"
     """What the policy ratio is taken against. trainer: the policy before the update, at the cost of one more forward

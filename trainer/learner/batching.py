@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Hashable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import GroupError
 from cotune.trainer.learner.loss import unmasked
+from cotune.trainer.learner.token_tree import cuts_within, even_cuts, in_order
 
 
 def check_rows(rows: Sequence[TrainRow]) -> None:
@@ -104,27 +105,42 @@ def masked_share(rows: Sequence[TrainRow], counted: Sequence[Tensor]) -> dict[st
 def mini_batches(rows: Sequence[TrainRow], size: int, generator: torch.Generator) -> list[list[int]]:
     """Split row indices into optimizer steps of at most `size` rows and nearly equal size, in random order.
 
-    Rows of one prompt stay together (their advantages sum to about zero, and they share the prompt's computation)
-    unless a step would grow over `size`; then they are split.
+    Rows of one conversation stay together, as later turns hold the earlier ones, and of these first the rows of one
+    prompt, whose advantages sum to about zero. Where a step would grow over `size`, conversations are split, and then
+    prompts.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, row in enumerate(rows):
-        groups.setdefault(row.prompt_ids, []).append(index)
-    members = list(groups.values())
-    order = [index for group in torch.randperm(len(members), generator=generator).tolist() for index in members[group]]
-    steps = -(-len(order) // size)
-    cuts = [_group_boundary(rows, order, len(order) * step // steps) for step in range(steps + 1)]
-    batches = [order[start:end] for start, end in pairwise(cuts)]
-    if any(not 0 < len(batch) <= size for batch in batches):
-        cuts = [len(order) * step // steps for step in range(steps + 1)]
-        batches = [order[start:end] for start, end in pairwise(cuts)]
-    return batches
+    steps = -(-len(rows) // size)
+    for labels in (conversations(rows), _numbered([row.prompt_ids for row in rows]), list(range(len(rows)))):
+        members: dict[int, list[int]] = {}
+        for index, label in enumerate(labels):
+            members.setdefault(label, []).append(index)
+        groups = [members[label] for label in torch.randperm(len(members), generator=generator).tolist()]
+        batches: list[list[int]] = [[] for _ in range(steps)]
+        for group in sorted(groups, key=len, reverse=True):
+            min(batches, key=len).extend(group)
+        if all(0 < len(batch) <= size for batch in batches):
+            break
+    return [batches[step] for step in torch.randperm(steps, generator=generator).tolist()]
 
 
-def _group_boundary(rows: Sequence[TrainRow], order: Sequence[int], cut: int) -> int:
-    while 0 < cut < len(order) and rows[order[cut - 1]].prompt_ids == rows[order[cut]].prompt_ids:
-        cut -= 1
-    return cut
+def _numbered(keys: Sequence[Hashable]) -> list[int]:
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def conversations(rows: Sequence[TrainRow]) -> list[int]:
+    """A number for each row: equal where one row's prompt begins with the whole prompt of the other, as that of a later
+    turn does, or both begin with that of a third."""
+    prompts = list(dict.fromkeys(row.prompt_ids for row in rows))
+    order, common = in_order(prompts)
+    found: dict[tuple[int, ...], int] = {}
+    begun: list[tuple[int, ...]] = []
+    for place, shared in zip(order, common, strict=True):
+        while begun and len(begun[-1]) > shared:
+            begun.pop()
+        begun.append(prompts[place])
+        found[prompts[place]] = found.get(begun[0], len(found))
+    return _numbered([found[row.prompt_ids] for row in rows])
 
 
 def passes(
@@ -132,71 +148,50 @@ def passes(
 ) -> list[list[int]]:
     """The micro-batches that `rank` of `size` computes of `indices`; equally many on each rank, so the last ones may be
     empty."""
-    parts = [micro_batches(rows, part, budget, shared) for part in rank_parts(rows, indices, size)]
+    parts = [micro_batches(rows, part, budget, shared) for part in rank_parts(rows, indices, size, shared)]
     most = max(map(len, parts))
     return parts[rank] + [[]] * (most - len(parts[rank]))
 
 
-def rank_parts(rows: Sequence[TrainRow], indices: Sequence[int], size: int) -> list[list[int]]:
-    """Split `indices` into `size` parts of nearly equal tokens, rows of one prompt together unless they are many.
+def rank_parts(rows: Sequence[TrainRow], indices: Sequence[int], size: int, shared: bool) -> list[list[int]]:
+    """Split `indices` into `size` parts of which the largest has as few tokens to compute as can be.
 
-    A cut through the rows of a prompt computes the prompt once more: it is moved to their edge where the parts differ
-    by less than a prompt after that. With fewer rows than `size` some parts are empty.
+    With `shared`, what rows of a part have in common counts once. With fewer rows than `size` some parts are empty.
     """
-    if size == 1:
-        return [list(indices)]
-    ordered = sorted(indices, key=lambda index: rows[index].prompt_ids)
-    until = [0, *accumulate(len(rows[index].prompt_ids) + len(rows[index].response_ids) for index in ordered)]
-    cuts = [0]
-    for part in range(1, size):
-        goal = until[-1] * part / size
-        cut = min(range(cuts[-1], len(until)), key=lambda at: abs(until[at] - goal))
-        cuts.append(_near_edge(rows, ordered, until, cut, cuts[-1]))
-    return [ordered[start:end] for start, end in pairwise([*cuts, len(ordered)])]
+    sequences = [tokens_of(rows[index]) for index in indices]
+    order, common = in_order(sequences)
+    lengths = np.asarray([len(sequences[place]) for place in order], np.int64)
+    cuts = even_cuts(lengths, common if shared else np.zeros_like(common), size)
+    return [[indices[place] for place in order[start:end]] for start, end in pairwise(cuts)]
 
 
-def _near_edge(rows: Sequence[TrainRow], ordered: Sequence[int], until: Sequence[int], cut: int, least: int) -> int:
-    def inside(at: int) -> bool:
-        return 0 < at < len(ordered) and rows[ordered[at - 1]].prompt_ids == rows[ordered[at]].prompt_ids
+def tokens_of(row: TrainRow) -> tuple[int, ...]:
+    """The tokens that go through the model: the last one of a response predicts nothing."""
+    return row.prompt_ids + row.response_ids[:-1]
 
-    edges = []
-    for direction in (-1, 1):
-        at = cut
-        while inside(at):
-            at += direction
-        edges.append(at)
-    found = [at for at in edges if at > least and abs(until[at] - until[cut]) <= len(rows[ordered[cut - 1]].prompt_ids)]
-    return min(found, key=lambda at: abs(until[at] - until[cut]), default=cut)
+
+def pass_tokens(rows: Sequence[TrainRow], shared: bool) -> int:
+    """How many tokens a pass over these rows computes: with `shared` the distinct ones, else the padded ones."""
+    sequences = [tokens_of(row) for row in rows]
+    if not shared:
+        return len(rows) * max(map(len, sequences), default=0)
+    return sum(map(len, sequences)) - int(in_order(sequences)[1].sum())
 
 
 def micro_batches(rows: Sequence[TrainRow], indices: Sequence[int], budget: int, shared: bool) -> list[list[int]]:
-    """Split `indices` into passes of at most `budget` padded tokens, rows of like length together.
+    """Split `indices` into passes of at most `budget` tokens. A row over the budget goes alone.
 
-    With `shared`, rows of one prompt are neighbours and the prompt counts once. A row over the budget goes alone.
+    With `shared`, rows go along their tree, and it is cut where least has to be computed again; what the rows of a
+    pass have in common counts once. Else they are padded, and rows of like length go together.
     """
-
-    def by_prompt(index: int) -> tuple[int, tuple[int, ...], int]:
-        row = rows[index]
-        return (len(row.prompt_ids), row.prompt_ids, len(row.response_ids))
-
-    def by_length(index: int) -> int:
-        return len(rows[index].prompt_ids) + len(rows[index].response_ids)
-
-    ordered = sorted(indices, key=by_prompt) if shared else sorted(indices, key=by_length)
+    sequences = [tokens_of(rows[index]) for index in indices]
+    if shared:
+        order, common = in_order(sequences)
+        cuts = cuts_within(np.asarray([len(sequences[place]) for place in order], np.int64), common, budget)
+        return [[indices[place] for place in order[start:end]] for start, end in pairwise(cuts)]
     batches: list[list[int]] = []
-    prompts, longest_prompt, longest_response, longest = 0, 0, 0, 0
-    last: tuple[int, ...] | None = None
-    for index in ordered:
-        row = rows[index]
-        prompt, response = len(row.prompt_ids), len(row.response_ids)
-        prompts += row.prompt_ids != last
-        longest_prompt, longest_response = max(longest_prompt, prompt), max(longest_response, response)
-        longest = max(longest, prompt + response)
-        count = len(batches[-1]) + 1 if batches else 1
-        tokens = prompts * longest_prompt + count * longest_response if shared else count * longest
-        if not batches or tokens > budget:
+    for place in sorted(range(len(sequences)), key=lambda at: len(sequences[at])):
+        if not batches or (len(batches[-1]) + 1) * len(sequences[place]) > budget:
             batches.append([])
-            prompts, longest_prompt, longest_response, longest = 1, prompt, response, prompt + response
-        batches[-1].append(index)
-        last = row.prompt_ids
+        batches[-1].append(indices[place])
     return batches

@@ -58,6 +58,9 @@ def open_policy_models(
         raise ConfigError("policies", {n: s.kind for n, s in policies.specs.items()}, "at least one lora or full")
     for policy in {id(p.network): p for p in opened.values()}.values():
         _prepare(policy, settings)
+    if settings.shared_prompts:
+        for kind in sorted({type(p.network).__name__ for p in opened.values() if not p.shares_prompts}):
+            log.warning("%s: not every layer is full attention. Rows compute what they have in common each.", kind)
     return opened
 
 
@@ -116,8 +119,6 @@ def _prepare(policy: PolicyModel, settings: LearnerSettings) -> None:
     if not same:
         kind = type(network).__name__
         raise ConfigError("model", kind, "a model whose logits are its output embedding times the last hidden state")
-    if settings.shared_prompts and not policy.shares_prompts:
-        log.warning("Prompts are computed once per candidate: activation checkpointing is on, or not all is attention.")
 
 
 def _device(name: str) -> torch.device:

@@ -27,11 +27,13 @@ from cotune.trainer.learner.batching import (
     lengths_of,
     masked_share,
     mini_batches,
+    pass_tokens,
     passes,
     row_of_token,
     sampler_logprobs,
     teacher_logprobs,
     token_advantages,
+    tokens_of,
     trajectory_tokens,
 )
 from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, gather
@@ -113,9 +115,11 @@ class LocalLearner:
         the reference (k3, where the loss has that term); `sampler_gap_mean`, `sampler_gap_max` |log pi_train - log
         pi_sampler| and `sampler_kl` (k3) before the first optimizer step; `masked_share` of the tokens, rejected by the
         loss's mask and in no other figure; `tokens`, `rows`, `steps`, `skipped_steps` (gradient not finite),
-        `idle_steps` (no gradient), `seconds`, `weight_norm`, `lr`; `pass_tokens`, the most padded tokens of a pass, and
-        `halved_passes`, how often memory ran out and halved it. Token means per role as `<role>/<metric>` where the
-        rows are of several roles.
+        `idle_steps` (no gradient), `seconds`, `weight_norm`, `lr`; `pass_tokens`, the most tokens of a pass, and
+        `halved_passes`, how often memory ran out and halved it; `total_tokens` of all rows with their prompts,
+        `computed_tokens` that went through the model for them (fewer, as rows have beginnings in common), and
+        `unshared_rows`, of which each was computed whole. Token means per role as `<role>/<metric>` where the rows are
+        of several roles.
         """
         started = time.perf_counter()
         with self._lock:
@@ -162,6 +166,8 @@ class LocalLearner:
                 "idle_steps": float(norms.count(0.0)) if self._settings.weight_decay == 0.0 else 0.0,
                 "weight_norm": _norm(model),
                 "pass_tokens": float(self._passes.tokens),
+                "total_tokens": float(sum(len(tokens_of(rows[i])) for batch in batches for i in batch)),
+                "unshared_rows": 0.0 if model.shares_prompts else float(len(rows)),
                 "halved_passes": float(self._passes.halved - halved),
                 "lr": _lr(model, self._settings) * lr_scale,
                 "seconds": time.perf_counter() - started,
@@ -288,7 +294,8 @@ class LocalLearner:
             total += parts.loss.item()
             done.append((micro, _without_graph(tokens), parts._replace(loss=parts.loss.detach())))
         for micro, tokens, parts in done:
-            update.sums.add(micro, tokens, parts, first=first)
+            computed = pass_tokens([update.rows[i] for i in micro], model.shares_prompts)
+            update.sums.add(micro, tokens, parts, computed=computed, first=first)
         return total
 
     def _tokens(self, update: _Update, micro: Sequence[int], weight: Tensor) -> Tokens:

@@ -23,9 +23,12 @@ class MetricSums:
         self._names = sorted(set(roles))
         self._role = torch.tensor([self._names.index(role) for role in roles])
         self._sums: dict[str, Tensor] = {}
+        self._computed = 0
 
-    def add(self, rows: Sequence[int], tokens: Tokens, parts: LossParts, *, first: bool) -> None:
-        """Count a pass over `rows` (indices into the roles). `first`: no optimizer step has been taken yet."""
+    def add(self, rows: Sequence[int], tokens: Tokens, parts: LossParts, *, computed: int, first: bool) -> None:
+        """Count a pass over `rows` (indices into the roles), which put so many tokens through the model. `first`: no
+        optimizer step has been taken yet."""
+        self._computed += computed
         owner = self._role[torch.tensor(rows)].to(tokens.row.device)[tokens.row]
         new = tokens.new.detach()
         facts = {
@@ -55,13 +58,15 @@ class MetricSums:
                 self._sums[name] = self._sums[name] + found if name in self._sums else found
 
     def metrics(self, group: ProcessGroup) -> dict[str, float]:
-        """Means, maxima and token counts over all ranks; also per role, as `<role>/<name>`, where there are several."""
+        """Means, maxima and token counts over all ranks; also per role, as `<role>/<name>`, where there are several.
+        And `computed_tokens`, what all ranks' passes put through the model."""
         sums = self._reduced(group)
         found = _means({name: _pool(name, values) for name, values in sums.items()})
         if len(self._names) > 1:
             for index, role in enumerate(self._names):
                 part = _means({name: float(values[index]) for name, values in sums.items()})
                 found |= {f"{role}/{name}": value for name, value in part.items()}
+        found["computed_tokens"] = float(group.sum(torch.tensor([self._computed])).item())
         return found
 
     def _reduced(self, group: ProcessGroup) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, LearnerError
 from cotune.runtime.memory import machine_memory, parse_size, process_memory
 from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.learner.batching import pass_tokens
 from cotune.trainer.learner.dist import ProcessGroup, local_shard
 from cotune.trainer.learner.logprobs import chunk_tokens
 from cotune.trainer.learner.policy_model import PolicyModel
@@ -41,7 +42,7 @@ matrix products take far longer than the system needs to hand out pages."""
 
 
 class PassSize:
-    """The padded tokens per pass of a learner, which become fewer where memory runs out."""
+    """The tokens per pass of a learner, which become fewer where memory runs out."""
 
     def __init__(self, tokens: int, *, alone: bool) -> None:
         """`alone`: this process has the weights to itself, so that it may make passes that no other knows of."""
@@ -104,20 +105,25 @@ def choose_pass_size(policies: Iterable[PolicyModel], settings: LearnerSettings,
 
 
 def bytes_per_token(model: PolicyModel) -> float:
-    """What a pass keeps for the backward pass, for each of its padded tokens: the slope between two sizes."""
+    """What a pass keeps for the backward pass, for each of its tokens: the slope between two sizes."""
     (few, small), (many, large) = (_kept(model, count) for count in (1, 3))
     return (large - small) / (many - few)
 
 
 def _kept(model: PolicyModel, groups: int) -> tuple[int, int]:
-    """Padded tokens of a pass over so many groups of two rows, and the bytes of the tensors that its graph holds."""
+    """Tokens of a pass over so many groups of two rows, and the bytes of the tensors that its graph holds."""
     prompt, response = 24, 9
     rows = [
         TrainRow(
-            id="", role="", prompt_ids=(at,) * (prompt - at), response_ids=(0,) * response, logprobs=(), advantage=0.0
+            id="",
+            role="",
+            prompt_ids=(at,) * (prompt - at),
+            response_ids=(first,) * response,
+            logprobs=(),
+            advantage=0.0,
         )
         for at in range(groups)
-        for _ in range(2)
+        for first in (groups, groups + 1)
     ]
     parameters = {local_shard(p).untyped_storage().data_ptr() for p in model.network.parameters()}
     kept: dict[int, Tensor] = {}
@@ -130,8 +136,7 @@ def _kept(model: PolicyModel, groups: int) -> tuple[int, int]:
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda none: none):
         model.token_logprobs(rows)
     model.logprob_model.release()
-    each = prompt + 2 * response if model.shares_prompts else 2 * (prompt + response)
-    return groups * each, sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return pass_tokens(rows, model.shares_prompts), sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 def _room(model: PolicyModel, settings: LearnerSettings, to_come: int) -> float:

@@ -14,7 +14,7 @@ from cotune.policies import PolicySpec
 from cotune.sampling.protocol import Weights
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.dist import copy_whole, gather
-from cotune.trainer.learner.logprob_model import LogprobModel, can_share
+from cotune.trainer.learner.logprob_model import LogprobModel
 
 COPY = {"dtype": torch.float32, "device": "cpu", "copy": True}
 
@@ -45,9 +45,8 @@ class PolicyModel:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether rows of one prompt compute it once: asked for, and possible with this model and checkpointing."""
-        settings = self.settings
-        return settings.shared_prompts and not settings.activation_checkpointing and can_share(self.network)
+        """Whether rows compute what they have in common once: asked for, and possible with this model."""
+        return self.settings.shared_prompts and self.logprob_model.shares
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by the names they have inside the network."""

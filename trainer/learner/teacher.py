@@ -16,7 +16,6 @@ from cotune.integrations.models.folder import loading, reading
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.batching import lengths_of, micro_batches
 from cotune.trainer.learner.load import load_frozen
-from cotune.trainer.learner.logprob_model import can_share
 from cotune.trainer.learner.pass_size import MOST, PassSize
 
 
@@ -39,7 +38,7 @@ class LocalTeacher:
             return self._size.fitting(lambda: self._scores(rows), lambda: None)
 
     def _scores(self, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
-        shared = self._settings.shared_prompts and can_share(self._model.network)
+        shared = self._settings.shared_prompts and self._model.shares
         found: dict[int, npt.NDArray[np.float32]] = {}
         for part in micro_batches(rows, range(len(rows)), self._size.tokens, shared):
             picked = [rows[i] for i in part]

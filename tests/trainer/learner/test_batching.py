@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotune.algorithms.samples import TrainRow
-from cotune.trainer.learner.batching import micro_batches, mini_batches
+from cotune.trainer.learner.batching import conversations, micro_batches, mini_batches, pass_tokens, tokens_of
 
 
 def rows_of(shapes):
@@ -52,14 +52,38 @@ def test_the_seed_fixes_the_order():
     assert split(rows, 8, seed=1) == split(rows, 8, seed=1) != split(rows, 8, seed=2)
 
 
-def test_a_shared_prompt_counts_once():
-    rows = rows_of([(0, 100, 10)] * 4 + [(1, 100, 10)] * 4)
-    assert micro_batches(rows, range(8), 140, shared=True) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert micro_batches(rows, range(8), 220, shared=False) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+def test_turns_of_a_conversation_stay_in_one_step():
+    """Four conversations of four turns of two candidates; another role's prompt only begins with the same token."""
+    rows = [
+        row(f"{talk}.{turn}.{index}", (9, talk) + (5, 6) * turn, (5, index))
+        for talk in range(4)
+        for turn in range(4)
+        for index in range(2)
+    ]
+    rows += [row(f"other.{index}", (9, 30 + index), (1, 2)) for index in range(8)]
+    assert conversations(rows) == [number for number in range(4) for _ in range(8)] + list(range(4, 12))
+    for batch in split(rows, 8):
+        assert len({conversations(rows)[i] for i in batch if i < 32}) <= 1
+    for batch in split(rows, 4):  # a conversation is too long for a step: its prompts stay whole
+        assert all(any(rows[j].prompt_ids == rows[i].prompt_ids for j in batch if j != i) for i in batch if i < 32)
+
+
+def row(name, prompt, response):
+    return TrainRow(
+        id=name, role="r", prompt_ids=prompt, response_ids=response, logprobs=(0.0,) * len(response), advantage=1.0
+    )
+
+
+def test_what_rows_have_in_common_counts_once():
+    rows = [row(f"{prompt}.{i}", (prompt,) * 100, (10 + i, *[1] * 9)) for prompt in (0, 1) for i in range(4)]
+    assert pass_tokens(rows, shared=True) == 2 * (100 + 4 * 9)  # the last token of a response predicts nothing
+    assert pass_tokens(rows, shared=False) == 8 * 109
+    assert micro_batches(rows, range(8), 136, shared=True) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert micro_batches(rows, range(8), 218, shared=False) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_rows_of_like_length_go_together_and_a_long_one_alone():
-    rows = rows_of([(0, 5, 45), (1, 5, 5), (2, 5, 195), (3, 5, 5), (4, 5, 45)])
+    rows = rows_of([(0, 5, 46), (1, 5, 6), (2, 5, 196), (3, 5, 6), (4, 5, 46)])
     assert micro_batches(rows, range(5), 100, shared=False) == [[1, 3], [0, 4], [2]]
 
 
@@ -74,10 +98,7 @@ def test_passes_hold_every_row_once_and_keep_to_the_budget(shapes, budget, share
     assert sorted(i for batch in batches for i in batch) == list(range(len(rows)))
     for batch in batches:
         chosen = [rows[i] for i in batch]
-        longest_response = max(len(row.response_ids) for row in chosen)
         if shared:
-            prompts = {row.prompt_ids for row in chosen}
-            tokens = len(prompts) * max(map(len, prompts)) + len(chosen) * longest_response
-        else:
-            tokens = len(chosen) * max(len(row.prompt_ids) + len(row.response_ids) for row in chosen)
-        assert tokens <= budget or len(batch) == 1
+            beginnings = {tokens_of(one)[:end] for one in chosen for end in range(1, len(tokens_of(one)) + 1)}
+            assert pass_tokens(chosen, shared) == len(beginnings)
+        assert pass_tokens(chosen, shared) <= budget or len(batch) == 1

@@ -65,12 +65,12 @@ def test_every_row_is_computed_once_and_ranks_pass_equally_often(size, shared):
 
 def test_parts_are_of_like_size_and_keep_prompts_together_where_they_can():
     rows = make_rows(groups=4, k=4, prompt=(8, 8), response=(2, 3))
-    parts = rank_parts(rows, range(16), 2)
+    parts = rank_parts(rows, range(16), 2, shared=True)
     assert sorted(map(len, parts)) == [8, 8]
     assert all(len({rows[i].prompt_ids for i in part}) == 2 for part in parts)
     alone = make_rows(groups=1, k=9, prompt=(2, 2), response=(6, 6))
-    assert [len(part) for part in rank_parts(alone, range(9), 3)] == [3, 3, 3]
-    assert sorted(map(len, rank_parts(alone, range(1), 3))) == [0, 0, 1]
+    assert [len(part) for part in rank_parts(alone, range(9), 3, shared=True)] == [3, 3, 3]
+    assert sorted(map(len, rank_parts(alone, range(1), 3, shared=True))) == [0, 0, 1]
 
 
 # -- equal to the local learner

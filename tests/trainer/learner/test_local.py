@@ -58,7 +58,7 @@ def test_activation_checkpointing_changes_nothing_but_memory(base):
     checkpointed = opened(base, "full", change(FAST, activation_checkpointing=True))
     first, second = plain.update("a", rows), checkpointed.update("a", rows)
     assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-6)
-    assert checkpointed._policies["a"].shares_prompts is False
+    assert second["computed_tokens"] < first["total_tokens"]
 
 
 def test_activation_checkpointing_recomputes_layers(base):

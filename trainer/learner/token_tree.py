@@ -1,0 +1,221 @@
+"""Token sequences as a tree of the tokens in which they differ, and the blocks in which a pass attends over it."""
+
+from __future__ import annotations
+
+from bisect import bisect, insort
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+TOGETHER = 4
+"""Branches of one path attend together while they are no longer, in all, than what they share divided by this: the
+keys of what they share are then held once, and of the scores at most about so great a part is computed in vain."""
+PADDED = 1.3
+"""Blocks of unlike size attend in one call while it computes at most so many times the scores that are needed ..."""
+FREE = 4096
+"""... or this many scores more per block: about what a call of its own costs."""
+PART = 16
+"""One more pass is worth it where it saves a budget divided by this of tokens that would be computed twice."""
+
+
+class Segment(NamedTuple):
+    """Tokens `start` to `end` of a tree: each the child of the one before it, the first of the last of `ancestors`.
+
+    `trunk` is the number of the segment that the branch leaves, -1 for a root.
+    """
+
+    start: int
+    end: int
+    ancestors: Ints
+    trunk: int
+
+
+class TokenTree(NamedTuple):
+    """The distinct tokens of sequences: equal beginnings are there once.
+
+    `tokens` and `depths` [T] (int64) are of each token, by its number; `paths` has the numbers of each sequence's
+    tokens, sequences in order. `segments` cover all tokens in order, long ones first, so that a branch comes after
+    its trunk.
+    """
+
+    tokens: Ints
+    depths: Ints
+    paths: list[Ints]
+    segments: list[Segment]
+
+
+def in_order(sequences: Sequence[Sequence[int]]) -> tuple[list[int], Ints]:
+    """The numbers of the sequences in lexicographic order, which is a walk down their tree, depth first, and [n] how
+    many first tokens each has in common with the one before it there (0 for the first)."""
+    arrays = [np.asarray(sequence, ">i4") for sequence in sequences]
+    keys = [array.tobytes() for array in arrays]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    common = [common_length(arrays[one], arrays[other]) for one, other in pairwise(order)]
+    return order, np.asarray([0, *common][: len(order)], np.int64)
+
+
+def common_length(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
+    """How many first tokens two sequences have in common."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
+def token_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
+    """The tree of some sequences, none of them empty. A longer one is the trunk of those that leave it."""
+    order, common = in_order(sequences)
+    paths: list[Ints] = [np.empty(0, np.int64)] * len(order)
+    segments: list[Segment] = []
+    owner: list[int] = []
+    parts: list[Ints] = []
+    placed: list[int] = []
+    for place in sorted(range(len(order)), key=lambda at: -len(sequences[order[at]])):
+        near, depth = _nearest(placed, place, common)
+        ancestors = paths[order[near]][:depth]
+        rest = np.asarray(sequences[order[place]][depth:], np.int64)
+        start = len(owner)
+        if len(rest):
+            trunk = owner[ancestors[-1]] if depth else -1
+            owner += [len(segments)] * len(rest)
+            segments.append(Segment(start, len(owner), ancestors, trunk))
+            parts.append(rest)
+        paths[order[place]] = np.concatenate([ancestors, np.arange(start, len(owner))])
+        insort(placed, place)
+    depths = [np.arange(len(s.ancestors), len(s.ancestors) + s.end - s.start) for s in segments]
+    return TokenTree(np.concatenate(parts), np.concatenate(depths), paths, segments)
+
+
+def _nearest(placed: Sequence[int], place: int, common: Ints) -> tuple[int, int]:
+    """Which placed sequence has most first tokens in common with the one at `place`, and how many."""
+    at = bisect(placed, place)
+    sides = [(0, 0)]
+    if at:
+        sides.append((int(common[placed[at - 1] + 1 : place + 1].min()), placed[at - 1]))
+    if at < len(placed):
+        sides.append((int(common[place + 1 : placed[at] + 1].min()), placed[at]))
+    depth, near = max(sides)
+    return near, depth
+
+
+class Block(NamedTuple):
+    """Queries that attend in one call, padded: `queries` [B, q] and `keys` [B, k] are numbers of tokens.
+
+    `allowed` [B, q, k] says which key a query sees (a padded query sees its first key); None where that is every key
+    up to its own. `real` [B, q] says which queries are no padding.
+    """
+
+    queries: Ints
+    keys: Ints
+    real: npt.NDArray[np.bool_]
+    allowed: npt.NDArray[np.bool_] | None
+
+
+def attention_blocks(tree: TokenTree) -> list[Block]:
+    """Blocks in which each token of the tree is a query once and sees itself and its ancestors, and nothing else."""
+    units = _units(tree.segments)
+    units.sort(key=lambda unit: (bool(len(unit[0].ancestors)), _keys(unit), _queries(unit)), reverse=True)
+    blocks, batch, needed = [], [units[0]], _queries(units[0]) * _keys(units[0])
+    for unit in units[1:]:
+        area = _queries(unit) * _keys(unit)
+        widest = max(_queries(unit), *(_queries(other) for other in batch))
+        padded = (len(batch) + 1) * widest * _keys(batch[0])
+        alike = bool(len(unit[0].ancestors)) == bool(len(batch[0][0].ancestors))
+        if alike and padded <= max(PADDED * (needed + area), needed + area + FREE * len(batch)):
+            batch.append(unit)
+            needed += area
+        else:
+            blocks.append(_block(batch))
+            batch, needed = [unit], area
+    return [*blocks, _block(batch)]
+
+
+def _units(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Segments that attend together: branches of one trunk, the deepest first; a root alone."""
+    units: list[list[Segment]] = []
+    for segment in sorted(segments, key=lambda s: (s.trunk, -len(s.ancestors))):
+        if units and segment.trunk >= 0 and units[-1][0].trunk == segment.trunk:
+            together = [*units[-1], segment]
+            most, least = len(together[0].ancestors), len(segment.ancestors)
+            if TOGETHER * max(_queries(together), most - least) <= least:
+                units[-1] = together
+                continue
+        units.append([segment])
+    return units
+
+
+def _queries(unit: Sequence[Segment]) -> int:
+    return sum(segment.end - segment.start for segment in unit)
+
+
+def _keys(unit: Sequence[Segment]) -> int:
+    return len(unit[0].ancestors) + _queries(unit)
+
+
+def _block(units: Sequence[Sequence[Segment]]) -> Block:
+    shape = len(units), max(map(_queries, units)), max(map(_keys, units))
+    queries, keys = np.zeros(shape[:2], np.int64), np.zeros((shape[0], shape[2]), np.int64)
+    real, allowed = np.zeros(shape[:2], np.bool_), np.zeros(shape, np.bool_)
+    allowed[:, :, 0] = True
+    for index, unit in enumerate(units):
+        own = np.concatenate([np.arange(segment.start, segment.end) for segment in unit])
+        past = len(unit[0].ancestors)
+        queries[index, : len(own)] = own
+        real[index, : len(own)] = True
+        keys[index, : past + len(own)] = np.concatenate([unit[0].ancestors, own])
+        start = 0
+        for segment in unit:
+            length = segment.end - segment.start
+            rows = slice(start, start + length)
+            allowed[index, rows, : len(segment.ancestors)] = True
+            columns = slice(past + start, past + start + length)
+            allowed[index, rows, columns] = np.tri(length, dtype=np.bool_)
+            start += length
+    roots = all(not len(unit[0].ancestors) for unit in units)
+    return Block(queries, keys, real, None if roots else allowed)
+
+
+def cuts_within(lengths: Ints, common: Ints, budget: int) -> list[int]:
+    """Where to cut sequences, in the order and with the `common` of `in_order`, so that each part has at most `budget`
+    tokens with common ones counted once, least is computed twice, and parts are few. A longer sequence stays alone.
+
+    Returns the first sequence of each part, and their number.
+    """
+    price = max(1, budget // PART)
+    best, start_of = np.zeros(len(lengths) + 1, np.int64), [0]
+    for end in range(1, len(lengths) + 1):
+        sizes = _sizes(lengths, common, end)
+        first = min(int(np.searchsorted(-sizes, -budget)), end - 1)
+        costs = best[first:end] + common[first:end] + price
+        start_of.append(first + int(costs.argmin()))
+        best[end] = costs.min()
+    cuts = [len(lengths)]
+    while cuts[-1]:
+        cuts.append(start_of[cuts[-1]])
+    return cuts[::-1]
+
+
+def even_cuts(lengths: Ints, common: Ints, parts: int) -> list[int]:
+    """The same, into so many parts, some of them empty where there are few sequences, whose largest is smallest."""
+    if parts == 1:
+        return [0, len(lengths)]
+    sizes = [np.append(_sizes(lengths, common, end), 0) for end in range(len(lengths) + 1)]
+    largest = np.asarray([own[0] for own in sizes])
+    start_of = []
+    for _ in range(parts - 1):
+        costs = [np.maximum(largest[: end + 1], own) for end, own in enumerate(sizes)]
+        start_of.append([int(own.argmin()) for own in costs])
+        largest = np.asarray([own.min() for own in costs])
+    cuts = [len(lengths)]
+    for starts in reversed(start_of):
+        cuts.append(starts[cuts[-1]])
+    return [0, *reversed(cuts)]
+
+
+def _sizes(lengths: Ints, common: Ints, end: int) -> Ints:
+    """[end] the distinct tokens of the sequences from each start to `end`."""
+    return (lengths - common)[:end][::-1].cumsum()[::-1] + common[:end]
