@@ -9,6 +9,7 @@ from cotune.context import role
 from cotune.errors import CotuneError
 from cotune.lazy_names import opener
 from cotune.recording.episodes import activators
+from cotune.replay.chance import freezers
 from cotune.replay.tools import recorded
 from cotune.workflows import runners, workflow
 
@@ -53,7 +54,16 @@ def _graph_runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
     return graph_runner(app)
 
 
+def _freeze() -> None:
+    from cotune.integrations.time_machine.clock import install as hook_clock
+    from cotune.replay.draws import install as hook_draws
+
+    hook_clock()
+    hook_draws()
+
+
 activators.append(_activate)
+freezers.append(_freeze)
 runners.append(_graph_runner)
 # Now as well: LangChain composes an agent's middleware when the agent is made, as applications do at import.
 _activate_on_import()

@@ -85,6 +85,7 @@ async def roll_out(run: Run, progress: Progress, step: int) -> list[Episode]:
         done=[episode for episode in done if episode.fork is None],
         on_episode=progress.episode,
         record_tools=run.plan.kind == "replay" and run.config.replay.tools == "recorded",
+        freeze=run.plan.kind == "replay" and run.config.replay.freeze,
     )
     policies = run.served(step)
     episodes = await run_episodes(run, batch, plan=run.plan, policies=policies)

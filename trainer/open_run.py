@@ -15,6 +15,7 @@ from cotune.integrations.models.folder import locate_model
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.policies import Policies
 from cotune.recording.records import Task
+from cotune.replay.chance import start_freezing
 from cotune.sampling.protocol import ChatFormat, Sampler
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
@@ -50,6 +51,8 @@ async def open_run(
     episodes first, to find its roles."""
     plan, recipe, why = config.resolve_plan(list(workflow.scorers))
     scored = list(workflow.scorers) if plan.kind == "tree" else None
+    if plan.kind == "replay" and config.replay.freeze:
+        start_freezing()
     saved = load_checkpoint(folder.checkpoints)
     async with contextlib.AsyncExitStack() as stack:
         store = SqliteStore.open(folder.records)

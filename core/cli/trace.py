@@ -11,6 +11,7 @@ from rich.console import Console
 from cotune.errors import RunError, WorkflowError
 from cotune.recording.records import Episode
 from cotune.recording.rollout import EpisodeBatch, rollout
+from cotune.replay.chance import start_freezing
 from cotune.runtime.run_sync import run_sync
 from cotune.storage.run_layout import RunLayout
 from cotune.storage.sqlite_store import SqliteStore
@@ -38,6 +39,8 @@ class TraceOptions:
     """Whether the spans hold what messages say."""
     record_tools: bool = False
     """Whether what a framework's tools return is kept, for `cotune replay`."""
+    freeze: bool = False
+    """Whether what clock, uuid and random give is kept, for `cotune replay`."""
 
 
 def trace(
@@ -48,6 +51,8 @@ def trace(
     from cotune.integrations.otel.spans import Detail
     from cotune.trainer.reporting.progress import episode_bar
 
+    if options.freeze:
+        start_freezing()
     flow = load_workflow(workflow).redacted(options.redact).named_by(options.roles_by)
     listed = load_tasks(tasks)[: options.limit]
     console = console or terminal()
@@ -70,6 +75,7 @@ def trace(
                 timeout=options.timeout,
                 on_episode=advance,
                 record_tools=options.record_tools,
+                freeze=options.freeze,
             )
             episodes = run_sync(rollout(flow, batch))
         store.flush()

@@ -112,6 +112,7 @@ def add_trace(commands: Any) -> None:
             otlp=a.otlp,
             otlp_content=a.otlp_content,
             record_tools=a.record_tools,
+            freeze=a.freeze,
             **given(a),
         )
         return trace(a.workflow, a.tasks, a.out, options)
@@ -131,6 +132,9 @@ def add_trace(commands: Any) -> None:
         "--record-tools",
         action="store_true",
         help="keep what a framework's tools return, for cotune replay to give back",
+    )
+    command.add_argument(
+        "--freeze", action="store_true", help="keep what clock, uuid and random give, for cotune replay to give again"
     )
     command.add_argument("--otlp", metavar="URL", help="also send each episode's spans to this OTLP/HTTP endpoint")
     command.add_argument("--otlp-content", action="store_true", help="with --otlp, send messages and task inputs too")

@@ -16,6 +16,7 @@ from cotune.errors import CotuneError, WorkflowError
 from cotune.recording.app_parts import Parts
 from cotune.recording.recorder import LiveEpisode, Responder, Sink
 from cotune.recording.records import Episode, Task
+from cotune.replay.chance import Chance, start_freezing
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible, watched
 from cotune.runtime.threads import carry_context
 from cotune.runtime.user_code import Stopped, in_thread, origin, running
@@ -59,6 +60,8 @@ class EpisodeOptions:
     """Collects the parts of the application that run."""
     record_tools: bool = False
     """Whether results of a framework's tools are recorded, as those of functions under `cotune.recorded` always are."""
+    freeze: bool = False
+    """Whether what clock, uuid and random give is recorded."""
 
 
 async def run_episode(
@@ -72,9 +75,12 @@ async def run_episode(
     """Run `workflow` on `task` and record it; errors of the workflow are in the outcome, not raised.
 
     `responder` answers the calls in place of the application's provider. Cancelling records the episode as cancelled.
+    Raises ConfigError where clock, uuid and random cannot be recorded.
     """
     for activate in activators:
         activate()
+    if options.freeze:
+        start_freezing()
     carry_context()
     live = LiveEpisode(
         sink,
@@ -92,6 +98,7 @@ async def run_episode(
         roles=workflow.roles,
     )
     live.tape.frameworks = options.record_tools
+    live.chance = Chance() if options.freeze else None
     try:
         async with asyncio.timeout(options.timeout) as limit:
             with watched(limit, options.timeout):

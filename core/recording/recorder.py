@@ -27,6 +27,7 @@ from cotune.recording.records import (
 )
 from cotune.recording.redaction import Redaction, Redactor
 from cotune.recording.role_functions import RolesFunction, named
+from cotune.replay.chance import KEPT, Chance
 from cotune.replay.tape import Tape, tool_at_work
 from cotune.runtime.forks import survives_fork
 from cotune.sampling.blame import Blame
@@ -148,6 +149,8 @@ class LiveEpisode:
         self.notes: dict[str, Any] = {}
         """Working state of integrations, by integration; goes with the episode."""
         self.tape = Tape()
+        self.chance: Chance | None = None
+        """What clock, uuid and random give, where that is kept."""
         self.fork: Fork | None = None
         """Where this episode leaves the one that it repeats, once it has."""
         self.ended = False
@@ -269,6 +272,10 @@ class LiveEpisode:
         with self._idle:
             self._idle.wait_for(lambda: not self._ending)
         bodies, results = self.tape.records(None if self.redaction is None else self.redaction.changes)
+        if (chance := self.chance.record() if self.chance else None) is not None:
+            bodies.append(chance)
+        if self.chance and self.chance.dropped:
+            self.warn("unfrozen", f"Of clock, uuid and random only the first {KEPT:,} values of an episode are kept.")
         record = Episode(
             id=self.id,
             task=self.task if self.redaction is None else self.redaction.task(self.task),
@@ -285,6 +292,7 @@ class LiveEpisode:
             metrics=dict(metrics or {}),
             fork=self.fork,
             results=results,
+            chance=chance.id if chance else None,
         )
         now = time.time()
         self._write([*bodies, *(RewardRecord(self.id, k, v, now) for k, v in (rewards or {}).items()), record])

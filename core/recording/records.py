@@ -151,6 +151,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     `phase` is what it was run for ("train", "eval", "trace", ...), `training_step` the step of the loop it
     belongs to, `rollout` its number among the episodes of the same task in that step. `blame` is the cause of a
     failure: the policy, the infrastructure, or a replay that diverged. `fork` is set where the episode repeats another.
+    `chance` is the id of a `Message` with what clock, uuid and random gave (`Chance.record`), where that is kept.
     """
 
     id: str
@@ -168,6 +169,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     metrics: dict[str, float] = {}
     fork: Fork | None = None
     results: tuple[ToolResult, ...] = ()
+    chance: str | None = None
 
 
 class RewardRecord(msgspec.Struct, frozen=True, gc=False, tag="reward"):

@@ -35,6 +35,8 @@ class EpisodeBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that one episode may take."""
     record_tools: bool = False
     """Whether the results of a framework's tools are recorded, and given again in `replays`."""
+    freeze: bool = False
+    """Whether what clock, uuid and random give is recorded, and given again in `replays`."""
     done: Sequence[Episode] = ()
     """Episodes of the batch that finished before an interruption; they are not run again."""
     on_episode: Callable[[Episode], None] | None = None
@@ -63,6 +65,7 @@ async def rollout(workflow: Workflow, batch: EpisodeBatch, responder: Responder 
                 rollout=number,
                 timeout=batch.timeout,
                 record_tools=batch.record_tools,
+                freeze=batch.freeze,
             ),
         )
         return outcome.episode

@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cotune.recording.recorder import LiveCall
+from cotune.replay.requests import unnamed, without_names
 from cotune.replay.script import Script, ScriptCall
 
 _SHOWN = 40
 """Characters of each text that are shown from the first difference on."""
 _BEFORE = 20
+_DAYS = "mon|tue|wed|thu|fri|sat|sun"
+_MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
+_CHANCE = {
+    "a uuid": re.compile(r"(?<![0-9a-f])[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}(?![0-9a-f])", re.I),
+    "a date": re.compile(
+        rf"(?<!\d)\d{{1,4}}([-/.])\d{{1,2}}\1\d{{1,4}}(?!\d)|\b({_DAYS})[a-z]*\b|"
+        rf"(\d{{1,2}}(st|nd|rd|th)? )?\b({_MONTHS})[a-z]*\.? \d{{1,4}}(st|nd|rd|th)?(,? \d{{4}})?\b",
+        re.I,
+    ),
+    "a time": re.compile(r"(?<!\d)\d{1,2}:\d{2}(:\d{2})?([.,]\d+)?|(?<!\d)1\d{9}(\d{3}){0,3}(\.\d+)?(?!\d)"),
+    "a random number": re.compile(r"\d*\.\d{5,}(e-?\d+)?|\b(?=[0-9a-f]*\d)[0-9a-f]{12,}\b", re.I),
+}
+"""What clock, uuid and random leave in a text."""
+LOOKS_LIKE = " (it looks like "
 
 
 def first_difference(script: Script, recorded: ScriptCall, call: LiveCall) -> str:
     """The first difference between two requests of a role, in the order messages, tools, model, parameters."""
-    bodies = [script.bodies[id] for id in recorded.messages]
-    for number, (was, now) in enumerate(zip(bodies, call.messages, strict=False)):
+    asked, tools = script.asked(recorded)
+    bodies, messages = unnamed(asked), unnamed(call.messages)
+    for number, (was, now) in enumerate(zip(bodies, messages, strict=False)):
         if _text(was) != _text(now):
             return f"message {number + 1} ({_speaker(now)}), {_message_difference(was, now)}"
-    if len(bodies) != len(call.messages):
-        return f"it has {len(call.messages)} messages, recorded are {len(bodies)}"
-    tools = script.bodies[recorded.tools] if recorded.tools else None
+    if len(bodies) != len(messages):
+        return f"it has {len(messages)} messages, recorded are {len(bodies)}"
     if _text(tools) != _text(call.tools):
         return f"tools, {_tool_difference(tools or [], call.tools or [])}"
     if recorded.model != call.model:
         return f"the model: recorded {recorded.model!r}, now {call.model!r}"
-    for name in sorted({*recorded.params, *call.params}):
+    for name in sorted(without_names({**recorded.params, **call.params})):
         if _text(recorded.params.get(name)) != _text(call.params.get(name)):
             return f"the parameter {name}, {_value_difference(recorded.params.get(name), call.params.get(name))}"
     return "nothing: the same request was recorded fewer times"
@@ -36,8 +52,9 @@ def first_difference(script: Script, recorded: ScriptCall, call: LiveCall) -> st
 def similarity(script: Script, recorded: ScriptCall, call: LiveCall) -> int:
     """How many messages two requests share before they differ."""
     shared = 0
-    for id, now in zip(recorded.messages, call.messages, strict=False):
-        if _text(script.bodies[id]) != _text(now):
+    asked, _ = script.asked(recorded)
+    for was, now in zip(unnamed(asked), unnamed(call.messages), strict=False):
+        if _text(was) != _text(now):
             break
         shared += 1
     return shared
@@ -63,7 +80,14 @@ def _value_difference(was: Any, now: Any) -> str:
     pairs = enumerate(zip(old, new, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
     start = max(0, at - _BEFORE)
-    return f"character {at + 1}: recorded {_part(old, start, at)}, now {_part(new, start, at)}"
+    kind = next((name for name, form in _CHANCE.items() if _covers(form, old, at) and _covers(form, new, at)), "")
+    seems = f"{LOOKS_LIKE}{kind})" if kind else ""
+    return f"character {at + 1}: recorded {_part(old, start, at)}, now {_part(new, start, at)}{seems}"
+
+
+def _covers(form: re.Pattern[str], text: str, at: int) -> bool:
+    """Whether what stands in `text` at a character is of a form."""
+    return any(found.start() <= at <= found.end() for found in form.finditer(text))
 
 
 def _part(text: str, start: int, at: int) -> str:

@@ -29,6 +29,8 @@ def _checked(fn: Callable[[Any], Any], responder: ReplayResponder, replay: Repla
         live = current_episode.get()
         assert live is not None
         live.tape.give(replay.results)
+        if live.chance is not None:
+            live.chance.give(replay.reads, replay.script.started)
 
     async def finish(value: Awaitable[Any]) -> Any:
         try:

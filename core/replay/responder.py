@@ -8,26 +8,31 @@ import threading
 from collections import Counter, deque
 
 from cotune.errors import ReplayDiverged
-from cotune.ids import address, canonical
 from cotune.recording.answers import Answer
 from cotune.recording.recorder import LiveCall, Responder
 from cotune.recording.records import Fork
-from cotune.replay.divergence import first_difference, similarity
-from cotune.replay.script import Key, Replay, ScriptCall, request_digest
+from cotune.replay.divergence import LOOKS_LIKE, first_difference, similarity
+from cotune.replay.requests import digest
+from cotune.replay.script import Replay, ScriptCall
 
 PATIENCE = 1.0
 """Seconds for which an answer waits for a call that had its own before it in the record and is not asked yet."""
 _CHANGED = "If the application was changed, record it anew; what else may differ from run to run is in docs/replay.md."
 
+_BY_CHANCE = (
+    "Set replay.freeze = true, or record with: cotune trace --freeze. Then clock, uuid and random give again what they "
+    "gave in the record."
+)
+
 
 class ReplayResponder:
     """Answers the calls of one episode from a script; calls that come after its fork go to `others`.
 
-    A request is found by role and content (messages, tools, model, parameters); of equal ones the first recorded is
-    answered first, wherever it comes in time. Until the fork is answered any recorded call may come, and nothing else:
-    a request that was not recorded is a divergence, and so is any later one. Once it is answered, calls that began
-    before it ended in the record are still answered from there, as nothing new can have changed them. Where calls ran
-    side by side in the record, their answers come in the order in which they came there.
+    A request is found by role and content (messages, tools, model, parameters, but no ids); of equal ones the first
+    recorded is answered first, wherever it comes in time. Until the fork is answered any recorded call may come, and
+    nothing else: a request that was not recorded is a divergence, and so is any later one. Once it is answered, calls
+    that began before it ended in the record are still answered from there, as nothing new can have changed them. Where
+    calls ran side by side in the record, their answers come in the order in which they came there.
     """
 
     def __init__(self, replay: Replay, others: Responder | None = None) -> None:
@@ -40,9 +45,11 @@ class ReplayResponder:
         script = replay.script
         self._before = script.before(replay.fork) if replay.fork else {call.id for call in script.calls}
         self._entries = [_Entry(call) for call in script.calls]
-        self._queues: dict[Key, deque[_Entry]] = {}
+        self._queues: dict[tuple[str, str], deque[_Entry]] = {}
         for entry in sorted(self._entries, key=lambda entry: entry.call.turn):
-            self._queues.setdefault(entry.call.key, deque()).append(entry)
+            recorded = entry.call
+            key = recorded.role, digest(*script.asked(recorded), recorded.model, recorded.params)
+            self._queues.setdefault(key, deque()).append(entry)
         self._forked = False
         self._new: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -88,7 +95,7 @@ class ReplayResponder:
         """The recorded call that `call` repeats; None for a new one."""
         with self._lock:
             self.require_followed()
-            queue = self._queues.get(_key(call))
+            queue = self._queues.get((call.role, digest(call.messages, call.tools, call.model, call.params)))
             entry = next((e for e in queue or () if not self._forked or e.call.id in self._before), None)
             if entry is None and self._forked:
                 self._new[call.role] += 1
@@ -106,6 +113,8 @@ class ReplayResponder:
 
     async def _fork(self, call: LiveCall, recorded: ScriptCall) -> Answer | None:
         call.episode.fork = Fork(self.replay.script.episode, recorded.id, call.id)
+        if call.episode.chance is not None:
+            call.episode.chance.reach(recorded.started)
         answer = self.replay.answer or await self._others(call)
         self._forked = True
         if self.replay.answer is not None:
@@ -134,7 +143,8 @@ class ReplayResponder:
         script = self.replay.script
         like = max(left, key=lambda c: (c.turn == call.turn, similarity(script, c, call)))
         difference = first_difference(script, like, call)
-        return ReplayDiverged(call.role, call.turn, f"{who} differs from the record in {difference}.", _CHANGED)
+        remedy = _BY_CHANCE if LOOKS_LIKE in difference and not script.reads else _CHANGED
+        return ReplayDiverged(call.role, call.turn, f"{who} differs from the record in {difference}.", remedy)
 
 
 class _Entry:
@@ -152,12 +162,6 @@ async def _followed(other: _Entry) -> bool:
     if asked:
         await asyncio.wait({asyncio.wrap_future(other.answered)})
     return bool(asked)
-
-
-def _key(call: LiveCall) -> Key:
-    messages = [address(canonical(message)) for message in call.messages]
-    tools = address(canonical({"tools": call.tools})) if call.tools else None
-    return call.role, request_digest(messages, tools, call.model, call.params)
 
 
 def _place(call: ScriptCall) -> str:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from cotune.errors import RecordError
-from cotune.ids import address, canonical
 from cotune.recording.answers import Answer
 from cotune.recording.records import CallRecord
+from cotune.replay.chance import Read, stored_reads
 from cotune.replay.tape import Given
 from cotune.storage.protocol import Store
-
-Key = tuple[str, str]
-"""Role and digest of a request."""
 
 
 class ScriptCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,19 +34,21 @@ class ScriptCall(msgspec.Struct, frozen=True, kw_only=True):
     answer: Answer
     fault: str = ""
 
-    @property
-    def key(self) -> Key:
-        return self.role, request_digest(self.messages, self.tools, self.model, self.params)
-
 
 class Script(msgspec.Struct, frozen=True):
-    """The calls of a recorded episode in step order, the bodies of their messages and tools by id, and what its tools
-    returned."""
+    """The calls of a recorded episode in step order, the bodies of their messages and tools by id, what its tools
+    returned, when it started (seconds since the epoch), and what clock, uuid and random gave, where that is kept."""
 
     episode: str
     calls: tuple[ScriptCall, ...]
     bodies: Mapping[str, Any]
     results: tuple[Given, ...] = ()
+    started: float = 0.0
+    reads: tuple[Read, ...] = ()
+
+    def asked(self, call: ScriptCall) -> tuple[list[Any], Any]:
+        """Messages and tools of a call."""
+        return [self.bodies[id] for id in call.messages], self.bodies[call.tools] if call.tools else None
 
     def before(self, fork: str) -> set[str]:
         """Ids of the calls that no answer to the call `fork` can have changed: those that began before it ended."""
@@ -76,6 +75,12 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
         fork = self.forked
         return [one for one in self.script.results if fork is None or one.started < fork.ended]
 
+    @property
+    def reads(self) -> list[Read]:
+        """What clock, uuid and random gave before the call at the fork ended."""
+        fork = self.forked
+        return [read for read in self.script.reads if fork is None or read.at < fork.ended]
+
 
 def read_script(store: Store, episode: str) -> Script:
     """The script of a recorded episode. Raises RecordError for one that is unknown or lacks records."""
@@ -87,17 +92,15 @@ def read_script(store: Store, episode: str) -> Script:
         for id in (*call.messages, *([call.tools] if call.tools else [])):
             if id not in bodies:
                 bodies[id] = store.message(id)
-    return Script(episode, tuple(_script_call(store, call) for call in calls), bodies, _results(store, episode))
-
-
-def _results(store: Store, episode: str) -> tuple[Given, ...]:
-    found = store.episode(episode).results
-    return tuple(Given(one.name, one.arguments, one.started, store.message(one.value)["result"]) for one in found)
-
-
-def request_digest(messages: Sequence[str], tools: str | None, model: str, params: Mapping[str, Any]) -> str:
-    """What tells two requests of a role apart; `messages` and `tools` are content addresses."""
-    return address(canonical([list(messages), tools, model, params]))
+    ended = store.episode(episode)
+    return Script(
+        episode,
+        tuple(_script_call(store, call) for call in calls),
+        bodies,
+        tuple(Given(r.name, r.arguments, r.started, store.message(r.value)["result"]) for r in ended.results),
+        ended.started,
+        stored_reads(store.message(ended.chance)) if ended.chance else (),
+    )
 
 
 def _script_call(store: Store, call: CallRecord) -> ScriptCall:

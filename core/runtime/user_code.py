@@ -12,12 +12,15 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 from cotune.runtime.forks import end_child
 
 T = TypeVar("T")
+
+_STANDARD = str(Path(os.__file__).parent)
 
 user_code: ContextVar[str] = ContextVar("cotune_user_code", default="")
 """A phrase for the code that runs here ("The workflow 'solve' on task 't1'"); empty for cotune's own."""
@@ -107,7 +110,7 @@ async def in_thread(fn: Callable[..., T], *args: Any) -> T:
 def place(frame: FrameType | None) -> str:
     """Where a thread is: file, line, function and source of the innermost frame of the application, if any."""
     inner = frame
-    while frame is not None and _is_library(frame):
+    while frame is not None and is_library(frame):
         frame = frame.f_back
     frame = frame or inner
     if frame is None:
@@ -117,11 +120,20 @@ def place(frame: FrameType | None) -> str:
     return f"{file}:{line} in {frame.f_code.co_name}" + (f": {source}" if source else "")
 
 
-def _is_library(frame: FrameType) -> bool:
+def is_library(frame: FrameType) -> bool:
+    """Whether the code that runs there is no code of the application."""
+    return is_library_file(frame.f_code.co_filename) or str(frame.f_globals.get("__name__")).startswith("cotune.")
+
+
+def is_library_file(file: str) -> bool:
+    """Whether a source file belongs to what is installed."""
+    return file.startswith((sys.prefix, sys.base_prefix, "<"))
+
+
+def is_standard(frame: FrameType) -> bool:
+    """Whether the code that runs there is of Python's own library."""
     file = frame.f_code.co_filename
-    return file.startswith((sys.prefix, sys.base_prefix, "<")) or str(frame.f_globals.get("__name__")).startswith(
-        "cotune."
-    )
+    return file.startswith((_STANDARD, "<frozen ")) and "site-packages" not in file
 
 
 def origin(error: BaseException) -> str:

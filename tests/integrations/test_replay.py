@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain_core.messages import AIMessage, ToolMessage
 
 from cotune.errors import RecordError
 from cotune.recording.records import CallRecord, Episode, Task
@@ -228,6 +230,27 @@ def test_the_first_difference_names_message_and_characters(tmp_path: Path):
     assert "differs from the record in message 1 (system), role, character 1: recorded 'user', now 'system'" in differs(
         1
     )
+
+
+async def named_anew(task: Any) -> float:
+    """Hands over as supervisors do, with ids that the application makes; other ids name the request itself."""
+    use = {"id": f"call_{uuid.uuid4()}", "name": "transfer", "args": {"to": "b"}}
+    handed = [
+        replay_apps.HumanMessage("go", id=str(uuid.uuid4())),
+        AIMessage("", tool_calls=[use], id=str(uuid.uuid4())),
+        ToolMessage(replay_apps.WORDS["system"], tool_call_id=use["id"], id=str(uuid.uuid4())),
+    ]
+    await replay_apps.model.bind(user=str(uuid.uuid4()), prompt_cache_key=str(uuid.uuid4())).ainvoke(handed)
+    return 1.0
+
+
+def test_ids_do_not_tell_requests_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lab = Lab(tmp_path, named_anew)
+    trunks = lab.record(0)
+    assert [e.error for e in lab.again(trunks)] == [None] and lab.policy.calls == []
+    monkeypatch.setitem(replay_apps.WORDS, "system", "Be long.")
+    (again,) = lab.again(trunks)
+    assert "differs from the record in message 3 (tool), character 4: recorded 'Be brief.'" in again.error
 
 
 def test_an_episode_without_calls_or_unknown_is_refused(tmp_path: Path):

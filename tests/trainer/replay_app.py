@@ -1,8 +1,10 @@
-"""The relay of the replay tests under a name; a file tells it to ask otherwise, as a changed application would."""
+"""The relay of the replay tests under a name; the environment tells it to ask otherwise, as a changed application
+would, or with an id of its own."""
 
 from __future__ import annotations
 
 import os
+import uuid
 
 from tests.trainer.tiny_app import application, ask
 
@@ -11,7 +13,8 @@ async def _relay(task: dict[str, str]) -> dict[str, float]:
     said = ""
     for role in ("first", "second", "third"):
         changed = "now " if role == "second" and os.environ.get("CHANGED") == task["letter"] else ""
-        said += await ask(role, f"{changed}say {task['letter']} {said}")
+        number = f"{uuid.uuid4()} " if "NUMBERED" in os.environ else ""
+        said += await ask(role, f"{changed}say {number}{task['letter']} {said}")
     return {"team": sum(letter in "abcdefgh" for letter in said) / 12}
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import random
 import signal
+import time
+import uuid
 from collections import Counter
 from typing import Any
 
@@ -143,6 +147,17 @@ def test_an_application_that_is_not_repeatable_is_counted_and_shown(trainer: Tra
     assert line["left_out"]["diverged"] == line["replay"]["diverged"] and line["failed"] == 0
     said = " ".join(trainer.said.split())
     assert "Turn 0 of role 'second' differs from the record in message 1 (user), character" in said
+
+
+def test_a_frozen_run_repeats_prompts_with_a_date_and_an_id(trainer: Trainer):
+    async def dated(task: dict[str, str]) -> dict[str, float]:
+        said = await ask("first", f"{datetime.datetime.now()} {uuid.uuid4()} say {task['letter']}")
+        said += await ask("second", f"{time.time()} {random.random()} {said}")
+        return {"team": sum(letter in "abcdefgh" for letter in said) / 8}
+
+    trainer(application(dated), steps=1, replay={"freeze": True}, **SETTINGS)
+    (line,) = trainer.metrics()
+    assert line["replay"]["branches"] == 12 and line["replay"]["diverged"] == 0
 
 
 async def game(task: dict[str, str]) -> float:

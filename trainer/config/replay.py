@@ -23,6 +23,10 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What a framework's tools do in the part of a branch that repeats its trunk: they run again | they give back what
     they returned in the trunk, as functions under `cotune.recorded` always do."""
 
+    freeze: bool = False
+    """Whether clock, uuid and random give, in the part of a branch that repeats its trunk, what they gave there: for
+    prompts that hold a date, an id or a random choice. See docs/replay.md for what is frozen."""
+
     def __post_init__(self) -> None:
         fork_rule(self.forks)
         if self.forks_per_episode < 1:

@@ -153,6 +153,7 @@ async def _replay(
                         timeout=options.timeout,
                         offline=not new,
                         record_tools=replay is not None and bool(replay.script.results),
+                        freeze=replay is not None and bool(replay.script.reads),
                     ),
                 )
             if on_episode is not None:

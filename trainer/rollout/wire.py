@@ -46,6 +46,7 @@ class EpisodeRequest(msgspec.Struct, frozen=True, kw_only=True):
     responder: ResponderConfig | None
     replay: Replay | None = None
     record_tools: bool = False
+    freeze: bool = False
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):

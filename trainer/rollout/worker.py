@@ -137,6 +137,7 @@ class RolloutWorker:
                     rollout=request.rollout,
                     timeout=request.timeout,
                     record_tools=request.record_tools,
+                    freeze=request.freeze,
                 ),
             )
         )

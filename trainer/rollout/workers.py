@@ -109,6 +109,7 @@ class RolloutWorkers:
                 responder=responder,
                 replay=batch.replays.get((task.id, number)),
                 record_tools=batch.record_tools,
+                freeze=batch.freeze,
             )
             return await self._episode(request, batch.sink)
 

@@ -111,6 +111,21 @@ def test_what_was_traced_goes_on_with_the_applications_provider(provider: Provid
     assert "then the application's own provider" in text
 
 
+def test_what_was_traced_frozen_is_repeated(
+    provider: Provider, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("NUMBERED", "1")
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    for name, words in (("plain", []), ("frozen", ["--freeze"])):
+        assert main(["trace", APP, "--tasks", str(tasks), "--out", str(tmp_path / name), *words]) == 0
+    status, text = replay(capsys, str(tmp_path / "plain"), "--all", "--workflow", APP)
+    assert status == 1 and "diverged 3" in text
+    assert "(it looks like a uuid). Set replay.freeze = true, or record with: cotune trace --freeze." in text
+    status, text = replay(capsys, str(tmp_path / "frozen"), "--all", "--workflow", APP)
+    assert status == 0 and "same outcome 3" in text
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
