@@ -47,8 +47,8 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     or `memory`."""
 
     memory: str = ""
-    """Memory that the learner's process may take in all ("6GiB"), on the GPU where it has one; micro_batch_tokens
-    "auto" keeps below it."""
+    """Memory that the learner's process may take in all ("6GiB"), on the GPU where it has one. Passes keep below it,
+    also where `micro_batch_tokens` allows larger ones; a row that does not fit by itself is an error."""
 
     seed: int = 0
     """Seed of the adapters' initial weights and of the order of rows."""
@@ -59,8 +59,9 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     device: str = "auto"
     """torch device; "auto" takes the first GPU, or the CPU where there is none."""
 
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass: less memory, about a third more time."""
+    activation_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute each layer in the backward pass: a fraction of the memory, about a third more time, same gradients.
+    "auto": in optimizer steps with a row that would not fit without."""
 
     shared_prompts: bool = True
     """Compute what rows have in common once: a prompt for its candidates, earlier turns for later ones (same gradients,
@@ -85,18 +86,16 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if not self.grad_clip >= 0:
             raise ConfigError("learner.grad_clip", self.grad_clip, "0 (no clipping) or a number above 0")
         if self.memory:
-            _check_memory(self.memory, self.micro_batch_tokens)
+            _check_memory(self.memory)
         if self.threads is not None and self.threads < 1:
             raise ConfigError("learner.threads", self.threads, "an integer of at least 1")
 
 
-def _check_memory(memory: str, tokens: int | str) -> None:
+def _check_memory(memory: str) -> None:
     try:
         parse_size(memory)
     except ValueError:
         raise ConfigError("learner.memory", memory, "a size such as 6GiB or 800MB") from None
-    if tokens != "auto":
-        raise ConfigError("learner.memory", memory, f"nothing beside micro_batch_tokens = {tokens}", "Leave one out.")
 
 
 def check_anchor(settings: LearnerSettings, loss: LossSpec) -> None:

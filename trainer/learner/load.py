@@ -101,15 +101,11 @@ def _wrap(network: Any, spec: PolicySpec, adapter: str) -> Any:
 
 
 def _prepare(policy: PolicyModel, settings: LearnerSettings) -> None:
-    """Switch activation checkpointing on where asked for, and check that the head is all that makes the logits."""
+    """Check that activation checkpointing is possible where asked for, and the head all that makes the logits."""
     network = policy.network
-    if settings.activation_checkpointing:
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for module in network.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.training = True  # only the layer's own flag: dropout inside stays off
+    if settings.activation_checkpointing is True and not policy.logprob_model.checkpointing.possible:
+        kind = type(network).__name__
+        raise ConfigError("learner.activation_checkpointing", True, f"false or auto: {kind} does not name its layers")
     ids = torch.tensor([[0, 1]], device=policy.device)
     head = network.get_output_embeddings()
     with torch.no_grad():

@@ -104,8 +104,8 @@ class LocalLearner:
         return cls(open_policy_models(model, policies, settings, reference=loss.needs_untrained), settings, loss)
 
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
-        """All epochs and mini-batches of one step. Raises GroupError for unusable rows, LearnerError when the
-        update does not train what it should.
+        """All epochs and mini-batches of one step. Raises GroupError for unusable rows, LearnerError for a row that
+        does not fit into memory and when the update does not train what it should.
 
         Where no token counts, the loss's mask having rejected them all, there is no optimizer step. A token that the
         row's grammar forced does not count either.
@@ -116,15 +116,16 @@ class LocalLearner:
         pi_sampler| and `sampler_kl` (k3) before the first optimizer step; `masked_share` of the tokens, rejected by the
         loss's mask and in no other figure; `tokens`, `rows`, `steps`, `skipped_steps` (gradient not finite),
         `idle_steps` (no gradient), `seconds`, `weight_norm`, `lr`; `pass_tokens`, the most tokens of a pass, and
-        `halved_passes`, how often memory ran out and halved it; `total_tokens` of all rows with their prompts,
-        `computed_tokens` that went through the model for them (fewer, as rows have beginnings in common), and
-        `unshared_rows`, of which each was computed whole. Token means per role as `<role>/<metric>` where the rows are
-        of several roles.
+        `halved_passes`, how often memory ran out and halved it; `checkpointed_steps`, those with activation
+        checkpointing; `total_tokens` of all rows with their prompts, `computed_tokens` that went through the model for
+        them (fewer, as rows have beginnings in common), and `unshared_rows`, of which each was computed whole. Token
+        means per role as `<role>/<metric>` where the rows are of several roles.
         """
         started = time.perf_counter()
         with self._lock:
             check_rows(rows)
             model = self._model(policy)
+            self._passes.check(rows)
             rows = model.without_forced_tokens(rows)
             epochs = [
                 mini_batches(rows, self._settings.mini_batch, self._order[policy]) for _ in range(self._settings.epochs)
@@ -139,13 +140,14 @@ class LocalLearner:
                 return {**found, **dict.fromkeys(("steps", "skipped_steps", "idle_steps"), 0.0)}
             sums = MetricSums([row.role for row in rows])
             update = _Update(model, rows, old, counted, trajectory_tokens(rows, counted), sums)
-            norms, losses = [], []
+            norms, losses, checkpointed = [], [], 0
             for step, batch in enumerate(batches):
                 losses.append(
                     self._passes.fitting(
                         partial(self._backward, update, batch, first=step == 0), self._optimizers[policy].zero_grad
                     )
                 )
+                checkpointed += self._passes.checkpointed
                 norms.append(
                     self._step(policy, lr_scale, moves=any(rows[i].advantage or rows[i].advantages for i in batch))
                 )
@@ -169,6 +171,7 @@ class LocalLearner:
                 "total_tokens": float(sum(len(tokens_of(rows[i])) for batch in batches for i in batch)),
                 "unshared_rows": 0.0 if model.shares_prompts else float(len(rows)),
                 "halved_passes": float(self._passes.halved - halved),
+                "checkpointed_steps": float(checkpointed),
                 "lr": _lr(model, self._settings) * lr_scale,
                 "seconds": time.perf_counter() - started,
             }
@@ -248,7 +251,9 @@ class LocalLearner:
 
     def _micro_batches(self, model: PolicyModel, rows: Sequence[TrainRow], batch: Sequence[int]) -> list[list[int]]:
         """This rank's passes over a batch: as many as every other rank makes, so the last ones may have no rows."""
-        budget, group = self._passes.tokens, self._group
+        group, longest = self._group, max((len(tokens_of(rows[i])) for i in batch), default=0)
+        model.logprob_model.checkpointing.on = self._passes.choose(longest)
+        budget = self._passes.tokens
         return passes(rows, batch, budget, shared=model.shares_prompts, rank=group.rank, size=group.size)
 
     def _logprobs_before(

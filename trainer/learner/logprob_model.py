@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cotune.algorithms.samples import TrainRow
 from cotune.trainer.learner.batching import tokens_of
+from cotune.trainer.learner.checkpointing import Checkpointing
 from cotune.trainer.learner.logprobs import token_logprobs
 from cotune.trainer.learner.sampled_distribution import SampledDistribution
 from cotune.trainer.learner.token_tree import token_tree
@@ -62,6 +63,7 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
     def __init__(self, network: Any) -> None:
         super().__init__()
         self.network = network
+        self.checkpointing = Checkpointing(network)
         self.shares = attends_over_trees(network)
         """Whether a pass can compute what its rows have in common once."""
         self.sampled_distribution = SampledDistribution(network.config.name_or_path)

@@ -6,7 +6,7 @@ import ctypes
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, LearnerError
 from cotune.runtime.memory import machine_memory, parse_size, process_memory
 from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.learner.batching import pass_tokens
+from cotune.trainer.learner.batching import pass_tokens, tokens_of
 from cotune.trainer.learner.dist import ProcessGroup, local_shard
 from cotune.trainer.learner.logprobs import chunk_tokens
 from cotune.trainer.learner.policy_model import PolicyModel
@@ -31,8 +31,8 @@ CPU_SHARE, GPU_SHARE = 1 / 16, 0.8
 passes are hardly faster, and the application and the sampler want room as well."""
 MARGIN = 1.3
 """What a pass takes at its peak, as a multiple of what it keeps for the backward pass."""
-CHECKPOINTED_MARGIN = 2.5
-"""The same where the backward pass computes each layer again."""
+LAYER_MARGIN = 2.0
+"""The same of the layer that the backward pass computes again, with its gradients."""
 OPTIMIZER_BYTES = 12
 """Per trained parameter: its gradient and AdamW's two moments, in fp32."""
 _MMAP_THRESHOLD = (-3, 256 * 1024)
@@ -42,13 +42,63 @@ matrix products take far longer than the system needs to hand out pages."""
 
 
 class PassSize:
-    """The tokens per pass of a learner, which become fewer where memory runs out."""
+    """The tokens per pass of a learner, which become fewer where memory runs out.
 
-    def __init__(self, tokens: int, *, alone: bool) -> None:
-        """`alone`: this process has the weights to itself, so that it may make passes that no other knows of."""
-        self.tokens = tokens
-        self.halved = 0
+
+    There are passes of two kinds: plain ones, and those whose layers are computed again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        *,
+        alone: bool,
+        checkpointed: int = 0,
+        always: bool = False,
+        single: float = math.inf,
+        most: float = math.inf,
+        where: str = "",
+    ) -> None:
+        """`tokens` of a plain pass and of a `checkpointed` one (0: there are none), with `always` the only kind.
+
+        `single`: the longest row that makes a plain pass of its own; `most`: the longest that fits at all, into what
+        `where` names. `alone`: this process has the weights to itself, so that it may make passes that no other knows
+        of.
+        """
+        self._sizes = {False: tokens, True: checkpointed}
+        self._single, self._most, self._where = single, most, where
         self._alone = alone
+        self._always = always
+        self.checkpointed = always
+        """Whether passes are now of that kind."""
+        self._said = False
+        self.halved = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a pass, at most, unless a single row has more."""
+        return self._sizes[self.checkpointed]
+
+    def choose(self, longest: int) -> bool:
+        """Whether the layers are checkpointed in passes of rows whose longest has so many tokens."""
+        plain = max(self._sizes[False], self._single)
+        self.checkpointed = self._always or (bool(self._sizes[True]) and longest > plain)
+        if self.checkpointed and not (self._always or self._said):
+            self._said = True
+            log.warning("A row of %d tokens takes activation checkpointing, as %.0f fit without it", longest, plain)
+        return self.checkpointed
+
+    def check(self, rows: Sequence[TrainRow]) -> None:
+        """Raises LearnerError for a row of which not even a pass of its own fits."""
+        row = max(rows, key=lambda row: len(tokens_of(row)))
+        length = len(tokens_of(row))
+        if length > self._most:
+            how = "" if self._always or self._sizes[True] else ", or learner.activation_checkpointing = true"
+            raise LearnerError(
+                f"Row {row.id} of role {row.role!r} has {length} tokens; a pass of one row fits up to "
+                f"{self._most:.0f} into {self._where}.",
+                f"Set learner.memory higher{how}, or shorten prompts or sampling.max_tokens.",
+            )
 
     def fitting(self, compute: Callable[[], T], again: Callable[[], None]) -> T:
         """What `compute` returns, which makes passes of `tokens`. Where memory runs out `tokens` is halved, `again`
@@ -59,12 +109,13 @@ class PassSize:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                if self.tokens < 2 * LEAST or not self._alone:
-                    cause = f"Memory ran out in a pass of {self.tokens} tokens."
+                failed = self.tokens
+                if failed < 2 * LEAST or not self._alone:
+                    cause = f"Memory ran out in a pass of {failed} tokens."
                     remedy = "Set learner.micro_batch_tokens lower, or learner.activation_checkpointing = true."
                     raise LearnerError(cause, remedy) from error
-                failed = self.tokens
-            self.tokens = failed // 2
+            self._sizes[self.checkpointed] = failed // 2
+            self._single = min(self._single, self._sizes[False])
             self.halved += 1
             log.warning("Memory ran out in a pass of %d tokens: passes are of %d from now on", failed, self.tokens)
             again()
@@ -80,33 +131,75 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def choose_pass_size(policies: Iterable[PolicyModel], settings: LearnerSettings, group: ProcessGroup) -> PassSize:
-    """The pass size that the settings name or, for "auto", a power of two that fits the memory there is.
+    """Passes as the settings ask for and as fit into the memory there is.
 
-    Raises ConfigError for a `memory` in which not even a small pass fits.
+    For "auto" a power of two; a number stands, unless `memory` has room for less. Raises ConfigError for a `memory` in
+    which not even a small pass fits.
     """
     models = list(policies)
-    alone = group.size == 1
-    if isinstance(settings.micro_batch_tokens, int):
-        return PassSize(settings.micro_batch_tokens, alone=alone)
-    networks = {id(model.network): model for model in models}
-    if models[0].device.type == "cpu" and any(_is_large(model) for model in networks.values()):
+    networks = list({id(model.network): model for model in models}.values())
+    if models[0].device.type == "cpu" and any(_is_large(model) for model in networks):
         _give_memory_back()
-    margin = CHECKPOINTED_MARGIN if settings.activation_checkpointing else MARGIN
-    per_token = max(bytes_per_token(model) for model in networks.values()) * margin
+    asked = settings.activation_checkpointing
+    possible = bool(asked) and all(model.logprob_model.checkpointing.possible for model in networks)
+    per_token = {False: max(plain_bytes(model) for model in networks)}
+    if possible:
+        per_token[True] = max(checkpointed_bytes(model) for model in networks)
     to_come = sum(p.numel() for model in models for p in model.parameters().values()) * OPTIMIZER_BYTES // group.size
-    room = _room(models[0], settings, to_come) - max(_logit_bytes(model) for model in networks.values())
-    tokens = 2 ** int(math.log2(max(LEAST, min(MOST, room / per_token))))
-    if settings.memory and room < LEAST * per_token:
-        least = parse_size(settings.memory) - room + LEAST * per_token
-        allowed = f"at least {least / 2**30:.1f}GiB for this model in this process"
-        raise ConfigError("learner.memory", settings.memory, allowed)
-    tokens = -int(group.max(torch.tensor([-tokens], device=models[0].device)).item())
-    return PassSize(tokens, alone=alone)
+    fixed = to_come + max(_logit_bytes(model) for model in networks)
+    room, limit, where = _room(models[0], settings, fixed)
+    least = min(per_token.values())
+    if settings.memory and room < LEAST * least:
+        allowed = f"at least {(parse_size(settings.memory) - room + LEAST * least) / 2**30:.1f}GiB for this model"
+        raise ConfigError("learner.memory", settings.memory, f"{allowed} in this process")
+
+    def agreed(tokens: float) -> int:
+        return -int(group.max(torch.tensor([-int(tokens)], device=models[0].device)).item())
+
+    fits = {kind: agreed(room / each) for kind, each in per_token.items()}
+    sizes = {kind: _pass_tokens(settings, fit) for kind, fit in fits.items()}
+    return PassSize(
+        sizes[False],
+        alone=group.size == 1,
+        checkpointed=sizes.get(True, 0),
+        always=asked is True,
+        single=fits[False],
+        most=agreed(limit / least),
+        where=where,
+    )
 
 
-def bytes_per_token(model: PolicyModel) -> float:
+def _pass_tokens(settings: LearnerSettings, fit: int) -> int:
+    """Tokens of a pass, of which `fit` would fit."""
+    asked = settings.micro_batch_tokens
+    if asked == "auto":
+        return int(2 ** int(math.log2(max(LEAST, min(MOST, fit)))))
+    if settings.memory and fit < asked:
+        log.warning("learner.memory has room for passes of %d tokens, not of %d", fit, asked)
+        return max(LEAST, fit)
+    return asked
+
+
+def plain_bytes(model: PolicyModel) -> float:
+    """What a pass takes at its peak, for each of its tokens."""
+    return MARGIN * bytes_per_token(model, checkpointed=False)
+
+
+def checkpointed_bytes(model: PolicyModel) -> float:
+    """The same where the backward pass computes one layer after the other again, and then has it whole."""
+    layers = int(model.network.config.get_text_config().num_hidden_layers)
+    kept, whole = (bytes_per_token(model, checkpointed=on) for on in (True, False))
+    return MARGIN * kept + LAYER_MARGIN * whole / layers
+
+
+def bytes_per_token(model: PolicyModel, *, checkpointed: bool) -> float:
     """What a pass keeps for the backward pass, for each of its tokens: the slope between two sizes."""
-    (few, small), (many, large) = (_kept(model, count) for count in (1, 3))
+    switch = model.logprob_model.checkpointing
+    switch.on = checkpointed
+    try:
+        (few, small), (many, large) = (_kept(model, count) for count in (1, 3))
+    finally:
+        switch.on = False
     return (large - small) / (many - few)
 
 
@@ -139,17 +232,20 @@ def _kept(model: PolicyModel, groups: int) -> tuple[int, int]:
     return pass_tokens(rows, model.shares_prompts), sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def _room(model: PolicyModel, settings: LearnerSettings, to_come: int) -> float:
-    """Bytes that a pass may take."""
+def _room(model: PolicyModel, settings: LearnerSettings, fixed: int) -> tuple[float, float, str]:
+    """Bytes that a pass should take, bytes that it can, both without the `fixed` ones, and a name for the latter."""
     cuda = model.device.type == "cuda"
     if settings.memory:
         used = int(torch.cuda.memory_allocated(model.device)) if cuda else process_memory()
-        return parse_size(settings.memory) - used - to_come
+        room = parse_size(settings.memory) - used - fixed
+        return room, room, f"learner.memory = {settings.memory!r}"
     if not cuda:
-        return machine_memory()[1] * CPU_SHARE
+        free, total = machine_memory()
+        return min(total * CPU_SHARE, free - fixed), free - fixed, f"the {free / 2**30:.1f} GiB that are free"
     free = int(torch.cuda.mem_get_info(model.device)[0])
     unused = int(torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device))
-    return (free + unused - to_come) * GPU_SHARE
+    room = free + unused - fixed
+    return room * GPU_SHARE, room, f"the {(free + unused) / 2**30:.1f} GiB that are free on the GPU"
 
 
 def _logit_bytes(model: PolicyModel) -> int:

@@ -12,7 +12,6 @@ from cotune.errors import ConfigError, LearnerError
 from cotune.policies import LoraSpec, policies_for
 from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
 from cotune.trainer.learner.local import LocalLearner
-from cotune.trainer.learner.logprob_model import plain_states
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, same, snapshot
 
 
@@ -50,26 +49,6 @@ def test_shared_prompts_give_the_gradients_of_the_plain_path(base, layout, budge
         scale = expected.abs().max().item()
         assert scale > 0
         torch.testing.assert_close(gradients[True][0][name], expected, atol=1e-5 * scale, rtol=1e-5)
-
-
-def test_activation_checkpointing_changes_nothing_but_memory(base):
-    rows = make_rows()
-    plain = opened(base, "full", change(FAST, shared_prompts=False))
-    checkpointed = opened(base, "full", change(FAST, activation_checkpointing=True))
-    first, second = plain.update("a", rows), checkpointed.update("a", rows)
-    assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-6)
-    assert second["computed_tokens"] < first["total_tokens"]
-
-
-def test_activation_checkpointing_recomputes_layers(base):
-    learner = opened(base, "full", change(FAST, activation_checkpointing=True))
-    network = learner._policies["a"].network
-    calls = []
-    network.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    states = plain_states(network, make_rows())
-    assert len(calls) == 1
-    states.sum().backward()
-    assert len(calls) == 2
 
 
 # -- updates

@@ -32,11 +32,6 @@ def test_what_is_no_size(text: str) -> None:
         LearnerSettings(memory=text)
 
 
-def test_a_limit_and_a_number_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match=r"learner\.memory.*nothing beside micro_batch_tokens = 512"):
-        LearnerSettings(memory="1GiB", micro_batch_tokens=512)
-
-
 def test_a_small_model_takes_the_largest_passes(base: str) -> None:
     metrics = open_one(base).update("a", make_rows())
     assert (metrics["pass_tokens"], metrics["halved_passes"]) == (8192, 0)
@@ -58,13 +53,13 @@ def test_what_a_token_takes_is_what_the_graph_of_a_pass_holds(base: str, shared:
     tokens = pass_tokens(rows, shared)
     assert tokens <= 20 * (24 + 2 * 8) if shared else tokens == 40 * (24 + 8)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
-    assert pass_size.bytes_per_token(model) * tokens == pytest.approx(measured, rel=0.15)
+    assert pass_size.bytes_per_token(model, checkpointed=False) * tokens == pytest.approx(measured, rel=0.15)
 
 
 def test_a_limit_makes_passes_smaller(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = open_one(base)._policies["a"]
     used = process_memory()
-    per_token = pass_size.bytes_per_token(model) * pass_size.MARGIN
+    per_token = pass_size.plain_bytes(model)
     fixed = pass_size._logit_bytes(model) + pass_size.OPTIMIZER_BYTES * sum(
         p.numel() for p in model.parameters().values()
     )
@@ -73,6 +68,19 @@ def test_a_limit_makes_passes_smaller(base: str, monkeypatch: pytest.MonkeyPatch
     assert learner.update("a", make_rows())["pass_tokens"] == 64  # the power of two below 100
     with pytest.raises(ConfigError, match=r"learner\.memory = '\d+B': allowed is at least \d+\.\dGiB for this model"):
         open_one(base, change(FAST, memory=f"{int(used + fixed + 10 * per_token)}B"))
+
+
+@pytest.mark.parametrize("tokens", ["auto", 64])
+def test_freed_memory_goes_back_to_the_system_whoever_chose_the_passes(
+    base: str, monkeypatch: pytest.MonkeyPatch, tokens: int | str
+) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(pass_size, "_give_memory_back", lambda: given.append(1))
+    open_one(base, change(FAST, micro_batch_tokens=tokens))
+    assert given == []  # a small model: handing out pages would cost more than its passes
+    monkeypatch.setattr(pass_size, "_is_large", lambda network: True)
+    open_one(base, change(FAST, micro_batch_tokens=tokens))
+    assert given == [1]
 
 
 class Scarce:
