@@ -40,8 +40,8 @@ from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, gather
 from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
 from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.loss import Tokens, policy_loss, token_weights
+from cotune.trainer.learner.memory.pass_size import choose_pass_size
 from cotune.trainer.learner.metric_sums import MetricSums
-from cotune.trainer.learner.pass_size import choose_pass_size
 from cotune.trainer.learner.policy_model import PolicyModel
 
 

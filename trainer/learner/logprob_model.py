@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from cotune.algorithms.samples import TrainRow
 from cotune.trainer.learner.batching import tokens_of
-from cotune.trainer.learner.checkpointing import Checkpointing
 from cotune.trainer.learner.logprobs import token_logprobs
+from cotune.trainer.learner.memory.checkpointing import Checkpointing
 from cotune.trainer.learner.sampled_distribution import SampledDistribution
 from cotune.trainer.learner.token_tree import token_tree
 from cotune.trainer.learner.tree_attention import TreePass, attends_over_trees, states_over

@@ -16,7 +16,7 @@ from cotune.integrations.models.folder import loading, reading
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.batching import lengths_of, micro_batches
 from cotune.trainer.learner.load import load_frozen
-from cotune.trainer.learner.pass_size import MOST, PassSize
+from cotune.trainer.learner.memory.pass_size import MOST, PassSize
 
 
 class LocalTeacher:

@@ -12,9 +12,9 @@ from cotune.errors import ConfigError, LearnerError
 from cotune.policies import policies_for
 from cotune.runtime.memory import parse_size, process_memory
 from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.learner import pass_size
 from cotune.trainer.learner.batching import micro_batches, pass_tokens
 from cotune.trainer.learner.local import LocalLearner
+from cotune.trainer.learner.memory import pass_size
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows
 
 

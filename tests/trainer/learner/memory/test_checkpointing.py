@@ -13,9 +13,9 @@ from cotune.errors import ConfigError, LearnerError
 from cotune.policies import policies_for
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.config.train import convert
-from cotune.trainer.learner import pass_size
 from cotune.trainer.learner.batching import tokens_of
 from cotune.trainer.learner.local import LocalLearner
+from cotune.trainer.learner.memory import pass_size
 from cotune.trainer.learner.policy_model import PolicyModel
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows
 
@@ -129,7 +129,7 @@ def test_true_is_for_all_passes(base: str) -> None:
 
 
 def test_a_model_that_does_not_name_its_layers(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotune.trainer.learner.checkpointing.GradientCheckpointingLayer", type(None))
+    monkeypatch.setattr("cotune.trainer.learner.memory.checkpointing.GradientCheckpointingLayer", type(None))
     with pytest.raises(ConfigError, match=r"activation_checkpointing = True: .* false or auto: Qwen3ForCausalLM"):
         open_one(base, change(FAST, activation_checkpointing=True))
     assert open_one(base, FAST).update("a", make_rows())["checkpointed_steps"] == 0

@@ -1,0 +1,1 @@
+"""What training takes of memory: the size of passes, checkpointed layers, optimizers."""
