@@ -50,6 +50,7 @@ def collect_samples(run: Run, episodes: Sequence[Episode]) -> Collected:
         versions=run.state.versions,
         max_lag=run.config.ahead,
         on_failure=failure_reward(run.config.on_failure),
+        continuations=run.config.replay.continuations,
     )
 
 

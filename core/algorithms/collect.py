@@ -39,11 +39,13 @@ def collect(
     versions: Mapping[str, int] | None = None,
     max_lag: int = 0,
     on_failure: OnFailure = "lowest",
+    continuations: bool = False,
 ) -> Collected:
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
 
     Under a replay plan samples are the calls at which an episode is forked: of the episode itself, and in each of its
-    branches (`Episode.fork`) the call in its place. What a branch repeats from the record is no candidate of its own.
+    branches (`Episode.fork`) the call in its place; with `continuations` also what a branch goes on to say. What a
+    branch repeats from the record is no candidate of its own.
 
     Under a tree plan all candidates of a call are samples and need rewards of their own; under independent rollouts
     only the chosen one is, and the episode's outcome will do. `roles` are the trained roles (None: all); where they are
@@ -77,7 +79,8 @@ def collect(
             if call.status == "timeout" and (roles is None or call.role in roles):
                 timed_out.add(episode.id)
             reason = _episode_reason(episode, plan, on_failure) or _call_reason(call, roles, versions or {}, max_lag)
-            if reason is None and plan == "replay" and call.id not in trunk_calls:
+            forked = plan != "replay" or call.id in trunk_calls or (continuations and episode.fork is not None)
+            if reason is None and not forked:
                 reason = "not_forked"
             if reason is None:
                 usable.append((episode, call))
@@ -99,9 +102,10 @@ def collect(
             if reason is None:
                 late = episode.id in timed_out
                 sample = _sample(episode, call, candidate, own, outcome, plan, timed_out=late)
-                if plan == "replay":
-                    branch = trunk_calls[call.id]
+                if plan == "replay" and (branch := trunk_calls.get(call.id)) is not None:
                     sample = msgspec.structs.replace(sample, branch=branch, turn=turns.get(branch, call.turn))
+                elif plan == "replay":
+                    sample = msgspec.structs.replace(sample, continues=True)
                 samples.append(sample)
             else:
                 left_out[reason] += 1

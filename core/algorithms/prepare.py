@@ -75,6 +75,8 @@ def prepare(
     ties = complete & tied(samples, returns[0]) if recipe.filters.ties else np.zeros(len(samples), np.bool_)
     left_out["tie"] = int(ties.sum())
     rewarded = [sample for sample, stays in zip(samples, (complete & ~ties).tolist(), strict=True) if stays]
+    going_on = [sample for sample in rewarded if sample.continues]
+    rewarded = [sample for sample in rewarded if not sample.continues]
     built = build_groups(rewarded, recipe)
     left_out.update(built.left_out)
     warnings = [
@@ -99,9 +101,12 @@ def prepare(
     values, state = combine(kept, [r[order] for r in returns], recipe.terms, state)
     values = shape(kept, values, recipe.shaping)
     groups = [group for group, reason in zip(built.groups, reasons, strict=True) if reason is None]
+    more, more_values = _continuations(going_on, kept, values)
+    left_out["continuation"] = len(going_on) - len(more)
+    kept, values = [*kept, *more], np.concatenate([values, more_values])
     gone = [sample_reason(s, value, recipe.filters) for s, value in zip(kept, values.tolist(), strict=True)]
     if recipe.filters.top_entropy is not None:
-        high = high_entropy(groups, recipe.filters.top_entropy)
+        high = [*high_entropy(groups, recipe.filters.top_entropy), *[True] * len(more)]
         gone = [reason or (None if stays else "low_entropy") for reason, stays in zip(gone, high, strict=True)]
     left_out.update(reason for reason in gone if reason is not None)
     stays = np.array([reason is None for reason in gone], np.bool_)
@@ -166,6 +171,18 @@ def train_rows(
             )
         )
     return rows
+
+
+def _continuations(samples: Sequence[Sample], first: Sequence[Sample], values: Floats) -> tuple[list[Sample], Floats]:
+    """What branches went on to say, each with the advantage of the candidate that its branch began with, which is in
+    `first` ([n], as `values`); without those whose candidate is not there.
+
+    That advantage is the outcome less what the siblings of the fork had, which no call after the fork has a part in: a
+    baseline for all of them, and a closer one than the mean of whole episodes.
+    """
+    of_branch = {sample.rollout: value for sample, value in zip(first, values.tolist(), strict=True)}
+    found = [sample for sample in samples if sample.rollout in of_branch]
+    return found, np.array([of_branch[sample.rollout] for sample in found], np.float64)
 
 
 def _missing(samples: Sequence[Sample], complete: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Iterable[str]:

@@ -23,7 +23,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     `entropy` is the mean of -log pi_sampler over the tokens, in nats, as estimate of the mean token entropy.
     `rollout` is the episode. `rewards` are the candidate's own components, from before the selection; `outcome`
     the episode's. `limit` is the most tokens that the answer could have, None where unknown; `truncated` says that it
-    was cut there, `timed_out` that a call of a trained role timed out in its episode.
+    was cut there, `timed_out` that a call of a trained role timed out in its episode. `continues` marks a call that a
+    branch of a replay plan makes after its fork: it is in no group, and has the advantage of the branch's candidate.
     """
 
     id: str
@@ -45,6 +46,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     limit: int | None = None
     truncated: bool = False
     timed_out: bool = False
+    continues: bool = False
 
     @property
     def call(self) -> str:

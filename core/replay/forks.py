@@ -45,7 +45,8 @@ def choose_forks(calls: Sequence[CallRecord], rule: ForkRule, most: int, seed: i
     """The calls that are forked, of those that can be (`calls`, in step order); at most `most`, in step order.
 
     Where the rule takes more, `first` and `entropy` take the first in their order, and the others a random choice
-    that `seed` fixes.
+    that `seed` fixes, in which a call weighs 1 / the number of calls from it on: what it costs to finish its branches,
+    and what else their outcomes depend on.
     """
     match rule.kind:
         case "first":
@@ -61,7 +62,10 @@ def choose_forks(calls: Sequence[CallRecord], rule: ForkRule, most: int, seed: i
             found = list(calls)
     if len(found) <= most:
         return found
-    return sorted(random.Random(seed).sample(found, most), key=lambda call: call.step)
+    left = {call.id: len(calls) - place for place, call in enumerate(calls)}
+    chance = random.Random(seed)
+    drawn = sorted(found, key=lambda call: chance.random() ** left[call.id], reverse=True)  # Efraimidis, Spirakis 2006
+    return sorted(drawn[:most], key=lambda call: call.step)
 
 
 def mean_entropy(call: CallRecord) -> float:

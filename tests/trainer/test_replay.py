@@ -79,18 +79,18 @@ def test_the_groups_are_the_forks_and_are_trained_once(ran: tuple[Trainer, Recor
     assert set(consumed) <= {e.fork.call for e in records.episodes if e.fork}
     assert Counter(consumed.values()) == {line["step"]: line["groups"] for line in lines if line["groups"]}
     for line in lines:
-        left = line["left_out"]
-        assert line["rows"] + left.get("zero_variance", 0) + left.get("no_signal", 0) == 6 * 3
+        left, figures = line["left_out"], line["replay"]
+        kept = line["rows"] + sum(left.get(name, 0) for name in ("zero_variance", "continuation", "no_signal"))
+        assert kept == 6 * 3 + figures["sampled"] - 12
         trunks, branches = records.of(line["step"])
         asked = sum(len(records.calls[e.id]) for e in trunks)
         branch_calls = [c for e in branches for c in records.calls[e.id]]
-        figures = line["replay"]
         assert figures == {
             "forks": 6, "unrepeatable": 0, "branches": 12, "diverged": 0,
             "budget": figures["sampled"], "sampled": sum(c.replayed is None for c in branch_calls),
             "repeated": sum(c.replayed is not None for c in branch_calls),
         }  # fmt: skip
-        assert left["not_forked"] == asked + figures["sampled"] - 18
+        assert left["not_forked"] == asked - 6
         assert line["outcome"]["team"] == pytest.approx(
             sum(records.store.rewards([e.id])[e.id]["team"] for e in trunks) / 3
         )

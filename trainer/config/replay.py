@@ -17,7 +17,13 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """all | first:N (the first N calls) | every:N (each Nth) | entropy:N (the N of highest mean token entropy) |
     role:NAME (all calls of a role). Only calls of trained roles count."""
     forks_per_episode: int = 4
-    """Most calls of an episode that are forked. Where `forks` takes more, a random choice, new in each step."""
+    """Most calls of an episode that are forked. Where `forks` takes more, a random choice, new in each step, in which
+    late calls are likelier: a call's chance goes with 1 / the number of calls from it on, as does what its outcomes
+    tell per token."""
+
+    continuations: bool = True
+    """Train also on what a branch goes on to say after its fork, with the advantage of the candidate that it goes on
+    from. false: on the candidates of the forks alone, as C3 has it (arXiv 2603.06859), which learns less per token."""
 
     tools: Literal["run", "recorded"] = "run"
     """What a framework's tools do in the part of a branch that repeats its trunk: they run again | they give back what

@@ -290,3 +290,24 @@ def test_truncated_and_timed_out_samples_are_in_the_baseline_but_not_trained_on_
     shaped = prepare(samples, recipe("at_grpo", scale="none", overlong_penalty=1.0))
     assert shaped.advantages.tolist() == [1.0, -1.0, 0.0, 0.0]  # rewards 1, -1, 0, 0
     assert (shaped.roles["a"].reward, shaped.roles["a"].overlong) == (0.0, 0.25)
+
+
+def test_what_a_branch_goes_on_to_say_has_the_advantage_of_its_candidate():
+    """A fork of three with outcomes 1, 0, 0.5, and one whose outcomes are equal; their branches go on."""
+    replay = recipe("replay", drop_truncated=True)
+    fork = [sample(f"f{i}.0", team=r, rollout=f"e{i}", branch="f", prompt="f") for i, r in enumerate((1.0, 0.0, 0.5))]
+    flat = [sample(f"g{i}.0", team=1.0, rollout=e, branch="g", prompt="g") for i, e in enumerate(("e0", "e8"))]
+    more = [
+        sample("h1.0", team=0.0, rollout="e1", role="b", continues=True),
+        sample("h2.0", team=0.0, rollout="e1", role="b", turn=1, continues=True, truncated=True),
+        sample("h3.0", team=0.5, rollout="e2", continues=True),
+        sample("h4.0", team=1.0, rollout="e8", continues=True),
+    ]
+    prepared = prepare([*fork, *flat, *more], replay)
+    # leave-one-out: 1 - (0 + 0.5) / 2, 0 - (1 + 0.5) / 2, 0.5 - (1 + 0) / 2; a call after it shares its branch's
+    found = {s.id: a for s, a in zip(prepared.samples, prepared.advantages.tolist(), strict=True)}
+    assert found == {"f0.0": 0.75, "f1.0": -0.75, "f2.0": 0.0, "h1.0": -0.75, "h3.0": 0.0}
+    assert [(g.id, len(g.samples)) for g in prepared.groups] == [("f", 3)]
+    assert prepared.left_out == {"zero_variance": 2, "continuation": 1, "truncated": 1}
+    assert set(prepared.left_out) <= set(REASONS)
+    assert prepared.roles["b"].kept == 1 and prepared.roles["a"].groups == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from cotune.errors import ConfigError
@@ -40,6 +42,16 @@ def test_at_most_so_many_by_chance_that_the_seed_fixes_or_in_the_rules_own_order
     chosen = {tuple(steps("all", 2, seed)) for seed in range(20)}
     assert steps("all", 2, 3) == steps("all", 2, 3)
     assert len(chosen) > 5 and all(len(pair) == 2 and pair[0] < pair[1] for pair in chosen)
+
+
+def test_a_call_is_drawn_by_the_inverse_of_the_calls_from_it_on():
+    drawn = Counter(step for seed in range(3000) for step in steps("all", 1, seed))
+    # weights 1/6, 1/5, 1/4, 1/3, 1/2, 1 of 2.45 in all
+    for step, weight in enumerate((0.068, 0.082, 0.102, 0.136, 0.204, 0.408)):
+        assert drawn[step] / 3000 == pytest.approx(weight, abs=0.03)
+    # of role b, steps 1, 3, 5, by what is left of all calls: 1/5, 1/3, 1 of 1.533
+    drawn = Counter(step for seed in range(1000) for step in steps("role:b", 1, seed))
+    assert [drawn[step] / 1000 for step in (1, 3, 5)] == pytest.approx([0.130, 0.217, 0.652], abs=0.05)
 
 
 @pytest.mark.parametrize("text", ["", "some", "first", "first:-1", "every:0", "entropy:x", "role:", "all:2"])
