@@ -32,7 +32,7 @@ REASONS: Mapping[str, str] = {
     "timed_out_episode": "a call of its episode timed out, and drop_timed_out is set",
     "greedy": "sampled at temperature 0, so nothing was explored",
     "stale_version": "sampled from another version of the policy than the one being trained",
-    "not_forked": "the call was not forked, so it has no sibling to be compared with",
+    "not_forked": "the call was not forked, nor made after a fork of its branch",
     "continuation": "it goes on from a candidate that is not trained on",
     "diverged": "the episode did not repeat what was recorded: see its error",
     "not_chosen": "the application did not go on with it, and the plan compares whole episodes",
