@@ -22,7 +22,7 @@ MAY_CHANGE = (
     "sampling.timeout", "sampling.threads", "learner.threads", "learner.device", "learner.micro_batch_tokens",
     "learner.memory", "learner.activation_checkpointing", "learner.shared_prompts", "evaluation", "guard", "cluster",
     "records.path", "records.patience", "distill.teacher", "distill.timeout", "distill.retries", "distill.concurrency",
-    "prices",
+    "prices", "loggers", "project",
 )  # fmt: skip
 """What a run may go on with otherwise: how long, how much at once, in which memory, on which machines. `model` is the
 same model elsewhere, `distill.teacher` the same teacher, and `roles` may name more."""

@@ -16,6 +16,7 @@ from rich.console import Console
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.errors import ConfigError, CotuneError
 from cotune.integrations.models.folder import locate_model
+from cotune.integrations.trackers.tracker import check_tools
 from cotune.judging.ledger import run_folder
 from cotune.recording.records import Task
 from cotune.runtime.interrupts import stop_by
@@ -31,6 +32,7 @@ from cotune.trainer.held_out import held_out_tasks, overlap
 from cotune.trainer.loop import train_steps
 from cotune.trainer.open_run import open_run
 from cotune.trainer.privileged import check_privileged
+from cotune.trainer.reporting.loggers import Loggers
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.summary import RunSummary, sum_up
 from cotune.trainer.resume import apply_changes, base_digests, check_base, check_tasks, relocated, tasks_digest
@@ -71,6 +73,7 @@ def train(
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
     held_out_tasks(chosen.evaluation)
     check_source(chosen.init)
+    check_tools(chosen.loggers)
     path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     folder = RunFolder.create(
         path,
@@ -115,6 +118,7 @@ def resume(
             past = [*described.get("changes", ()), {"step": done, "changed": found}]
             now = {"model": config.model, "config": msgspec.to_builtins(config), "changes": past}
             folder.describe_as({**described, **now})
+        check_tools(config.loggers)
         flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids).named_by(config.roles_by)
         stack.pop_all()
     notes = [f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in found.items()]
@@ -230,6 +234,8 @@ async def _train(
         check_base(folder, await base)
         if config.init and run.committed < 0:
             check_same_base(config.init, base.result())
+        progress.loggers = Loggers(config, folder, run.state.steps, progress.say)
+        stack.callback(progress.loggers.close)
         with stop_by(run.stop), progress:
             progress.begin(run.state.steps)
             for note in (*run.notes, *overlap(tasks, held_out)):

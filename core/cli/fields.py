@@ -32,6 +32,7 @@ RUN = {
     "cluster.address": ("--cluster", "ADDRESS"),
     "evaluation.tasks": ("--eval-tasks", "FILE"),
     "init": ("--init", "RUN"),
+    "loggers": ("--logger", None),
     "records.path": ("--records", "RUN"),
     "records.min_reward": ("--min-reward", "X"),
     "records.best_of": ("--best-of", "N"),
@@ -57,8 +58,11 @@ def add_fields(command: Any, *names: str, table: type[msgspec.Struct] | None = N
         choices = next((get_args(part) for part in (kind, *get_args(kind)) if get_origin(part) is Literal), None)
         number = next((part for part in (kind, *get_args(kind)) if part in (int, float)), None)
         text = texts.get(name, text.rstrip(".") if text[1:2].isupper() else f"{text[:1].lower()}{text[1:]}".rstrip("."))
-        text += "" if name in texts or default in (None, "", msgspec.NODEFAULT) else f" (default: {default})"
-        command.add_argument(flag, dest=name, type=number, choices=choices, metavar=stands_for, help=text)
+        text += "" if name in texts or default in (None, "", (), msgspec.NODEFAULT) else f" (default: {default})"
+        action = "append" if get_origin(kind) is tuple else "store"
+        command.add_argument(
+            flag, dest=name, type=number, choices=choices, metavar=stands_for, help=text, action=action
+        )
     command.set_defaults(fields=names)
 
 

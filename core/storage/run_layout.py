@@ -5,6 +5,7 @@ RUN/records.db         every episode, call, candidate and reward
 RUN/judge.db           what judges have answered and cost
 RUN/metrics.jsonl      one line per step
 RUN/checkpoints/       step-000012/, `latest`, the name of the newest complete one, and best.json
+RUN/loggers.json       under which ids experiment trackers know the run, and RUN/tensorboard/, RUN/wandb/ what they keep
 RUN/opponents/         weights of earlier versions that later steps may play against, where [routing] asks for them
 """
 

@@ -17,6 +17,7 @@ from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import USUAL, Recipe
 from cotune.errors import ConfigError, field_and_fault
 from cotune.integrations.chat.tool_formats import check_tool_format
+from cotune.integrations.trackers.tracker import Tool
 from cotune.policies import LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
 from cotune.sampling.plans import Plan, PlanKind, Select
 from cotune.trainer.config.cluster import ClusterConfig
@@ -151,6 +152,10 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prices: dict[str, tuple[float, float]] = {}
     """[prices] Money for a million prompt tokens and a million completion tokens, by model or policy: what cotune eval
     reckons with."""
+    loggers: tuple[Tool, ...] = ()
+    """Experiment trackers that get each step too: tensorboard | wandb | mlflow | trackio; see docs/loggers.md."""
+    project: str = "cotune"
+    """The trackers' project or experiment, in which the run has the name of its folder."""
     checkpoint_every: int = 1
     """Steps between checkpoints; Ctrl-C saves one too."""
     keep_checkpoints: int = 2

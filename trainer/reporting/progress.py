@@ -16,6 +16,7 @@ from rich.table import Table
 from cotune.recording.records import Episode
 from cotune.tables import grid
 from cotune.terminal import terminal
+from cotune.trainer.reporting.loggers import Loggers
 from cotune.trainer.reporting.metrics import StepMetrics
 
 _COLUMNS = {
@@ -63,6 +64,8 @@ class Progress:
     """Shows steps, the episodes of the step in hand, the latest figures by role, and the time left."""
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
+        self.loggers: Loggers | None = None
+        """Also get every episode and step."""
         self.console = console or terminal()
         self._bars = Bars(
             TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
@@ -109,6 +112,8 @@ class Progress:
     def episode(self, episode: Episode) -> None:
         """Count an episode that has ended, and show why it failed, up to `CAUSES` different causes."""
         self._bars.advance(self._episodes)
+        if self.loggers is not None:
+            self.loggers.episode(episode)
         if episode.status != "error":
             return
         cause = (episode.error or "no reason recorded").splitlines()[0]
@@ -127,6 +132,8 @@ class Progress:
 
     def step(self, metrics: StepMetrics) -> None:
         """Show a step that is done."""
+        if self.loggers is not None:
+            self.loggers.step(metrics)
         self._bars.update(self._steps, completed=metrics.step + 1)
         self._done += 1
         for note in metrics.notes:

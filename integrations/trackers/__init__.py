@@ -1,0 +1,1 @@
+"""Experiment trackers, through accelerate."""

@@ -1,0 +1,90 @@
+"""One run in an experiment tracker: TensorBoard, W&B, MLflow or Trackio, which accelerate's trackers speak to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from cotune.errors import ConfigError
+
+Tool = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+PACKAGES: Mapping[Tool, Sequence[str]] = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "trackio": ("trackio",),
+}
+"""What must be installed for each: one of these."""
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raises ConfigError for a tool that is not installed."""
+    for tool in tools:
+        if not any(find_spec(package) for package in PACKAGES[tool]):
+            raise ConfigError("loggers", tool, "an installed tool", f"Install it: pip install {PACKAGES[tool][0]}")
+
+
+class Tracker:
+    """A run in one tool. All its methods belong to one thread; they raise whatever the tool raises."""
+
+    def __init__(
+        self, tool: Tool, project: str, folder: Path, run: str, *, known: str | None = None, done: int = 0
+    ) -> None:
+        """Start the run of a run folder, named after it, or go on with it.
+
+        `run` is an id of the run for tools that take one; `known` the `id` of this tracker when it was started before,
+        after which the run has made `done` steps.
+        """
+        from accelerate import tracking
+        from accelerate.state import PartialState
+
+        PartialState(cpu=True)  # without it accelerate's own log raises
+        made: Any
+        match tool:
+            case "tensorboard":
+                made = tracking.TensorBoardTracker(tool, folder, purge_step=done if known else None)
+            case "wandb":
+                place = {"id": run, "name": folder.name, "resume": "allow", "dir": str(folder)}
+                made = tracking.WandBTracker(project, **place)
+            case "mlflow":
+                made = tracking.MLflowTracker(project, run_id=known, run_name=folder.name)
+            case "trackio":
+                made = tracking.TrackioTracker(project, name=f"{folder.name}-{run}", resume="allow")
+        made.main_process_only = False
+        made.start()
+        if tool == "wandb":
+            made.tracker.define_metric("*", step_metric="step")
+        self.id: str = made.tracker.info.run_id if tool == "mlflow" else run
+        self._tool = tool
+        self._made = made
+
+    def settings(self, values: Mapping[str, bool | int | float | str]) -> None:
+        """Store the configuration."""
+        self._made.store_init_configuration(dict(values))
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        """Store the figures of a step; they name it too, as W&B takes a step once only."""
+        self._made.log({**figures, "step": step}, **({} if self._tool == "wandb" else {"step": step}))
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Store a table of a step, where the tool can show one."""
+        if self._tool == "wandb":
+            self._made.log_table(name, columns=list(columns), data=[list(row) for row in rows])
+        elif self._tool == "tensorboard":
+            self._made.log({name: _markdown([columns, ["---"] * len(columns), *rows])}, step=step)
+        elif self._tool == "mlflow":
+            import mlflow
+
+            by_column = dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True))
+            mlflow.log_table(by_column, f"{name}/step-{step:06d}.json")
+
+    def finish(self) -> None:
+        """End the run's part that was logged here."""
+        self._made.finish()
+
+
+def _markdown(rows: Sequence[Sequence[Any]]) -> str:
+    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)

@@ -1,0 +1,91 @@
+"""Curves elsewhere: what TensorBoard, MLflow and W&B hold of a run, and what a tool that fails costs."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotune.errors import ConfigError
+from tests.trainer.conftest import Trainer
+from tests.trainer.tiny_app import application, letters
+
+APP = application(first=letters, second=letters)
+
+ALL = ["tensorboard", "mlflow", "wandb"]
+
+
+@pytest.fixture(autouse=True)
+def tools_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", f"sqlite:///{tmp_path}/mlflow.db")
+
+
+def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a run, by name."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(run / "tensorboard")).Reload()
+    return {name: [(e.step, e.value) for e in found.Scalars(name)] for name in found.Tags()["scalars"]}
+
+
+def in_mlflow(folder: Path, query: str) -> list[Any]:
+    with sqlite3.connect(folder / "mlflow.db") as database:
+        return database.execute(query).fetchall()
+
+
+def test_each_tool_has_every_step_and_a_resumed_run_goes_on_in_its_curve(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trainer.folder)
+    run = trainer.folder / "run"
+    trainer(APP, loggers=ALL, project="letters", steps=1)
+    trainer.resume(APP, steps=2)
+    wanted = [step["candidate_reward"] for step in trainer.metrics()]
+    assert "logger" not in trainer.said
+
+    curves = scalars(run)
+    assert [step for step, _ in curves["candidate_reward"]] == [0, 1]
+    assert [value for _, value in curves["candidate_reward"]] == pytest.approx(wanted)
+    assert set(trainer.metrics()[0]["roles"]) == {n.split("/")[1] for n in curves if n.startswith("roles/")}
+
+    (experiment, name), *more = in_mlflow(
+        trainer.folder, "SELECT e.name, r.name FROM runs r JOIN experiments e USING (experiment_id)"
+    )
+    assert (experiment, name, more) == ("letters", "run", [])
+    rewards = in_mlflow(trainer.folder, "SELECT step, value FROM metrics WHERE key = 'candidate_reward' ORDER BY step")
+    assert rewards == [(0, pytest.approx(wanted[0])), (1, pytest.approx(wanted[1]))]
+    assert dict(in_mlflow(trainer.folder, "SELECT key, value FROM params"))["learner.lr"] == "0.003"
+
+    offline = sorted((run / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(offline) == 2
+    assert len({file.name for file in offline}) == 1, "both parts have the run's one id"
+    assert set(json.loads((run / "loggers.json").read_text())) == set(ALL)
+
+
+@pytest.mark.parametrize(("retries", "why"), [("0", "MlflowException: "), ("7", "it did not answer within 1 s")])
+def test_a_tool_that_cannot_be_reached_costs_no_step(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, retries: str, why: str
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", retries)
+    if why.startswith("it did not"):
+        monkeypatch.setattr("cotune.trainer.reporting.loggers._END_SECONDS", 1.0)
+    summary = trainer(APP, loggers=["mlflow", "tensorboard"])
+    assert summary.finished
+    assert f"logger mlflow: 2 of 2 steps did not arrive ({why}" in trainer.said.replace("\n", " ")
+    assert "logger tensorboard" not in trainer.said
+    assert [step for step, _ in scalars(trainer.folder / "run")["rows"]] == [0, 1]
+
+
+def test_tools_are_named_before_work_starts(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"loggers.*'neptune'.*tensorboard"):
+        trainer(APP, loggers=["neptune"])
+    monkeypatch.setattr("cotune.integrations.trackers.tracker.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install trackio"):
+        trainer(APP, loggers=["trackio"])
+    assert not (trainer.folder / "run").exists()

@@ -1,0 +1,134 @@
+"""The steps of a run for experiment trackers, beside metrics.jsonl.
+
+Each tool has a thread of its own: one that is slow, offline or fails costs its curve some steps, and the run nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from cotune.integrations.trackers.tracker import Tool, Tracker
+from cotune.recording.records import Episode
+from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.reporting.metrics import StepMetrics
+from cotune.trainer.resume import leaves
+from cotune.trainer.run_folder import RunFolder, write_atomically
+
+log = logging.getLogger("cotune")
+
+SHOWN_EPISODES = 8
+"""Episodes of a step in its table."""
+COLUMNS = ("step", "task", "input", "status", "calls", "metrics", "error")
+LONGEST = 2000
+"""Characters of a cell."""
+_END_SECONDS = 30.0
+_ids = threading.Lock()
+
+
+class Loggers:
+    """Sends each step of a run, with a table of some of its episodes, to the tools that its configuration names."""
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, done: int, say: Callable[[str], None]) -> None:
+        """`done` is how many steps the run has already made: those after it are sent (again)."""
+        self._episodes: list[Episode] = []
+        self._threads = [_Logger(tool, config, folder, done) for tool in config.loggers]
+        self._say = say
+
+    def episode(self, episode: Episode) -> None:
+        """An episode of the step in hand has ended; the first ones go into the step's table."""
+        if len(self._episodes) < SHOWN_EPISODES:
+            self._episodes.append(episode)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Send a step; does not wait."""
+        figures = dict(flat(msgspec.to_builtins(metrics)))
+        rows = [_row(metrics.step, episode) for episode in self._episodes]
+        self._episodes = []
+        for thread in self._threads:
+            thread.given += 1
+            thread.work.put((metrics.step, figures, rows))
+
+    def close(self) -> None:
+        """Wait for what is not sent yet, some seconds at most, and say what did not arrive."""
+        for thread in self._threads:
+            thread.work.put(None)
+        for thread in self._threads:
+            thread.join(_END_SECONDS)
+            if thread.sent < thread.given:
+                why = thread.fault or f"it did not answer within {_END_SECONDS:g} s"
+                missing = f"{thread.given - thread.sent} of {thread.given} steps did not arrive"
+                self._say(f"logger {thread.tool}: {missing} ({why}); metrics.jsonl has all")
+
+
+class _Logger(threading.Thread):
+    """One tool's steps, in order."""
+
+    def __init__(self, tool: Tool, config: TrainConfig, folder: RunFolder, done: int) -> None:
+        super().__init__(name=f"cotune-{tool}", daemon=True)
+        self.tool = tool
+        self.work: queue.SimpleQueue[tuple[int, Mapping[str, float], list[list[Any]]] | None] = queue.SimpleQueue()
+        self.given = 0
+        self.sent = 0
+        self.fault = ""
+        self._open = functools.partial(_opened, tool, config, folder, done)
+        self.start()
+
+    def run(self) -> None:
+        tracker: Tracker | None = None
+        while (item := self.work.get()) is not None:
+            step, figures, rows = item
+            try:
+                tracker = tracker or self._open()
+                tracker.log(figures, step)
+                if rows:
+                    tracker.table("episodes", COLUMNS, rows, step)
+                self.sent += 1
+            except BaseException as error:  # noqa: BLE001  (whatever a tool raises, the run goes on)
+                if not self.fault:
+                    log.warning("Logger %s failed: %r. The run goes on; metrics.jsonl has its steps.", self.tool, error)
+                self.fault = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        try:
+            if tracker is not None:
+                tracker.finish()
+        except BaseException as error:  # noqa: BLE001
+            log.warning("Logger %s failed at its end: %r", self.tool, error)
+
+
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """The finite numbers in nested mappings, by their path: `roles/planner/reward`."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from flat(inner, f"{name}/{key}" if name else str(key))
+    elif isinstance(value, bool | int | float) and math.isfinite(value):
+        yield name, float(value)
+
+
+def _opened(tool: Tool, config: TrainConfig, folder: RunFolder, done: int) -> Tracker:
+    """The run in a tool: the same as before where loggers.json knows one; a new one is told the configuration."""
+    described, file = folder.described, folder.path / "loggers.json"
+    run = hashlib.sha256(f"{described['run']} {described['created']}".encode()).hexdigest()[:12]
+    known = json.loads(file.read_text()).get(tool) if file.is_file() else None
+    tracker = Tracker(tool, config.project, folder.path, run, known=known, done=done)
+    if known is None:
+        settings = leaves(msgspec.to_builtins(config))
+        tracker.settings({k: v if isinstance(v, bool | int | float | str) else json.dumps(v) for k, v in settings})
+        with _ids:
+            ids = json.loads(file.read_text()) if file.is_file() else {}
+            write_atomically(file, json.dumps({**ids, tool: tracker.id}).encode())
+    return tracker
+
+
+def _row(step: int, episode: Episode) -> list[Any]:
+    given = json.dumps(episode.task.input, default=str)[:LONGEST]
+    metrics, error = json.dumps(dict(episode.metrics)), (episode.error or "")[:LONGEST]
+    return [step, episode.task.id, given, episode.status, episode.calls, metrics, error]
