@@ -100,7 +100,15 @@ def identify() -> CallerContext:
     if name is None:
         return caller
     caller.calls += 1
-    return CallerContext(name, "override", state=caller.state, read=caller.read, output=caller.output, given=True)
+    return CallerContext(
+        name,
+        "override",
+        state=caller.state,
+        read=caller.read,
+        output=caller.output,
+        given=True,
+        checkpoint=caller.checkpoint,
+    )
 
 
 def _enclosing() -> CallerContext | None:

@@ -29,6 +29,8 @@ class CallerContext(msgspec.Struct):
     """Identity of the enclosing scope that this context stands for, where it does: equal for one scope's contexts."""
     given: bool = False
     """Whether the application itself names the role (`role`, the gateway's header): nothing overrules it."""
+    checkpoint: tuple[str, str, str] | None = None
+    """Thread, checkpoint and namespace of the node around it, where its graph keeps checkpoints."""
     done: bool = False
     calls: int = 0
     """Calls that were made in this context."""

@@ -18,6 +18,7 @@ from cotune.recording.call_records import CallRecords
 from cotune.recording.pending_call import CallerContext, PendingCall
 from cotune.recording.records import (
     CallStatus,
+    Checkpointed,
     Episode,
     EpisodeStatus,
     Fork,
@@ -160,6 +161,7 @@ class LiveEpisode:
         self._ending = 0
         self._steps = 0
         self._turns: dict[str, int] = {}
+        self._checkpoints: list[Checkpointed] = []
         self._open: dict[str, LiveCall] = {}
         self._stopped: list[LiveCall] = []
         self.redaction = Redaction(self.redactors, self.keep_token_ids, self.warn) if self.redactors else None
@@ -199,6 +201,8 @@ class LiveEpisode:
             caller.calls += 1
             if (tool := tool_at_work.get()) is not None:
                 tool.calls += 1
+            if caller.checkpoint is not None:
+                self._checkpoints.append(Checkpointed(call.id, *caller.checkpoint, caller.output))
             self._link(call)  # under the lock: what ends from now on was not read
         return call
 
@@ -293,6 +297,7 @@ class LiveEpisode:
             fork=self.fork,
             results=results,
             chance=chance.id if chance else None,
+            checkpoints=tuple(self._checkpoints),
         )
         now = time.time()
         self._write([*bodies, *(RewardRecord(self.id, k, v, now) for k, v in (rewards or {}).items()), record])

@@ -128,11 +128,23 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"
 
 class Fork(msgspec.Struct, frozen=True, gc=False):
     """Where an episode leaves the one that it repeats: the recorded `call` of the episode `trunk`, and the id of the
-    call that stands `at` its place here."""
+    call that stands `at` its place here; `resumed` says whether it went on from a checkpoint of the trunk."""
 
     trunk: str
     call: str
     at: str
+    resumed: bool = False
+
+
+class Checkpointed(msgspec.Struct, frozen=True, gc=False):
+    """The `checkpoint` of a LangGraph `thread` from which the node started that made `call`. `space` is the node's
+    namespace, `output` the id under which the framework knows the call's answer."""
+
+    call: str
+    thread: str
+    checkpoint: str
+    space: str
+    output: str | None
 
 
 class ToolResult(msgspec.Struct, frozen=True, gc=False):
@@ -170,6 +182,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     fork: Fork | None = None
     results: tuple[ToolResult, ...] = ()
     chance: str | None = None
+    checkpoints: tuple[Checkpointed, ...] = ()
 
 
 class RewardRecord(msgspec.Struct, frozen=True, gc=False, tag="reward"):

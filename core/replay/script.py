@@ -9,7 +9,7 @@ import msgspec
 
 from cotune.errors import RecordError
 from cotune.recording.answers import Answer
-from cotune.recording.records import CallRecord
+from cotune.recording.records import CallRecord, Checkpointed
 from cotune.replay.chance import Read, stored_reads
 from cotune.replay.tape import Given
 from cotune.storage.protocol import Store
@@ -33,11 +33,14 @@ class ScriptCall(msgspec.Struct, frozen=True, kw_only=True):
     ended: float
     answer: Answer
     fault: str = ""
+    streamed: bool = False
+    integration: str = ""
 
 
 class Script(msgspec.Struct, frozen=True):
     """The calls of a recorded episode in step order, the bodies of their messages and tools by id, what its tools
-    returned, when it started (seconds since the epoch), and what clock, uuid and random gave, where that is kept."""
+    returned, when it started (seconds since the epoch), what clock, uuid and random gave, where that is kept, and the
+    checkpoints from which its calls were made."""
 
     episode: str
     calls: tuple[ScriptCall, ...]
@@ -45,6 +48,7 @@ class Script(msgspec.Struct, frozen=True):
     results: tuple[Given, ...] = ()
     started: float = 0.0
     reads: tuple[Read, ...] = ()
+    checkpoints: tuple[Checkpointed, ...] = ()
 
     def asked(self, call: ScriptCall) -> tuple[list[Any], Any]:
         """Messages and tools of a call."""
@@ -63,6 +67,8 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     script: Script
     fork: str = ""
     answer: Answer | None = None
+    resume: bool = False
+    """Whether a LangGraph graph may go on from a checkpoint of the recorded episode."""
 
     @property
     def forked(self) -> ScriptCall | None:
@@ -100,6 +106,7 @@ def read_script(store: Store, episode: str) -> Script:
         tuple(Given(r.name, r.arguments, r.started, store.message(r.value)["result"]) for r in ended.results),
         ended.started,
         stored_reads(store.message(ended.chance)) if ended.chance else (),
+        ended.checkpoints,
     )
 
 
@@ -128,6 +135,8 @@ def _script_call(store: Store, call: CallRecord) -> ScriptCall:
             replayed=call.id,
         ),
         fault=_fault(call),
+        streamed=call.streamed,
+        integration=call.integration,
     )
 
 

@@ -57,12 +57,18 @@ class Tape:
         """Whether results are kept at all; not in an episode without an end."""
         self._lock = threading.Lock()
         self._kept: list[Given] = []
-        self._given: dict[tuple[str, str], deque[Any]] = {}
+        self._given: dict[tuple[str, str], deque[Given]] = {}
 
     def give(self, results: Sequence[Given]) -> None:
         """Give these results again, to the same tool with the same arguments, in the order in which they were asked."""
         for one in sorted(results, key=lambda one: one.started):
-            self._given.setdefault((one.name, one.arguments), deque()).append(one.value)
+            self._given.setdefault((one.name, one.arguments), deque()).append(one)
+
+    def skip(self, until: float) -> None:
+        """Do not give what was recorded before `until` (seconds since the epoch): it is not asked this time."""
+        with self._lock:
+            for key, queue in self._given.items():
+                self._given[key] = deque(one for one in queue if one.started >= until)
 
     @contextmanager
     def using(self, name: str, arguments: Any) -> Iterator[ToolUse]:
@@ -70,7 +76,7 @@ class Tape:
         digest = address(_canonical(arguments))
         with self._lock:
             given = self._given.get((name, digest))
-            use = ToolUse(name, True, given.popleft()) if given else ToolUse(name)
+            use = ToolUse(name, True, given.popleft().value) if given else ToolUse(name)
         token = tool_at_work.set(use)
         try:
             yield use

@@ -8,6 +8,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from cotune.context import current_episode
+from cotune.integrations.langgraph import resume
+from cotune.integrations.langgraph.resume import own_thread
 from cotune.integrations.versions import missing_hook
 
 starting: ContextVar[Any] = ContextVar("cotune_graph", default=None)
@@ -24,16 +26,17 @@ def install() -> None:
     stream, astream = Pregel.stream, Pregel.astream
 
     @functools.wraps(stream)
-    def named_stream(self: Any, *args: Any, **options: Any) -> Iterator[Any]:
-        parts = stream(self, *args, **options)
+    def named_stream(self: Any, input: Any, config: Any = None, **options: Any) -> Iterator[Any]:
+        parts = stream(self, input, own_thread(self, config), **options)
         return parts if current_episode.get() is None else _started(self, parts)
 
     @functools.wraps(astream)
-    def named_astream(self: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
-        parts = astream(self, *args, **options)
+    def named_astream(self: Any, input: Any, config: Any = None, **options: Any) -> AsyncIterator[Any]:
+        parts = astream(self, input, own_thread(self, config), **options)
         return parts if current_episode.get() is None else _Astarted(self, parts)
 
     Pregel.stream, Pregel.astream = named_stream, named_astream
+    resume.install(Pregel)
 
 
 def _started(graph: Any, parts: Any) -> Iterator[Any]:

@@ -127,6 +127,7 @@ def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
         caller = CallerContext(role_of(made), NAME, state=made.state, read=tuple(read), output=output)
     else:
         caller.read, caller.output = (*caller.read, *read), output
+    caller.checkpoint = _checkpoint(var_child_runnable_config.get())
     known.callers[run.run_id.int] = caller
     current_caller.set(caller)
 
@@ -177,7 +178,18 @@ def _node_scope() -> CallerContext | None:
         return None
     run = GraphRun.model(_here(_runs(episode), config), config.get("metadata") or {}, current_middleware.get())
     role = role_of(run)
-    return CallerContext(role, NAME, state=run.state, scope_id=_node_of(run)) if role != "app" else None
+    if role == "app":
+        return None
+    return CallerContext(role, NAME, state=run.state, scope_id=_node_of(run), checkpoint=_checkpoint(config))
+
+
+def _checkpoint(config: Any) -> tuple[str, str, str] | None:
+    """Thread, checkpoint of the outermost graph, and namespace of the node whose code runs here."""
+    known = (config or {}).get("configurable") or {}
+    checkpoint = (known.get("checkpoint_map") or {}).get("")
+    if not checkpoint or not known.get("__pregel_checkpointer") or not known.get("thread_id"):
+        return None
+    return str(known["thread_id"]), checkpoint, str(known.get("checkpoint_ns") or "")
 
 
 def _entered_within(run: GraphRun) -> CallerContext | None:

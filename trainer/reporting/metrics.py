@@ -73,8 +73,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     replay: dict[str, int] = {}
     """Under a replay plan: calls that were forked, those that could not be as the record cannot repeat what was before
-    (`unrepeatable`), branches, and how many of them diverged; calls of branches that the policies were expected to
-    answer (`budget`), did answer (`sampled`), and that were answered from the record (`repeated`)."""
+    (`unrepeatable`), branches, how many of them diverged, and how many went on from a checkpoint (`resumed`); calls of
+    branches that the policies were expected to answer (`budget`), did answer (`sampled`), and that were answered from
+    the record (`repeated`)."""
 
 
 def moved(updates: Updates) -> list[str]:
