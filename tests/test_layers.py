@@ -18,7 +18,7 @@ CORE = sorted((ROOT / "core").rglob("*.py"))
 FRONT_DOOR = {
     "__init__.py",
     "types.py",
-    *(f"cli/{name}.py" for name in ("fields", "records", "replay", "rewards", "serve", "trace", "train")),
+    *(f"cli/{name}.py" for name in ("fields", "records", "replay", "rewards", "serve", "trace", "train", "view")),
 }
 """Modules of core that may import to the right: in functions, and for type checkers."""
 FOREIGN_IN_CORE = {"msgspec", "numpy"}

@@ -18,6 +18,7 @@ from cotune.cli.replay import add_replay
 from cotune.cli.rewards import add_judge, add_score
 from cotune.cli.serve import add_export, add_gateway, add_serve
 from cotune.cli.train import add_check, add_doctor, add_eval, add_trace, add_train
+from cotune.cli.view import add_report, add_view
 from cotune.errors import CotuneError
 from cotune.runtime.process_exit import leave, own_process
 from cotune.runtime.user_code import origin
@@ -35,6 +36,8 @@ _DESCRIPTION = """Train the agents you already have.
   cotune gateway --upstream https://api.openai.com/v1              record applications in other processes and languages
   cotune replay runs/r1 --episode ID --call 2                      one episode again, from a call on
   cotune show   runs/r1                                            episodes, calls, groups, what was left out
+  cotune view   runs/r1 runs/r2                                    the same in the browser, with curves
+  cotune report runs/r1 --out report.html                          one file to send to somebody
   cotune judge  runs/r1 --labels labels.jsonl                      how far a judge agrees with people
   cotune score  runs/traced app:solve                              rewards of what was recorded, by the scorers of today
 
@@ -43,7 +46,7 @@ _DESCRIPTION = """Train the agents you already have.
 
 _APPLICATIONS = (add_check, add_doctor, add_trace, add_train, add_eval, add_replay)
 _SERVICES = (add_export, add_serve, add_gateway)
-_RECORDS = (add_show, add_judge, add_score, add_otel, add_sft)
+_RECORDS = (add_show, add_view, add_report, add_judge, add_score, add_otel, add_sft)
 
 
 def parser() -> argparse.ArgumentParser:

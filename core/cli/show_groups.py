@@ -12,15 +12,13 @@ from rich.text import Text
 
 from cotune.algorithms.advantages import FLAT
 from cotune.algorithms.attribution import attribute
-from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect, failure_reward
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.groups import build_groups
 from cotune.algorithms.prepare import prepare
-from cotune.algorithms.recipes import USUAL, Recipe
+from cotune.algorithms.recipes import Recipe
+from cotune.algorithms.run_recipe import config_of, recipe_of
 from cotune.errors import GroupError
-from cotune.sampling.plans import PlanKind
-from cotune.storage.run_layout import RunConfig, is_run, read_run
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tables import BAD, QUIET, grid, plural, warn
 
@@ -67,24 +65,6 @@ def show_groups(store: SqliteStore, limit: int) -> Iterable[RenderableType]:
     yield _reasons(counts)
     for problem in dict.fromkeys(counts.problems):
         yield Text(problem, style=BAD)
-
-
-def recipe_of(store: SqliteStore) -> tuple[Recipe, str]:
-    """The run's recipe as its run.json tells, else the default one for the plan that the records look like."""
-    several = store.rows("SELECT 1 FROM calls WHERE json_array_length(candidates) > 1 LIMIT 1")
-    plan: PlanKind = "tree" if several else "independent"
-    config = config_of(store)
-    plan = config.plan.kind or plan
-    name = config.recipe or USUAL[plan]
-    settings = {"plan": plan, "alpha": config.alpha, **config.overrides}
-    source = "as the run was configured" if is_run(store.path.parent) else "as the records suggest"
-    return recipe(name, **settings), f"plan {plan}, recipe {name}, {source}"
-
-
-def config_of(store: SqliteStore) -> RunConfig:
-    """The configuration of the run that the records belong to; the defaults where they belong to none."""
-    folder = store.path.parent
-    return read_run(folder).config if is_run(folder) else RunConfig()
 
 
 def _count(

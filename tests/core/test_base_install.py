@@ -6,6 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.core.installed import ROOT, install
@@ -69,6 +70,22 @@ def test_the_wheel_has_every_module(base_environment: Path) -> None:
     assert (installed / "py.typed").exists()
 
 
+def test_the_viewer_needs_its_extra_alone(wheel: Path, folder: Path, tmp_path: Path) -> None:
+    environment = install(wheel, tmp_path / "venv", "view")
+    done = cotune(environment, folder, "report", "traced", "--out", str(tmp_path / "report.html"))
+    assert done.stdout.startswith("wrote ") and "uPlot" in (tmp_path / "report.html").read_text(), done.stderr
+    command = [environment / "cotune", "view", "traced", "--port", "0"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout
+        url = server.stdout.readline().removeprefix("Open ").strip()
+        try:
+            assert "team" in httpx.get(url, follow_redirects=True).text
+            assert all(httpx.get(f"{url}static/{name}").status_code == 200 for name in ("uplot.js", "viewer.css"))
+        finally:
+            server.terminate()
+    assert server.returncode == 0
+
+
 def test_the_readme_example_is_checked(wheel: Path, tmp_path: Path) -> None:
     environment = install(wheel, tmp_path / "venv", "langgraph")
     example = re.search(r"```python\n(import cotune\n.*?)```", (ROOT / "README.md").read_text(), re.S)
@@ -113,6 +130,8 @@ def test_works_without_an_extra(
         (("eval", *RUN, "--run", "traced"), "train"),
         (("serve", "./nowhere"), "train"),
         (("gateway", "--upstream", "http://127.0.0.1:9"), "gateway"),
+        (("view", "traced"), "view"),
+        (("report", "traced", "--out", "report.html"), "view"),
         (("otel", "export", "traced", "--endpoint", "http://127.0.0.1:9"), "otel"),
         (("trace", *RUN, "--out", "other", "--otlp", "http://127.0.0.1:9"), "otel"),
     ],

@@ -1,0 +1,222 @@
+"""Curves of a run's metrics, step by step, and of several runs over each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cotune.integrations.viewer.opened import OpenedRun
+
+
+class Series(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a chart: `values` by step of the chart, None where there is none. `low` and `high` bound its 95%
+    interval."""
+
+    label: str
+    run: str
+    values: list[float | None]
+    low: list[float | None] | None = None
+    high: list[float | None] | None = None
+
+
+class Chart(msgspec.Struct, frozen=True, kw_only=True):
+    """A chart: the steps on its x axis and its lines. `help` says what it tells. `phase` are the episodes behind it."""
+
+    id: str
+    title: str
+    help: str
+    section: str
+    steps: list[int]
+    series: list[Series]
+    percent: bool = False
+    phase: str = "train"
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """A figure by role or policy: its name in metrics.jsonl, its title, and what it tells."""
+
+    name: str
+    title: str
+    help: str
+    percent: bool = False
+
+
+BY_ROLE = (
+    Metric("reward", "Reward", "Mean reward of the role's candidates, as the recipe mixes it. Should rise."),
+    Metric(
+        "group_spread",
+        "Group spread",
+        "Standard deviation of rewards within a group. At 0 there is nothing to compare, and nothing to learn.",
+    ),
+    Metric("zero_variance", "Groups without spread", "Share of groups whose rewards are all equal.", True),
+    Metric(
+        "entropy",
+        "Entropy",
+        "How undecided the policy is, in nats per token. It falls as it learns; near 0 it explores no more.",
+    ),
+    Metric("clip_share", "Clip share", "Share of tokens whose update was bounded by the clip.", True),
+    Metric(
+        "sampler_gap_mean",
+        "Sampler/trainer gap",
+        "Mean |log p of the sampler - log p of the trainer| per token. Should stay near 0: then training is exact.",
+    ),
+    Metric("kl", "KL", "Distance to the reference policy, in nats per token."),
+    Metric("tokens_mean", "Answer length", "Mean tokens of an answer. A rise without reward is a bad sign."),
+    Metric("prompt_tokens_mean", "Prompt length", "Mean tokens of a prompt."),
+    Metric("truncated", "Cut at the limit", "Share of answers cut at their length limit.", True),
+    Metric("held_out_loss", "Held-out loss", "Loss on records that are not trained on, in nats per token."),
+    Metric("accuracy", "Pairs ranked right", "Share of pairs in which the better answer is the more likely one.", True),
+    Metric("margin", "Margin of pairs", "How much more likely the better answer of a pair is, in nats."),
+)
+BY_POLICY = (
+    Metric("loss", "Loss", "What the update lowers; its level says little, a jump much."),
+    Metric("grad_norm", "Gradient norm", "Length of the gradient before it is bounded. Spikes are a bad sign."),
+    Metric("lr", "Learning rate", "Of the step's update."),
+)
+_MOST_LEFT_OUT = 6
+
+
+def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
+    """All charts that some of these runs have figures for."""
+    several = len(runs) > 1
+    found = [
+        _held_out(runs, "success", "Success on held-out tasks", True),
+        _held_out(runs, "reward", "Reward on held-out tasks", False),
+        *_outcomes(runs),
+    ]
+    for metric in BY_ROLE:
+        found.append(_by_name(runs, "roles", metric, "Roles", several))
+    for metric in BY_POLICY:
+        found.append(_by_name(runs, "policies", metric, "Policies", several))
+    found += [
+        _table(runs, "seconds", "Seconds by phase", "Where the time of a step goes.", "The run", several),
+        _figure(runs, "tokens_per_s", "Tokens per second", "Sampled tokens of trained roles, over the whole step."),
+        _table(
+            runs,
+            "left_out",
+            "Left out, by reason",
+            "Candidates that were not trained on. The page of groups explains the reasons.",
+            "The run",
+            several,
+            most=_MOST_LEFT_OUT,
+        ),
+        _figure(runs, "failed", "Failed episodes", "Episodes that ended in an error."),
+        _figure(runs, "rows", "Candidates trained on", "Rows of the update."),
+    ]
+    return [chart for chart in found if chart is not None]
+
+
+def _chart(
+    runs: Sequence[OpenedRun], lines: Iterable[tuple[str, OpenedRun, Mapping[int, Any]]], **about: Any
+) -> Chart | None:
+    """A chart of lines, each a label, its run and values by step; None where no value is a number."""
+    known = [(label, run, found) for label, run, by_step in lines if (found := _numbers(by_step))]
+    steps = sorted({step for _, _, found in known for step in found})
+    if not steps:
+        return None
+    series = [
+        Series(label=label, run=run.name, values=[found.get(step) for step in steps]) for label, run, found in known
+    ]
+    return Chart(id=_id(about["section"], about["title"]), steps=steps, series=series, **about)
+
+
+def _held_out(runs: Sequence[OpenedRun], name: str, title: str, percent: bool) -> Chart | None:
+    def values(run: OpenedRun, key: str) -> dict[int, float]:
+        return _numbers({line["step"]: line.get("held_out", {}).get(key) for line in run.metrics})
+
+    text = "One episode for each held-out task, single samples, nothing selected; the band is its 95% interval."
+    chart = _chart(
+        runs,
+        [(run.name if len(runs) > 1 else name, run, values(run, name)) for run in runs],
+        title=title,
+        help=text,
+        section="Outcome",
+        percent=percent,
+        phase="eval",
+    )
+    if chart is None:
+        return None
+    bands = []
+    by_name = {run.name: run for run in runs}
+    for series in chart.series:
+        low, high = (values(by_name[series.run], f"{name}_{end}") for end in ("low", "high"))
+        bounds = {end: [of.get(s) for s in chart.steps] for end, of in (("low", low), ("high", high))}
+        bands.append(msgspec.structs.replace(series, **bounds) if low and high else series)
+    return msgspec.structs.replace(chart, series=bands)
+
+
+def _outcomes(runs: Sequence[OpenedRun]) -> Iterable[Chart | None]:
+    names = sorted(
+        {name for run in runs for line in run.metrics for name in line["outcome"]}, key=lambda n: (n != "success", n)
+    )
+    for name in names:
+        path = next((line["path"] for run in runs for line in run.metrics if line.get("path")), "single samples")
+        yield _chart(
+            runs,
+            [
+                (
+                    run.name if len(runs) > 1 else name,
+                    run,
+                    {line["step"]: line["outcome"].get(name) for line in run.metrics},
+                )
+                for run in runs
+            ],
+            title=f"{name.capitalize()} in training",
+            help=f"Mean over the step's episodes, of {path}; failed ones count.",
+            section="Outcome",
+            percent=name == "success",
+        )
+
+
+def _by_name(runs: Sequence[OpenedRun], table: str, metric: Metric, section: str, several: bool) -> Chart | None:
+    lines = []
+    for run in runs:
+        for name in sorted({name for line in run.metrics for name in line.get(table, {})}):
+            by_step = {line["step"]: line.get(table, {}).get(name, {}).get(metric.name) for line in run.metrics}
+            lines.append((f"{run.name} · {name}" if several else name, run, by_step))
+    chart = _chart(runs, lines, title=metric.title, help=metric.help, section=section, percent=metric.percent)
+    return None if chart is None or _all_zero(chart) else chart
+
+
+def _table(
+    runs: Sequence[OpenedRun], name: str, title: str, text: str, section: str, several: bool, most: int | None = None
+) -> Chart | None:
+    lines = []
+    for run in runs:
+        totals: dict[str, float] = {}
+        for line in run.metrics:
+            for key, value in line.get(name, {}).items():
+                totals[key] = totals.get(key, 0) + value
+        for key in sorted(totals, key=lambda key: -totals[key])[:most]:
+            by_step = {line["step"]: line.get(name, {}).get(key, 0) for line in run.metrics}
+            lines.append((f"{run.name} · {key}" if several else key, run, by_step))
+    return _chart(runs, lines, title=title, help=text, section=section)
+
+
+def _figure(runs: Sequence[OpenedRun], name: str, title: str, text: str) -> Chart | None:
+    lines = [
+        (run.name if len(runs) > 1 else name, run, {line["step"]: line.get(name) for line in run.metrics})
+        for run in runs
+    ]
+    chart = _chart(runs, lines, title=title, help=text, section="The run")
+    return None if chart is None or _all_zero(chart) else chart
+
+
+def _all_zero(chart: Chart) -> bool:
+    return not any(value for series in chart.series for value in series.values)
+
+
+def _numbers(by_step: Mapping[int, Any]) -> dict[int, float]:
+    """Values that a chart can show."""
+    return {
+        step: float(value)
+        for step, value in by_step.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+def _id(section: str, title: str) -> str:
+    return "-".join(f"{section} {title}".lower().replace("/", " ").replace(",", "").split())

@@ -1,0 +1,159 @@
+"""Runs and records files that are looked at: opened for reading only, and read again when they have changed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cotune.errors import CotuneError, RunError
+from cotune.storage.run_layout import RECORDS, RunLayout, is_run, read_metrics, read_run_json
+from cotune.storage.sqlite_store import SqliteStore
+
+MOST_RUNS = 200
+"""Runs that are opened of a folder, the newest ones."""
+
+
+class OpenedRun:
+    """A run folder, or a records file by itself. `name` is what its addresses and labels say."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        """Raises RunError where there is neither a run nor a records file, or the records cannot be read."""
+        self.name = name
+        self.path = path.absolute()
+        self.folder = self.path if self.path.is_dir() else None
+        self.is_run = self.folder is not None and is_run(self.folder)
+        self._records = self.path / RECORDS if self.folder else self.path
+        self._store: SqliteStore | None = None
+        self._lock = threading.Lock()
+        self._lines: tuple[Any, list[dict[str, Any]]] = (None, [])
+        self._description: tuple[Any, dict[str, Any]] = (None, {})
+        if not self.is_run and not self._records.is_file():
+            raise RunError(f"{path} is neither a run nor a records file.", "Name a folder that cotune wrote.")
+        self.store  # noqa: B018
+
+    @property
+    def store(self) -> SqliteStore | None:
+        """The records; None while the run has none, as one that learns from other records."""
+        with self._lock:
+            if self._store is None and self._records.is_file():
+                self._store = SqliteStore.open(self._records, read_only=True)
+            return self._store
+
+    def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
+        """Rows of a SELECT on the records; none where there are no records."""
+        return self.store.rows(sql, parameters) if self.store else []
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl by step; of a step that was done again, the last."""
+        if not self.is_run:
+            return []
+        stamp = _stamp(RunLayout(self.path).metrics)
+        if self._lines[0] != stamp:
+            found = {line["step"]: line for line in read_metrics(self.path)}
+            self._lines = (stamp, [found[step] for step in sorted(found)])
+        return self._lines[1]
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """run.json; empty for records by themselves."""
+        if not self.is_run:
+            return {}
+        stamp = _stamp(RunLayout(self.path).run_json)
+        if self._description[0] != stamp:
+            self._description = (stamp, read_run_json(self.path))
+        return self._description[1]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration of the run; empty for records by themselves."""
+        found = self.description.get("config")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def state(self) -> str:
+        """`finished`, `under way` or `stopped` for a run; `recording` or `records` for a records file."""
+        steps, done = self.config.get("steps"), len(self.metrics)
+        if self.is_run and isinstance(steps, int) and done and self.metrics[-1]["step"] + 1 >= steps:
+            return "finished"
+        records_lock = self._records.with_name(f"{self._records.name}.lock")
+        lock = self.path / "lock" if self.is_run else records_lock
+        if _alive(lock):
+            return "under way" if self.is_run else "recording"
+        return "stopped" if self.is_run else "records"
+
+    @property
+    def stamp(self) -> str:
+        """Changes when a step or a record is added."""
+        counts = self.rows("SELECT (SELECT max(rowid) FROM calls), (SELECT max(rowid) FROM episodes)")
+        return "-".join(map(str, (*(counts[0] if counts else ()), *(_stamp(RunLayout(self.path).metrics) or ()))))
+
+    def close(self) -> None:
+        """Close the records."""
+        if self._store:
+            self._store.close()
+
+
+def open_runs(paths: Iterable[str | Path]) -> list[OpenedRun]:
+    """Open runs, records files, and the runs in folders of them. Raises RunError when there is nothing to open."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        found += [path] if _is_source(path) else _inside(path)
+    names: dict[str, Path] = {}
+    for path in found:
+        names.setdefault(_name(path, names), path)
+    opened: list[OpenedRun] = []
+    try:
+        for name, path in names.items():
+            opened.append(OpenedRun(path, name))
+    except CotuneError:
+        for run in opened:
+            run.close()
+        raise
+    return opened
+
+
+def _inside(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise RunError(f"There is no run at {folder}.", "Name a run folder, a records file, or a folder of runs.")
+    found = [path for path in folder.iterdir() if path.is_dir() and _is_source(path)]
+    if not found:
+        raise RunError(
+            f"{folder} holds no run and no records.", "Name a folder that cotune train or cotune trace wrote."
+        )
+    return sorted(sorted(found, key=lambda path: path.stat().st_mtime)[-MOST_RUNS:])
+
+
+def _is_source(path: Path) -> bool:
+    return path.is_file() or is_run(path) or (path / RECORDS).is_file()
+
+
+def _name(path: Path, taken: Mapping[str, Path]) -> str:
+    absolute = path.absolute()
+    plain = absolute.parent.name if absolute.name == RECORDS else absolute.name
+    wanted, number = plain or "run", 2
+    while wanted in taken and taken[wanted].absolute() != absolute:
+        wanted, number = f"{plain}-{number}", number + 1
+    return wanted
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+def _alive(lock: Path) -> bool:
+    """Whether the process that a lock names is there."""
+    try:
+        os.kill(int(lock.read_text()), 0)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True

@@ -1,0 +1,254 @@
+"""What a run comes to: success with its interval, rewards, tokens, cost, what failed, and how it was configured."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from cotune.algorithms.recipes import USUAL
+from cotune.integrations.viewer.opened import OpenedRun
+from cotune.integrations.viewer.queries import SUCCESS
+
+Prices = Mapping[str, tuple[float, float]]
+"""Money per million tokens of prompts and completions, by model."""
+_Z = 1.959964
+"""Two-sided 95% of the normal distribution."""
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure with its 95% interval, and of how many episodes it is; `low` and `high` None where unknown."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure at the beginning and at the end of a run, with its name and a sentence on what it is."""
+
+    name: str
+    what: str
+    first: Share
+    last: Share | None = None
+    percent: bool = False
+
+
+class Use(msgspec.Struct, kw_only=True):
+    """What the calls of a role took. `cost` is None where no price is known of a model of its."""
+
+    calls: int = 0
+    failed: int = 0
+    prompt: int = 0
+    completion: int = 0
+    models: Counter[str] = msgspec.field(default_factory=Counter)
+    cost: float | None = None
+
+
+class Totals:
+    """Tokens by role and model, summed once: a call is never changed, so only new ones are read."""
+
+    def __init__(self, run: OpenedRun) -> None:
+        self._run = run
+        self._until = 0
+        self._sums: dict[tuple[str, str], list[int]] = {}
+        self._lock = threading.Lock()
+
+    def by_role(self, prices: Prices) -> dict[str, Use]:
+        """What each role used; with its cost where each of its models has a price."""
+        with self._lock:
+            self._read()
+            sums = {key: list(values) for key, values in self._sums.items()}
+        found: dict[str, Use] = {}
+        for (role, model), (calls, failed, prompt, completion) in sums.items():
+            use = found.setdefault(role, Use())
+            use.calls, use.failed = use.calls + calls, use.failed + failed
+            use.prompt, use.completion = use.prompt + prompt, use.completion + completion
+            use.models[model] += calls
+        for role, use in found.items():
+            if use.models.keys() <= prices.keys():
+                use.cost = sum(
+                    (prices[model][0] * s[2] + prices[model][1] * s[3]) / 1e6
+                    for (of, model), s in sums.items()
+                    if of == role
+                )
+        return dict(sorted(found.items()))
+
+    def _read(self) -> None:
+        newest = self._run.rows("SELECT coalesce(max(rowid), 0) FROM calls")
+        until = newest[0][0] if newest else 0
+        if until <= self._until:
+            return
+        sql = """SELECT role, CASE WHEN json_valid(body) THEN coalesce(json_extract(body, '$.model'), '') ELSE '' END,
+                 count(*), sum(status != 'ok'), sum(prompt_tokens), sum(completion_tokens)
+                 FROM calls WHERE rowid > ? AND rowid <= ? GROUP BY 1, 2"""
+        for role, model, *values in self._run.rows(sql, (self._until, until)):
+            sums = self._sums.setdefault((str(role), str(model)), [0, 0, 0, 0])
+            for place, value in enumerate(values):
+                sums[place] += value or 0
+        self._until = until
+
+
+def wilson(successes: float, n: int) -> Share:
+    """A share of `n` with its 95% Wilson score interval (Wilson 1927, JASA 22, 209-212)."""
+    p, z2 = successes / n, _Z * _Z
+    centre, half = p + z2 / (2 * n), _Z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    low, high = (centre - half) / (1 + z2 / n), (centre + half) / (1 + z2 / n)
+    return Share(value=p, low=max(0.0, low), high=min(1.0, high), n=n)
+
+
+def headline(run: OpenedRun) -> list[Change]:
+    """What a run comes to, the most telling first. The outcome of a path chosen among candidates is not that of
+    one sample, and stands last."""
+    outcomes, rewards = _outcomes(run), _role_rewards(run)
+    single = run.metrics and run.metrics[-1].get("path") in ("", "single samples")
+    found = [*_held_out(run), *(outcomes if single else rewards), *(rewards if single else outcomes)]
+    return found or _recorded(run)
+
+
+def _held_out(run: OpenedRun) -> list[Change]:
+    lines = [line["held_out"] for line in run.metrics if line.get("held_out")]
+    what = {"success": "share of held-out tasks solved", "reward": "mean reward on held-out tasks"}
+    found = []
+    for name, text in what.items():
+        having = [line for line in lines if name in line]
+        if having:
+            shares = [
+                Share(
+                    value=line[name],
+                    low=line.get(f"{name}_low"),
+                    high=line.get(f"{name}_high"),
+                    n=int(line["episodes"]),
+                )
+                for line in (having[0], having[-1])
+            ]
+            last = shares[1] if len(having) > 1 else None
+            found.append(
+                Change(name=f"held-out {name}", what=text, first=shares[0], last=last, percent=name == "success")
+            )
+    return found
+
+
+def _outcomes(run: OpenedRun) -> list[Change]:
+    lines = run.metrics
+    if not lines:
+        return []
+    found = []
+    names = [name for name in lines[-1]["outcome"] if lines[-1]["outcome"][name] is not None]
+    for name in sorted(names, key=lambda name: name != "success"):
+        having = [line for line in lines if line["outcome"].get(name) is not None]
+        shares = [_outcome_share(name, line) for line in (having[0], having[-1])]
+        path = lines[-1].get("path") or "single samples"
+        what = f"in training, of {path}"
+        last = shares[1] if len(having) > 1 else None
+        found.append(Change(name=name, what=what, first=shares[0], last=last, percent=name == "success"))
+    return found
+
+
+def _outcome_share(name: str, line: Mapping[str, Any]) -> Share:
+    value, n = float(line["outcome"][name]), int(line["episodes"])
+    return wilson(value * n, n) if name == "success" and n and 0 <= value <= 1 else Share(value=value, n=n)
+
+
+def _role_rewards(run: OpenedRun) -> list[Change]:
+    lines = run.metrics
+    found = []
+    for role in sorted({role for line in lines for role in line["roles"]}):
+        having = [line["roles"][role]["reward"] for line in lines if "reward" in line["roles"].get(role, {})]
+        if having:
+            last = Share(value=having[-1]) if len(having) > 1 else None
+            what = "mean reward of the role's candidates"
+            found.append(Change(name=f"reward of {role}", what=what, first=Share(value=having[0]), last=last))
+    return found
+
+
+def _recorded(run: OpenedRun) -> list[Change]:
+    """The same of records without a training."""
+    sql = f"SELECT sum({SUCCESS}), sum({SUCCESS} IS NOT NULL) FROM episodes WHERE status != 'cancelled'"
+    found = []
+    for good, n in run.rows(sql):
+        if n:
+            what = "share of recorded episodes that solved their task"
+            found.append(Change(name="success", what=what, first=wilson(float(good), n), percent=True))
+    sql = """SELECT name, avg(value), count(*) FROM episodes JOIN rewards ON target = episodes.id
+             GROUP BY name ORDER BY name LIMIT 4"""
+    for name, value, n in run.rows(sql):
+        if value is not None:
+            what = "mean reward of recorded episodes"
+            found.append(Change(name=str(name), what=what, first=Share(value=value, n=n)))
+    return found
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """A run on one line."""
+
+    recipe: str
+    plan: str
+    model: str
+    workflow: str
+    steps: str
+    seconds: float
+    judge_cost: float
+    created: str
+    episodes: int
+    calls: int
+
+
+def facts(run: OpenedRun) -> Facts:
+    """What a run is, from its configuration and its metrics."""
+    config, lines = run.config, run.metrics
+    counts = run.rows("SELECT (SELECT count(*) FROM episodes), (SELECT count(*) FROM calls)")
+    episodes, calls = counts[0] if counts else (0, 0)
+    kind = (config.get("plan") or {}).get("kind") or _plan_of(lines)
+    usual = {str(plan): recipe for plan, recipe in USUAL.items()}
+    total = config.get("steps")
+    return Facts(
+        recipe=str(config.get("recipe") or usual.get(kind, "")),
+        plan=str(kind),
+        model=str(run.description.get("model") or config.get("model") or ""),
+        workflow=str(run.description.get("workflow") or ""),
+        steps=f"{len(lines)} of {total}" if total else str(len(lines) or ""),
+        seconds=sum(sum(line.get("seconds", {}).values()) for line in lines),
+        judge_cost=sum(line.get("counters", {}).get("judge.cost", 0.0) for line in lines),
+        created=str(run.description.get("created") or ""),
+        episodes=episodes,
+        calls=calls,
+    )
+
+
+def _plan_of(lines: list[dict[str, Any]]) -> str:
+    """The plan where none was configured: only under `tree` was a path chosen among candidates."""
+    if not lines or "path" not in lines[-1]:
+        return ""
+    return "independent" if lines[-1]["path"] == "single samples" else "tree"
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """Something that went wrong, how often, and where the page of it is."""
+
+    text: str
+    count: int
+    query: dict[str, str] = {}
+
+
+def troubles(run: OpenedRun) -> list[Trouble]:
+    """Causes of failed episodes, the commonest first, records that are lost, and what the last step noted."""
+    sql = """SELECT phase, coalesce(json_extract(body, '$.error'), 'no reason recorded') AS cause, count(*) AS times
+             FROM episodes WHERE status = 'error' GROUP BY 1, 2 ORDER BY times DESC, cause LIMIT 3"""
+    found = [
+        Trouble(f"episodes of {phase} failed: {str(cause).splitlines()[0][:300]}", times, {"status": "error"})
+        for phase, cause, times in run.rows(sql)
+    ]
+    if run.store:
+        counters = run.store.counters()
+        texts = {"lost": "records were lost", "refused": "late rewards were refused"}
+        found += [Trouble(text, counters[name]) for name, text in texts.items() if counters[name]]
+    for line in run.metrics[-1:]:
+        found += [Trouble(str(note), 1) for note in line.get("notes") or ()]
+        found += [Trouble(f"policy {name} was not updated: {why}", 1) for name, why in line.get("stayed", {}).items()]
+    return found

@@ -1,0 +1,199 @@
+"""What pages show of the records, by SQL: a page at a time, by id, so that none costs more in a long run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from cotune.integrations.viewer.opened import OpenedRun
+
+PAGE = 50
+"""Episodes of a page."""
+SEARCH_SECONDS = 0.6
+"""How long one page searches in texts before it says how far it came."""
+_CHUNK = 400
+SUCCESS = "iif(json_valid(metrics), json_extract(metrics, '$.success'), NULL)"
+
+
+class Filters(msgspec.Struct, frozen=True, kw_only=True):
+    """Which episodes; what is empty or None does not matter. `q` is text that a prompt or an answer holds."""
+
+    q: str = ""
+    phase: str = ""
+    status: str = ""
+    role: str = ""
+    task: str = ""
+    step: int | None = None
+    low: float | None = None
+    high: float | None = None
+
+    def query(self, **changes: Any) -> dict[str, str]:
+        """As parameters of an address."""
+        fields = {**msgspec.structs.asdict(self), **changes}
+        return {name: str(value) for name, value in fields.items() if value not in ("", None)}
+
+
+class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the list of episodes."""
+
+    id: str
+    task: str
+    phase: str
+    step: int | None
+    status: str
+    calls: int
+    latency: float
+    error: str
+    success: float | None
+    rewards: Mapping[str, float]
+
+
+class EpisodePage(msgspec.Struct, frozen=True, kw_only=True):
+    """One page of episodes, the newest first. `after` leads to the next page; `searched` tells how far texts were
+    searched where it is not the end."""
+
+    rows: tuple[EpisodeRow, ...]
+    after: str = ""
+    searched: int | None = None
+
+
+_FIELDS = f"""id, task, phase, training_step, status, coalesce(json_extract(body, '$.calls'), 0),
+    coalesce(json_extract(body, '$.latency'), 0), json_extract(body, '$.error'), {SUCCESS}"""
+
+
+def episodes(run: OpenedRun, filters: Filters, before: str = "") -> EpisodePage:
+    """The page of episodes that begins below the id `before`."""
+    if run.store is None:
+        return EpisodePage(rows=())
+    where, asked = _where(filters)
+    if filters.q:
+        return _searched(run, where, asked, filters.q, before)
+    found = _select(run, where, asked, before, PAGE + 1)
+    return EpisodePage(rows=_rows(run, found[:PAGE]), after=found[PAGE - 1][0] if len(found) > PAGE else "")
+
+
+def neighbours(run: OpenedRun, episode: str) -> tuple[str, str]:
+    """The ids of the episodes before and after one, empty at the ends."""
+    older = run.rows("SELECT max(id) FROM episodes WHERE id < ?", (episode,))
+    newer = run.rows("SELECT min(id) FROM episodes WHERE id > ?", (episode,))
+    return (older[0][0] or "", newer[0][0] or "") if older else ("", "")
+
+
+def open_episodes(run: OpenedRun, limit: int = 20) -> list[tuple[str, int]]:
+    """Episodes without an end, the newest first, with their calls: under way, or interrupted."""
+    sql = """SELECT episode, count(*) FROM calls WHERE episode NOT IN (SELECT id FROM episodes)
+             GROUP BY episode ORDER BY episode DESC LIMIT ?"""
+    return [(str(id), calls) for id, calls in run.rows(sql, (limit,))]
+
+
+def choices(run: OpenedRun) -> dict[str, list[Any]]:
+    """What the filters may be set to: phases, roles."""
+    phases = run.rows("SELECT DISTINCT phase FROM episodes ORDER BY 1")
+    return {"phase": [phase for (phase,) in phases], "role": roles(run)}
+
+
+def roles(run: OpenedRun) -> list[str]:
+    """Roles of the latest thousand calls, and of the metrics, in the order of their names."""
+    found = run.rows("SELECT DISTINCT role FROM (SELECT role FROM calls ORDER BY rowid DESC LIMIT 1000)")
+    trained = {role for line in run.metrics[-1:] for role in line["roles"]}
+    return sorted({str(role) for (role,) in found} | trained)
+
+
+def _where(filters: Filters) -> tuple[list[str], list[Any]]:
+    where: list[str] = []
+    asked: list[Any] = []
+    for column, value in (
+        ("phase", filters.phase),
+        ("status", filters.status),
+        ("task", filters.task),
+        ("training_step", filters.step),
+    ):
+        if value not in ("", None):
+            where.append(f"{column} = ?")
+            asked.append(value)
+    if filters.role:
+        where.append("EXISTS (SELECT 1 FROM calls WHERE calls.episode = episodes.id AND role = ?)")
+        asked.append(filters.role)
+    for sign, bound in ((">=", filters.low), ("<=", filters.high)):
+        if bound is not None:
+            where.append(f"(SELECT sum(value) FROM rewards WHERE target = episodes.id) {sign} ?")
+            asked.append(bound)
+    return where, asked
+
+
+def _select(run: OpenedRun, where: Iterable[str], asked: Iterable[Any], before: str, limit: int) -> list[Any]:
+    conditions = [*where, *(["id < ?"] if before else [])]
+    sql = f"SELECT {_FIELDS} FROM episodes {'WHERE ' + ' AND '.join(conditions) if conditions else ''}"
+    return run.rows(f"{sql} ORDER BY id DESC LIMIT ?", (*asked, *([before] if before else []), limit))
+
+
+def _rows(run: OpenedRun, found: list[Any]) -> tuple[EpisodeRow, ...]:
+    rewards = run.store.rewards(id for id, *_ in found) if run.store else {}
+    return tuple(
+        EpisodeRow(
+            id=str(id),
+            task=str(task),
+            phase=str(phase),
+            step=step,
+            status=str(status),
+            calls=calls,
+            latency=latency,
+            error=(str(error or "").splitlines() or [""])[0],
+            success=success,
+            rewards=rewards.get(id, {}),
+        )
+        for id, task, phase, step, status, calls, latency, error, success in found
+    )
+
+
+def _searched(run: OpenedRun, where: list[str], asked: list[Any], text: str, before: str) -> EpisodePage:
+    """Episodes in which a message, an answer, an error or the task's input holds `text`, a chunk of them at a time."""
+    needle = "%" + _escaped(json.dumps(text, ensure_ascii=False)[1:-1]) + "%"
+    found: list[Any] = []
+    verdicts: dict[str, bool] = {}
+    deadline, searched, last = time.monotonic() + SEARCH_SECONDS, 0, before
+    while True:
+        chunk = _select(run, where, asked, last, _CHUNK)
+        hits = _holding(run, [row[0] for row in chunk], needle, verdicts)
+        for row in chunk:
+            searched, last = searched + 1, row[0]
+            if row[0] in hits:
+                found.append(row)
+            if len(found) == PAGE:
+                return EpisodePage(rows=_rows(run, found), after=last)
+        if len(chunk) < _CHUNK:
+            return EpisodePage(rows=_rows(run, found))
+        if time.monotonic() > deadline:
+            return EpisodePage(rows=_rows(run, found), after=last, searched=searched)
+
+
+def _holding(run: OpenedRun, episodes: list[str], needle: str, verdicts: dict[str, bool]) -> set[str]:
+    """Those of some episodes that hold a text. `verdicts` says what is known of messages."""
+    if not episodes:
+        return set()
+    marks = ",".join("?" * len(episodes))
+    sql = f"SELECT id FROM episodes WHERE id IN ({marks}) AND body LIKE ? ESCAPE '\\'"
+    hits = {id for (id,) in run.rows(sql, (*episodes, needle))}
+    sql = f"""SELECT episode, candidates LIKE ? ESCAPE '\\' OR coalesce(json_extract(body, '$.error'), '') LIKE ?
+              ESCAPE '\\', json_extract(body, '$.messages') FROM calls WHERE episode IN ({marks})"""
+    asked: dict[str, set[str]] = {}
+    for episode, said, messages in run.rows(sql, (needle, needle, *episodes)):
+        if said:
+            hits.add(episode)
+        elif episode not in hits:
+            asked.setdefault(episode, set()).update(json.loads(messages or "[]"))
+    unknown = list({id for ids in asked.values() for id in ids} - verdicts.keys())
+    for start in range(0, len(unknown), 500):
+        some = unknown[start : start + 500]
+        sql = f"SELECT id FROM messages WHERE id IN ({','.join('?' * len(some))}) AND body LIKE ? ESCAPE '\\'"
+        verdicts.update(dict.fromkeys(some, False))
+        verdicts.update((id, True) for (id,) in run.rows(sql, (*some, needle)))
+    return hits | {episode for episode, ids in asked.items() if any(verdicts[id] for id in ids)}
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")

@@ -1,0 +1,146 @@
+"""The viewer in headless Chromium: every page opens without an error, and one leads to the next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from selenium.webdriver import ActionChains, Chrome
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
+from cotune.integrations.viewer.report import write_report
+from cotune.integrations.viewer.server import viewing
+from cotune.recording.records import Episode, Task
+from cotune.storage.sqlite_store import SqliteStore
+from tests.integrations.viewer.conftest import STEPS
+
+PAGES = ("", "/curves", "/episodes", "/groups", "/tasks", "/config")
+WAIT = 60.0
+
+
+def until(driver: Chrome, condition) -> None:
+    WebDriverWait(driver, WAIT, poll_frequency=0.05).until(condition)
+
+
+def click(driver: Chrome, selector: str) -> None:
+    """Click what a selector finds, and wait for the page that it leads to."""
+    before = driver.current_url
+    driver.find_element(By.CSS_SELECTOR, selector).click()
+    until(driver, lambda d: d.current_url != before and d.execute_script("return document.readyState") == "complete")
+
+
+def errors(driver: Chrome) -> list[str]:
+    return [entry["message"] for entry in driver.get_log("browser")]
+
+
+def screen(driver: Chrome, width: int, height: int, scheme: str) -> None:
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+
+
+@pytest.mark.parametrize(("width", "height", "scheme"), [(1280, 800, "light"), (390, 844, "dark")])
+def test_every_page_opens_and_fits_the_screen(driver, site, width, height, scheme):
+    screen(driver, width, height, scheme)
+    errors(driver)
+    for path in PAGES:
+        driver.get(f"{site}/run/trained{path}")
+        until(driver, lambda d: d.execute_script("return document.documentElement.dataset.ready") == "yes")
+        script = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert driver.execute_script(script) <= 0, path
+        assert errors(driver) == [], path
+    dark = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert (dark == "rgb(20, 22, 26)") == (scheme == "dark")
+
+
+def test_from_a_curve_to_an_episode_to_a_group(driver, site):
+    screen(driver, 1280, 800, "light")
+    driver.get(f"{site}/run/trained/curves")
+    chart = driver.find_element(By.CSS_SELECTOR, "[data-chart=roles-reward] .u-over")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)
+    right = ActionChains(driver).move_to_element_with_offset(chart, int(chart.size["width"] * 0.45), 0)
+    right.click().perform()
+    until(driver, lambda d: "/episodes" in d.current_url)
+    assert f"step={STEPS - 1}" in driver.current_url and "phase=train" in driver.current_url
+    click(driver, "a.main.mono")
+    assert "/episode/" in driver.current_url
+    click(driver, "#call-0 h2 a.more")
+    assert "/group/" in driver.current_url
+    assert len(driver.find_elements(By.CSS_SELECTOR, ".candidate")) == 4
+    assert "Candidates, the best first" in driver.page_source
+    assert errors(driver) == []
+
+
+def test_a_stretch_of_a_curve_is_zoomed_into(driver, site):
+    screen(driver, 1280, 800, "light")
+    driver.get(f"{site}/run/trained/curves")
+    chart = driver.find_element(By.CSS_SELECTOR, "[data-chart=roles-reward] .u-over")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)
+    at = int(chart.size["width"] * 0.4)
+    ActionChains(driver).move_to_element_with_offset(chart, -at, 0).click_and_hold().move_by_offset(
+        at, 0
+    ).release().perform()
+    seen = "const {min, max} = PLOTS.get('roles-reward').plot.scales.x; return [min, max]"
+    until(driver, lambda d: d.execute_script(seen)[1] < STEPS - 1)
+    assert "/curves" in driver.current_url
+
+
+def test_the_keyboard_leads_through_lists_and_pages(driver, site):
+    screen(driver, 1280, 800, "light")
+    driver.get(f"{site}/run/trained/episodes")
+    ActionChains(driver).send_keys("j", "j").perform()
+    second = driver.find_elements(By.CSS_SELECTOR, ".item .main")[1].get_attribute("href")
+    assert driver.switch_to.active_element.get_attribute("href") == second
+    ActionChains(driver).send_keys(Keys.ENTER).perform()
+    until(driver, lambda d: d.current_url == second)
+    ActionChains(driver).send_keys("n").perform()
+    until(driver, lambda d: d.current_url != second and "/episode/" in d.current_url)
+    ActionChains(driver).send_keys("4").perform()
+    until(driver, lambda d: d.current_url.endswith("/groups"))
+    ActionChains(driver).send_keys("?").perform()
+    assert driver.find_element(By.ID, "keys").is_displayed()
+
+
+def test_a_run_under_way_appears_by_itself(driver, tmp_path):
+    screen(driver, 1280, 800, "light")
+    with SqliteStore.open(tmp_path / "traced") as store, viewing([tmp_path / "traced"]) as server:
+        driver.get(f"{server.url}/run/traced/episodes")
+        assert "No episode has ended yet" in driver.page_source
+        store.write([Episode(id="E1", task=Task(id="t", input="x"), workflow="w")])
+        store.flush()
+        until(driver, lambda d: "episode/E1" in d.page_source)
+
+
+def test_a_script_in_a_message_is_text_on_every_page(driver, hostile):
+    screen(driver, 1280, 800, "light")
+    with viewing([hostile]) as server:
+        for path in ("", "/episodes", "/episode/episode1", "/call/call1", "/groups", "/tasks"):
+            driver.get(f"{server.url}/run/traced{path}")
+            until(driver, lambda d: d.execute_script("return document.documentElement.dataset.ready") == "yes")
+            assert driver.title != "taken over"
+            assert driver.find_elements(By.CSS_SELECTOR, "main script:not([type]), main img") == []
+        driver.get(f"{server.url}/run/traced/call/call1")
+        assert "<script>document.title = 'taken over'</script>" in driver.find_element(By.TAG_NAME, "main").text
+        driver.execute_script("document.body.insertAdjacentHTML('beforeend', '<p onclick=\"document.title=1\">x</p>')")
+        driver.execute_script("document.body.lastElementChild.click()")
+        assert driver.title != "1"
+
+
+def test_the_report_is_one_file_that_needs_no_server(driver, run, hostile, tmp_path: Path):
+    screen(driver, 1280, 800, "light")
+    errors(driver)
+    write_report(run, tmp_path / "report.html")
+    driver.get((tmp_path / "report.html").as_uri())
+    assert len(driver.find_elements(By.CSS_SELECTOR, ".plot canvas")) > 10
+    said = driver.find_element(By.TAG_NAME, "main").text
+    assert "held-out success" in said and "Task a" in said and "The same held-out tasks" in said
+    loaded = driver.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert [name for name in loaded if not name.startswith("data:")] == []
+    write_report(hostile, tmp_path / "hostile.html")
+    driver.get((tmp_path / "hostile.html").as_uri())
+    assert "taken over" in driver.find_element(By.TAG_NAME, "main").text and "taken over" not in driver.title
+    assert errors(driver) == [], json.dumps(errors(driver))
