@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
@@ -20,6 +21,9 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     lr: float | None = None
     """Learning rate of AdamW; without a value: 5e-6 for a LoRA, 1e-6 for all weights, which suits models from about 1B
     parameters on; a model of under a million parameters wants about a thousand times that."""
+
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw | adamw8bit: moments of 8 bits, 6 bytes less for each trained parameter; on a GPU, in one process."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
@@ -55,6 +59,10 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward pass. Trained weights and optimizer states are float32 in any case."""
+
+    quantize: Literal["none", "4bit"] = "none"
+    """4bit: the frozen base of adapters in four bits (QLoRA), on a GPU, in one process. The sampler keeps its own
+    precision, and the gap between both grows."""
 
     device: str = "auto"
     """torch device; "auto" takes the first GPU, or the CPU where there is none."""
@@ -96,6 +104,18 @@ def _check_memory(memory: str) -> None:
         parse_size(memory)
     except ValueError:
         raise ConfigError("learner.memory", memory, "a size such as 6GiB or 800MB") from None
+
+
+def check_one_process(settings: LearnerSettings, cluster: str, kinds: Collection[str]) -> None:
+    """Raises ConfigError for what bitsandbytes does, where weights are divided (`cluster`) or all of them trained."""
+    for field, usual in (("optimizer", "adamw"), ("quantize", "none")):
+        value = getattr(settings, field)
+        if value != usual and cluster:
+            raise ConfigError(f"learner.{field}", value, f"{usual} on a cluster, where weights are divided")
+    if settings.quantize != "none" and "full" in kinds:
+        raise ConfigError(
+            "learner.quantize", settings.quantize, "none, where all weights are trained", "Train adapters."
+        )
 
 
 def check_anchor(settings: LearnerSettings, loss: LossSpec) -> None:

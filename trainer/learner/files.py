@@ -27,6 +27,8 @@ from cotune.trainer.learner.dist import ProcessGroup, copy_whole, is_sharded
 from cotune.trainer.learner.policy_model import PolicyModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_SHARED = ("qmap1", "qmap2")
+"""What adamw8bit has one of for all parameters; a file of tensors has each for itself."""
 
 
 def write_identity(folder: Path, specs: Sequence[PolicySpec]) -> None:
@@ -79,7 +81,11 @@ def read_optimizer(folder: Path, policy: PolicyModel, optimizer: torch.optim.Opt
         _read_sharded(path, _state(parameters, optimizer))
         return
     with safe_open(folder / f"{policy.index}.optimizer.safetensors", "pt") as file:
-        _open_state(parameters, optimizer, file.keys())
+        names = list(file.keys())
+        if any(name.startswith("state1/") for name in names):
+            _read_blocks(parameters, optimizer, {name: file.get_tensor(name) for name in names})
+            return
+        _open_state(parameters, optimizer, names)
         for name, tensor in _state(parameters, optimizer).items():
             copy_whole(tensor, file.get_tensor(name))
 
@@ -133,12 +139,22 @@ def _open_state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.O
         optimizer.state[parameter] = {"step": step, **moments}
 
 
+def _read_blocks(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, found: Mapping[str, Tensor]
+) -> None:
+    """Restore the state of adamw8bit, whose step is a number."""
+    for name, tensor in found.items():
+        kind, _, of = name.partition("/")
+        parameter = parameters[of]
+        optimizer.state[parameter][kind] = int(tensor) if kind == "step" else tensor.to(parameter.device)
+
+
 def _state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's tensors as "kind/parameter"."""
     return {
-        f"{kind}/{name}": tensor
+        f"{kind}/{name}": value.clone() if kind in _SHARED else torch.as_tensor(value)
         for name, parameter in parameters.items()
-        for kind, tensor in optimizer.state.get(parameter, {}).items()
+        for kind, value in optimizer.state.get(parameter, {}).items()
     }
 
 

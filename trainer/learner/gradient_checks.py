@@ -56,7 +56,7 @@ class GradientChecks:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.AdamW,
+        optimizer: torch.optim.Optimizer,
         group: ProcessGroup | None = None,
         *,
         dtype: str = "float32",
@@ -147,14 +147,15 @@ class _Reach(NamedTuple):
     counts: tuple[int, int, int]
 
 
-def _reach(parameter: nn.Parameter, optimizer: torch.optim.AdamW) -> _Reach:
+def _reach(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> _Reach:
     index, largest, counts = 0, 0.0, torch.zeros(3, dtype=torch.int64)
     if parameter.grad is None:
         return _Reach(index, largest, (0, 0, 0))
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     state = optimizer.state.get(parameter, {})
-    parts = [parameter.detach(), parameter.grad, *(state[name] for name in ("exp_avg", "exp_avg_sq") if state)]
-    taken = int(state["step"]) if state else 0
+    known = "exp_avg" in state  # adamw8bit keeps its moments in another form
+    parts = [parameter.detach(), parameter.grad, *(state[name] for name in ("exp_avg", "exp_avg_sq") if known)]
+    taken = int(state["step"]) if known else 0
     for start, pieces in enumerate(zip(*(local_shard(p).reshape(-1).split(CHUNK) for p in parts), strict=True)):
         if not pieces[0].numel():
             continue

@@ -13,6 +13,7 @@ from cotune.integrations.models.folder import loading_weights, reading
 from cotune.policies import Policies, PolicySpec
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.logprob_model import LogprobModel
+from cotune.trainer.learner.memory.optimizer import quantization
 from cotune.trainer.learner.policy_model import PolicyModel
 
 log = logging.getLogger(__name__)
@@ -75,9 +76,10 @@ def _load(path: str, dtype: str, device: torch.device, settings: LearnerSettings
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    more = quantization(settings)
     with reading(path):
-        network = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **loading_weights())
-    return network.to(device).eval()
+        network = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **loading_weights(), **more)
+    return (network if more else network.to(device)).eval()
 
 
 def _lora_config(spec: PolicySpec) -> Any:

@@ -19,7 +19,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, LearnerError, RunError
 from cotune.policies import Policies
 from cotune.sampling.protocol import Weights
-from cotune.trainer.config.learner import FULL_LR, LORA_LR, LearnerSettings, check_loss
+from cotune.trainer.config.learner import LearnerSettings, check_loss
 from cotune.trainer.learner import files
 from cotune.trainer.learner.batching import (
     check_rows,
@@ -40,6 +40,7 @@ from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, gather
 from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
 from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.loss import Tokens, policy_loss, token_weights
+from cotune.trainer.learner.memory.optimizer import build_optimizer, check_hardware, learning_rate
 from cotune.trainer.learner.memory.pass_size import choose_pass_size
 from cotune.trainer.learner.metric_sums import MetricSums
 from cotune.trainer.learner.policy_model import PolicyModel
@@ -86,7 +87,7 @@ class LocalLearner:
         self._group = group or SingleProcess()
         self._lock = threading.RLock()
         self._order = {name: torch.Generator().manual_seed(settings.seed) for name in self._policies}
-        self._optimizers = {name: _optimizer(policy, settings) for name, policy in self._policies.items()}
+        self._optimizers = {name: build_optimizer(policy, settings) for name, policy in self._policies.items()}
         self._passes = choose_pass_size(self._policies.values(), settings, self._group)
         trainable = {name: policy.parameters() for name, policy in self._policies.items()}
         check_optimizers(trainable, self._optimizers)
@@ -99,6 +100,7 @@ class LocalLearner:
     def open(cls, model: str, policies: Policies, settings: LearnerSettings, loss: LossSpec) -> LocalLearner:
         """Load `model` for every trained policy. Raises ConfigError for a model or loss that cannot be trained."""
         check_loss(loss, settings)
+        check_hardware(settings)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         return cls(open_policy_models(model, policies, settings, reference=loss.needs_untrained), settings, loss)
@@ -172,7 +174,7 @@ class LocalLearner:
                 "unshared_rows": 0.0 if model.shares_prompts else float(len(rows)),
                 "halved_passes": float(self._passes.halved - halved),
                 "checkpointed_steps": float(checkpointed),
-                "lr": _lr(model, self._settings) * lr_scale,
+                "lr": learning_rate(model, self._settings) * lr_scale,
                 "seconds": time.perf_counter() - started,
             }
 
@@ -339,7 +341,7 @@ class LocalLearner:
         norm = _clip([p for p in model.parameters().values() if p.grad is not None], self._settings.grad_clip)
         if np.isfinite(norm):
             for group in optimizer.param_groups:
-                group["lr"] = _lr(model, self._settings) * lr_scale
+                group["lr"] = learning_rate(model, self._settings) * lr_scale
             checks = self._gradient_checks[policy]
             checked = moves and lr_scale > 0 and bool(checks.pending)
             if checked:
@@ -360,22 +362,6 @@ class LocalLearner:
 def _without_graph(tokens: Tokens) -> Tokens:
     entropy = None if tokens.entropy is None else tokens.entropy.detach()
     return replace(tokens, new=tokens.new.detach(), entropy=entropy)
-
-
-def _optimizer(model: PolicyModel, settings: LearnerSettings) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        list(model.parameters().values()),
-        lr=_lr(model, settings),
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=model.device.type in ("cpu", "cuda"),
-    )
-
-
-def _lr(model: PolicyModel, settings: LearnerSettings) -> float:
-    default = LORA_LR if model.spec.kind == "lora" else FULL_LR
-    return default if settings.lr is None else settings.lr
 
 
 def _clip(parameters: Sequence[Tensor], limit: float) -> float:

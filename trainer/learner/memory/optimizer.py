@@ -1,0 +1,69 @@
+"""The optimizer of a policy, and weights of four bits: what bitsandbytes makes smaller, where there is a GPU."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from cotune.errors import ConfigError
+from cotune.trainer.config.learner import FULL_LR, LORA_LR, LearnerSettings
+from cotune.trainer.learner.policy_model import PolicyModel
+
+
+def check_hardware(settings: LearnerSettings) -> None:
+    """Raises ConfigError for settings that need a GPU where there is none, or bitsandbytes, which is not installed."""
+    asked = {"learner.optimizer": settings.optimizer, "learner.quantize": settings.quantize}
+    for field, value in asked.items():
+        if value in ("adamw", "none"):
+            continue
+        usual = "adamw" if field == "learner.optimizer" else "none"
+        if settings.device == "cpu" or not torch.cuda.is_available():
+            raise ConfigError(field, value, f"{usual}, where there is no GPU", "Leave it out, or train on a GPU.")
+        _bitsandbytes(field, value)
+
+
+def build_optimizer(model: PolicyModel, settings: LearnerSettings) -> torch.optim.Optimizer:
+    """AdamW over what the policy trains, with moments in fp32 or (adamw8bit, arXiv 2110.02861) in blocks of 8 bits."""
+    parameters = list(model.parameters().values())
+    shared: dict[str, Any] = {
+        "lr": learning_rate(model, settings),
+        "betas": settings.betas,
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
+    if settings.optimizer == "adamw8bit":
+        made: torch.optim.Optimizer = _bitsandbytes("learner.optimizer", "adamw8bit").optim.AdamW8bit(
+            parameters, **shared
+        )
+        return made
+    return torch.optim.AdamW(parameters, fused=model.device.type in ("cpu", "cuda"), **shared)
+
+
+def learning_rate(model: PolicyModel, settings: LearnerSettings) -> float:
+    """That of the settings, else the usual one for what the policy trains."""
+    default = LORA_LR if model.spec.kind == "lora" else FULL_LR
+    return default if settings.lr is None else settings.lr
+
+
+def quantization(settings: LearnerSettings) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for frozen weights: none, or NF4 with quantized scales (arXiv 2305.14314)."""
+    if settings.quantize == "none":
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=getattr(torch, settings.dtype),
+    )
+    return {"quantization_config": four_bits, "device_map": {"": settings.device.replace("auto", "cuda")}}
+
+
+def _bitsandbytes(field: str, value: str) -> Any:
+    try:
+        return importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        raise ConfigError(field, value, "given with bitsandbytes", "pip install 'cotune[quantize]'.") from error
