@@ -17,6 +17,8 @@ current_episode: ContextVar[LiveEpisode | None] = ContextVar("cotune_episode", d
 current_caller: ContextVar[CallerContext | None] = ContextVar("cotune_caller", default=None)
 opened_call: ContextVar[LiveCall | None] = ContextVar("cotune_call", default=None)
 """A call that a model class has opened; the wire request it makes, if any, belongs to that call."""
+judging: ContextVar[LiveEpisode | None] = ContextVar("cotune_judging", default=None)
+"""Episode of the calls that a judge of whole episodes makes, where it is a role of the run."""
 _override: ContextVar[str | None] = ContextVar("cotune_role", default=None)
 
 current_scope: ContextVar[Scope | None] = ContextVar("cotune_scope", default=None)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cotune.errors import RunError
 from cotune.judging.episodes import judge_episodes
 from cotune.policies import unlisted_said
-from cotune.recording.records import Episode
+from cotune.recording.records import Episode, PolicyRef
 from cotune.recording.rollout import EpisodeBatch
 from cotune.trainer.batch import collect_samples, group_and_weigh
 from cotune.trainer.best import note_best, write_best
@@ -19,8 +19,9 @@ from cotune.trainer.held_out import evaluate_held_out
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.restore import add_new_roles, mark_consumed, recovery
-from cotune.trainer.rollout.episodes import RolloutPipeline, finished_episodes, run_episodes
+from cotune.trainer.rollout.episodes import RolloutPipeline, answering, finished_episodes, run_episodes
 from cotune.trainer.rollout.forks import run_forks
+from cotune.trainer.rollout.judging import Bench, judging_role
 from cotune.trainer.run import Run
 from cotune.trainer.schedules.curriculum import fewer_episodes
 from cotune.trainer.updates import publish, sampler_asleep, update
@@ -101,19 +102,38 @@ async def roll_out(run: Run, progress: Progress, step: int) -> list[Episode]:
             f"{run.store.lost} records could not be stored, so step {step + 1} is not trained on.",
             f"See the log; free some space, then go on with: cotune train --resume {run.folder.path}",
         )
-    await judge(run, progress, episodes)
+    episodes += await judge(run, progress, step, episodes, policies)
     await run.sampler.info()
     return episodes
 
 
-async def judge(run: Run, progress: Progress, episodes: Sequence[Episode]) -> None:
+async def judge(
+    run: Run, progress: Progress, step: int, episodes: Sequence[Episode], policies: Mapping[str, PolicyRef]
+) -> list[Episode]:
     """Let the workflow's judge, if it has one, give the episodes of a step their outcomes. Raises what it raises where
-    that is of all of them."""
-    if run.workflow.episode_judge is None:
-        return
-    errors = await judge_episodes(run.workflow.episode_judge, run.store, episodes)
+    that is of all of them.
+
+    Returns the episodes of judging, where a role judges: as many for a task as it has episodes, so that they can be
+    compared, or one where there is nothing to compare.
+    """
+    flow, plan = run.workflow, run.plan
+    if flow.episode_judge is None:
+        return []
+    compared = plan.kind == "independent" and judging_role(flow) in run.trained_roles
+    responder = answering(run, plan, policies).responder(run.sampler, run.chat, flow)
+    bench = Bench(
+        workflow=flow,
+        store=run.store,
+        responder=responder,
+        training_step=step,
+        attempts=plan.k if compared else 1,
+        timeout=run.config.episode_timeout,
+    )
+    errors = await judge_episodes(flow.episode_judge, run.store, episodes, bench.ask)
     for text, count in errors.items():
         progress.say_once(f"the judge gave {count} episodes no outcome, which are not trained on: {text}")
+    progress.scorer_errors(responder.scorer_errors)
+    return bench.episodes
 
 
 async def commit(run: Run, *, due: bool = False) -> None:

@@ -63,6 +63,17 @@ class FinishedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
 EpisodeJudge = Callable[[Sequence[FinishedEpisode], Any], Sequence[Reward | None] | Awaitable[Sequence[Reward | None]]]
 """`(episodes, task)` -> the outcome of each episode, in their order, or None for one that gets none."""
+Opinion = Sequence[dict[str, float] | WorkflowError]
+"""The outcome of each episode of a task, empty for one that gets none, or why the judge could not say."""
+AskJudge = Callable[[EpisodeJudge, Sequence[FinishedEpisode], Task], Awaitable[Opinion]]
+
+JUDGING = "judge"
+"""Phase of the episodes in which a judge that is a role of the run has compared others."""
+
+
+async def ask_judge(judge: EpisodeJudge, episodes: Sequence[FinishedEpisode], task: Task) -> Opinion:
+    """What a judge says of episodes of one task; a plain number is the reward `team`."""
+    return await compare(judge, episodes, (task.input,), "The episode judge", task.id, "team")
 
 
 def finished(store: Store, episode: Episode) -> FinishedEpisode:
@@ -95,15 +106,17 @@ def finished_call(store: Store, call: CallRecord, task: Task) -> FinishedCall:
     )
 
 
-async def judge_episodes(judge: EpisodeJudge, store: Store, episodes: Iterable[Episode]) -> Mapping[str, int]:
+async def judge_episodes(
+    judge: EpisodeJudge, store: Store, episodes: Iterable[Episode], ask: AskJudge = ask_judge
+) -> Mapping[str, int]:
     """Ask for the outcomes of the episodes that ended well, those of a task together, and store them.
 
-    A plain number is the reward `team`. Returns the number of episodes that got none, by the error, where there was
-    one. Raises that error where it is of all of them.
+    Returns the number of episodes that got none, by the error, where there was one. Raises that error where it is of
+    all of them, unless the judge is a role of the run (`ask`), which may have to learn to judge.
     """
-    outcomes = await outcomes_of(judge, store, episodes)
+    outcomes = await outcomes_of(judge, store, episodes, ask)
     errors = [outcome for outcome in outcomes.values() if isinstance(outcome, WorkflowError)]
-    if errors and len(errors) == len(outcomes):
+    if errors and len(errors) == len(outcomes) and ask is ask_judge:
         raise errors[0]
     now = time.time()
     for episode_id, outcome in outcomes.items():
@@ -114,24 +127,25 @@ async def judge_episodes(judge: EpisodeJudge, store: Store, episodes: Iterable[E
 
 
 async def outcomes_of(
-    judge: EpisodeJudge | None, store: Store, episodes: Iterable[Episode]
+    judge: EpisodeJudge | None, store: Store, episodes: Iterable[Episode], ask: AskJudge = ask_judge
 ) -> Mapping[str, dict[str, float] | WorkflowError]:
-    """The outcomes of the episodes that ended well, by id, or why there is none; nothing without a judge."""
+    """The outcomes of the episodes that ended well, by id, or why there is none; nothing without a judge, and of
+    episodes of judging."""
     by_task: dict[str, list[Episode]] = {}
     for episode in episodes:
-        if episode.status == "ok" and judge is not None:
+        if episode.status == "ok" and episode.phase != JUDGING and judge is not None:
             by_task.setdefault(episode.task.id, []).append(episode)
-    found = await asyncio.gather(*(_outcomes(judge, store, together) for together in by_task.values() if judge))
+    found = await asyncio.gather(*(_outcomes(judge, store, together, ask) for together in by_task.values() if judge))
     return {episode: outcome for some in found for episode, outcome in some.items()}
 
 
 async def _outcomes(
-    judge: EpisodeJudge, store: Store, together: Sequence[Episode]
+    judge: EpisodeJudge, store: Store, together: Sequence[Episode], ask: AskJudge
 ) -> Mapping[str, dict[str, float] | WorkflowError]:
     task = together[0].task
     try:
         seen = [finished(store, episode) for episode in together]
     except RecordError as error:
         return dict.fromkeys((episode.id for episode in together), WorkflowError(error.cause, error.remedy))
-    found = await compare(judge, seen, (task.input,), "The episode judge", task.id, "team")
+    found = await ask(judge, seen, task)
     return {episode.id: outcome for episode, outcome in zip(together, found, strict=True)}

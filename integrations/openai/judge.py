@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
+from cotune.context import judging
 from cotune.errors import ConfigError, JudgeError, SamplerError
 from cotune.ids import address, canonical
 from cotune.integrations.openai.judge_endpoint import Endpoint, Limits, Passing
@@ -18,7 +19,7 @@ from cotune.judging.question import AGAIN, Question, Unusable, question, values
 from cotune.judging.shown import shown_message, shown_messages, shown_tools
 from cotune.recording.model_calls import ask_async
 from cotune.recording.pending_call import CallerContext
-from cotune.recording.recorder import LiveCall
+from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.records import Candidate
 from cotune.sampling.scoring import Call
 
@@ -65,7 +66,8 @@ class Judge:
         Args:
             rubric: what makes an answer better than another, in words.
             model: name of the model at `base_url`; like `api_key` that is the OpenAI SDK's own where it is None.
-            role: name of a role: its requests are calls of the episode, recorded and, with a policy, trained like any.
+            role: name of a role: its requests are calls of the episode, or of one of their own where it judges whole
+                episodes, recorded and, with a policy, trained like any.
             name: of the reward.
             passes: requests per group: the second shows the siblings in reversed order, and so on in pairs; rewards are
                 their mean.
@@ -133,16 +135,21 @@ class Judge:
         if len(about) == 2:
             return await self._of_siblings(of, about[0])
         shared, entries = canonical(about[0]).decode(), [episode.transcript for episode in of]
-        return await self._rewards(shared, entries, "attempts at one task", self._ask(None))
+        return await self._judged(shared, entries, "attempts at one task", judging.get())
 
     async def _of_siblings(self, candidates: Sequence[Candidate], call: Call) -> Sequence[Mapping[str, float] | None]:
         shared = "\n\n".join(filter(None, [shown_messages(call.messages), shown_tools(call.tools)]))
         entries = [shown_message(candidate.message or {"content": candidate.text}) for candidate in candidates]
         what = "answers to one request"
-        live = call if isinstance(call, LiveCall) else None
-        if live is not None and live.episode.offline:
-            return await self._made_up(shared, entries, what, live)
-        return await self._rewards(shared, entries, what, self._ask(live))
+        live = call.episode if isinstance(call, LiveCall) else None
+        return await self._judged(shared, entries, what, live)
+
+    async def _judged(
+        self, shared: str, entries: Sequence[str], what: str, episode: LiveEpisode | None
+    ) -> Sequence[Mapping[str, float] | None]:
+        if episode is not None and episode.offline:
+            return await self._made_up(shared, entries, what, episode)
+        return await self._rewards(shared, entries, what, self._ask(episode))
 
     async def _rewards(
         self, shared: str, entries: Sequence[str], what: str, ask: Ask
@@ -191,21 +198,21 @@ class Judge:
                 return tiers
         raise JudgeError(f"{self} was asked twice in vain: {fault}.", "See docs/judges.md.")
 
-    def _ask(self, live: LiveCall | None) -> Ask:
+    def _ask(self, episode: LiveEpisode | None) -> Ask:
         if self.role is None:
             ledger = self._ledger
             return lambda body: self._endpoint.ask(body, ledger)
-        if live is None or live.episode.responder is None:
+        if episode is None or episode.responder is None:
             raise JudgeError(
                 f"{self} is a role of the run, and there is no run whose policy plays it.",
                 "Give it a model and base_url: `cotune serve` serves a run's policies.",
             )
-        return lambda body: self._ask_role(live, body)
+        return lambda body: self._ask_role(episode, body)
 
-    async def _ask_role(self, live: LiveCall, body: Mapping[str, Any]) -> str:
+    async def _ask_role(self, episode: LiveEpisode, body: Mapping[str, Any]) -> str:
         """Ask the policy of the judge's role: a call of the episode, recorded like any."""
         assert self.role is not None
-        made = live.episode.start(CallerContext(self.role, "judge", given=True), body)
+        made = episode.start(CallerContext(self.role, "judge", given=True), body)
         try:
             answer = await ask_async(made)
         except SamplerError as error:
@@ -219,14 +226,14 @@ class Judge:
         return answer.candidates[answer.chosen].text
 
     async def _made_up(
-        self, shared: str, entries: Sequence[str], what: str, live: LiveCall
+        self, shared: str, entries: Sequence[str], what: str, episode: LiveEpisode
     ) -> Sequence[Mapping[str, float] | None]:
         """Rewards in a dry run, which contacts nobody: the calls of a role are made, and what they say is ignored."""
         if len(entries) < 2:
             return [None] * len(entries)
         if self.role is not None:
             asked = self._question(shared, list(dict.fromkeys(entries)), what, 0)
-            await self._ask_role(live, self._request(asked))
+            await self._ask_role(episode, self._request(asked))
         order = random.Random(address(shared.encode())).sample(range(len(entries)), len(entries))
         return [{self.name: value} for value in values([[i] for i in order])]
 

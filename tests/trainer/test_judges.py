@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ from tests.integrations.tiny_models import build
 from tests.trainer.conftest import Trainer
 from tests.trainer.test_rewards import calls_of
 from tests.trainer.tiny_app import TASKS, application, ask
+
+pytestmark = pytest.mark.usefixtures("_in_thread")
 
 
 @pytest.fixture
@@ -217,3 +222,61 @@ def test_a_judge_that_is_a_role_is_recorded_and_trained_like_any(speaking: Path,
             assert sorted(entries(body).values()) == sorted(c.message["content"] for c in writer.candidates)
             rewards = store.rewards([f"{writer.id}.{c.index}" for c in writer.candidates])
             assert len(rewards) in (0, 2)
+
+
+@pytest.fixture
+def by_role() -> Any:
+    """Its episodes are judged by one of its own roles, whose answers a scorer likes the longer the better."""
+    app = application(only_write, critic=lambda candidate, call, task: len(candidate.text))
+    app.judge(cotune.Judge(role="critic", rubric="Shorter.", reason=False, max_tokens=64))
+    return app
+
+
+async def only_write(task: Any) -> None:
+    await ask("writer", f"say {task['letter']}", max_tokens=3)
+
+
+def test_a_judge_of_whole_episodes_that_is_a_role_is_recorded_and_trained(
+    speaking: Path, trainer: Trainer, by_role: Any
+) -> None:
+    plan = {"kind": "independent", "k": 2}
+    summary = trainer(by_role, model=str(speaking), plan=plan, recipe="dr_mas", steps=3)
+    lines = trainer.metrics()
+    assert summary.finished and summary.versions["critic"] == 3
+    assert [line["episodes"] for line in lines] == [6] * 3, "those of judging are not among them"
+    usable = 0
+    with SqliteStore.open(trainer.folder / "run", read_only=True) as store:
+        for step, letter in itertools.product(range(3), "abc"):
+            wrote = [e for e in store.episodes(phase="train", training_step=step) if e.task.id == letter]
+            judged = store.episodes(phase="judge", training_step=step)
+            attempts = {e.rollout: e for e in judged if e.task.id == f"{letter} (judged)"}
+            transcripts = [finished(store, e).transcript for e in wrote]
+            if transcripts[0] == transcripts[1]:
+                continue
+            assert set(attempts) == {0, 1}, "each task is judged as often as it is run"
+            values = []
+            for attempt in attempts.values():
+                calls = store.calls(attempt.id)
+                assert {(c.role, c.integration, c.policy.name, c.policy.version) for c in calls} == {
+                    ("critic", "judge", "critic", step)
+                }
+                shown = entries({"messages": [store.message(name) for name in calls[-1].messages]})
+                assert sorted(shown.values()) == sorted(transcripts)
+                lengths = [len(call.candidates[0].text) for call in calls]
+                outcome = store.rewards([attempt.id])[attempt.id]
+                assert outcome == {"local": pytest.approx(sum(lengths) / len(lengths))}
+                ranks = re.findall("[AB]", calls[-1].candidates[0].text)
+                if sorted(ranks) == ["A", "B"]:
+                    equal = len(json.loads(calls[-1].candidates[0].text)["ranking"]) == 1
+                    values.append([0.5 if equal else float(shown[ranks[0]] == text) for text in transcripts])
+            usable += len(values)
+            given = store.rewards([e.id for e in wrote])
+            expected = [{"judge": sum(of) / len(values)} for of in zip(*values, strict=True)] or [{}, {}]
+            assert [given.get(e.id, {}) for e in wrote] == expected
+    assert usable >= 1, "of 18 attempts at least one can be used"
+
+
+def test_a_dry_run_sees_the_role_that_judges(by_role: Any) -> None:
+    found = check(by_role, TASKS, convert({"model": "none", "recipe": "dr_mas"}))
+    assert not [finding.text for finding in found.findings if finding.level == "blocks"]
+    assert {role.role: role.trained for role in found.roles} == {"writer": True, "critic": True}

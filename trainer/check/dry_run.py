@@ -20,6 +20,7 @@ from cotune.algorithms.samples import Sample
 from cotune.errors import ConfigError, SamplerError
 from cotune.integrations.chat.reply_grammar import unenforceable
 from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, require
+from cotune.judging.episodes import finished
 from cotune.policies import Policies
 from cotune.recording.episodes import Outcome
 from cotune.recording.records import CallRecord, RewardRecord
@@ -44,6 +45,7 @@ from cotune.trainer.check.network import watched_connections
 from cotune.trainer.check.report import CallCheck, CheckReport, Finding, Framework, GroupCheck, IdleCheck, RoleCheck
 from cotune.trainer.check.runs import run_tasks
 from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.rollout.judging import Bench, judging_role
 from cotune.trainer.rollout.preflight import faults, rewards_by_role
 from cotune.workflows import Workflow, workflow_of
 
@@ -95,6 +97,7 @@ def check(
         outcomes, seen = runs.outcomes, runs.seen
         if flow.episode_judge is not None:
             outcomes = _judged(outcomes, store)
+            seen = [*seen, *run_sync(_asked_of_judge(flow, outcomes, store, stub(0)))]
         local, team = rewards_by_role(store, seen), _means([outcome.rewards for outcome in outcomes])
         found = [made_up(blocking(fault), seen) for fault in faults(flow, outcomes, seen, local, config.roles)]
         policies, more = _policies(config, seen, flow, plan)
@@ -134,6 +137,19 @@ def _judged(outcomes: Sequence[Outcome], store: Store) -> list[Outcome]:
     store.write([RewardRecord(outcome.episode.id, "judge", 0.0) for outcome in made])
     store.flush()
     return made
+
+
+async def _asked_of_judge(
+    flow: Workflow, outcomes: Sequence[Outcome], store: Store, responder: StubResponder
+) -> list[CallRecord]:
+    """The calls of a judge that is a role of the run."""
+    ended = next((outcome.episode for outcome in outcomes if outcome.error is None), None)
+    if ended is None or not judging_role(flow):
+        return []
+    bench = Bench(workflow=flow, store=store, responder=responder, offline=True)
+    assert flow.episode_judge is not None
+    await bench.ask(flow.episode_judge, [finished(store, ended)] * 2, ended.task)
+    return [call for episode in bench.episodes for call in store.calls(episode.id)]
 
 
 def _policies(
@@ -232,7 +248,7 @@ def _calls(
     for call in calls:
         tools = store.message(call.tools) if call.tools else ()
         yield CallCheck(
-            task=tasks[call.episode],
+            task=tasks.get(call.episode, outcomes[0].episode.task.id),
             step=call.step,
             role=call.role,
             turn=call.turn,

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from cotune.errors import ConfigError
+from cotune.judging.episodes import JUDGING
 from cotune.recording.recorder import Nowhere
 from cotune.recording.records import CallRecord, Episode, Record, RewardRecord, Task, candidate_id
 from cotune.storage.protocol import Store
@@ -31,7 +32,7 @@ def read_recorded(path: str | Path, tasks: Sequence[Task], prices: Prices) -> tu
     with SqliteStore.open(path, read_only=True) as store:
         episodes: dict[str, Episode] = {}
         for episode in store.episodes():
-            if episode.fork is None and not episode.phase.startswith(("eval", "check")):
+            if episode.fork is None and not episode.phase.startswith(("eval", "check", JUDGING)):
                 episodes.setdefault(episode.task.id, episode)
         if not episodes:
             raise ConfigError("records", str(path), "records with finished episodes", "Record some with cotune trace.")

@@ -14,6 +14,7 @@ import msgspec
 
 from cotune.algorithms.collect import is_outcome
 from cotune.errors import ConfigError, RecordError
+from cotune.judging.episodes import JUDGING
 from cotune.recording.answers import Answer
 from cotune.recording.episodes import EpisodeOptions, run_episode
 from cotune.recording.recorder import Responder
@@ -201,7 +202,8 @@ def _episodes(store: SqliteStore, options: ReplayOptions) -> list[Episode]:
     """The episodes to run again: with `all`, those of the application itself that came to an outcome."""
     if options.episode is not None:
         return [store.episode(options.episode)]
-    found = [e for e in store.episodes() if is_outcome(e) and e.fork is None and e.phase != "check" and e.calls]
+    own = [e for e in store.episodes() if e.fork is None and e.phase not in ("check", JUDGING)]
+    found = [episode for episode in own if is_outcome(episode) and episode.calls]
     if not found:
         raise RecordError("The records have no episode that came to an end.", "See them with: cotune show.")
     return found[: options.limit]

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from cotune.algorithms.collect import failure_reward
+from cotune.judging.episodes import JUDGING
 from cotune.judging.ledger import totals_of
 from cotune.sampling.request_params import replaced
 from cotune.trainer.batch import Batch
@@ -71,12 +72,13 @@ class StepReport:
         run, config, state = self._run, self._run.config, self._run.state
         collected, prepared = batch.collected, batch.prepared
         calls = collected.calls.values()
-        single = [e for e in batch.episodes if run.plan.kind != "replay" or e.rollout == 0]
+        ran = [e for e in batch.episodes if e.phase != JUDGING]
+        single = [e for e in ran if run.plan.kind != "replay" or e.rollout == 0]
         tokens = sum(len(candidate.token_ids) for call in calls for candidate in call.candidates)
         return StepMetrics(
             step=state.steps,
-            episodes=len(batch.episodes),
-            failed=sum(e.status != "ok" and e.blame != "divergence" for e in batch.episodes),
+            episodes=len(ran),
+            failed=sum(e.status != "ok" and e.blame != "divergence" for e in ran),
             calls=sum(episode.calls for episode in batch.episodes),
             candidates=sum(len(call.candidates) for call in calls),
             groups=len(prepared.groups),

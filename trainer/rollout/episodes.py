@@ -33,9 +33,16 @@ async def run_episodes(
     Without a plan every call is one sample. `policies` answer by role; without them those that are served now. `stream`
     names the random numbers, where they are not to be the phase's.
     """
+    responder = answering(run, plan, run.served() if policies is None else policies, stream)
+    batch = msgspec.structs.replace(batch, concurrency=run.config.concurrency, timeout=run.config.episode_timeout)
+    return await run.runner.run(batch, responder)
+
+
+def answering(run: Run, plan: Plan | None, policies: Mapping[str, PolicyRef], stream: str = "") -> ResponderConfig:
+    """How `policies` answer calls under the run's own sampling; the rest as for `run_episodes`."""
     config = run.config
-    responder = ResponderConfig(
-        policies=dict(run.served() if policies is None else policies),
+    return ResponderConfig(
+        policies=dict(policies),
         plan=plan,
         attribution=run.recipe.attribution,
         defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.sampling.timeout),
@@ -45,8 +52,6 @@ async def run_episodes(
         seed=config.seed,
         stream=stream,
     )
-    batch = msgspec.structs.replace(batch, concurrency=config.concurrency, timeout=config.episode_timeout)
-    return await run.runner.run(batch, responder)
 
 
 def finished_episodes(run: Run, step: int, tasks: Container[str]) -> tuple[list[Episode], int]:

@@ -15,11 +15,12 @@ from cotune.errors import ConfigError, CotuneError, WorkflowError
 from cotune.judging.episodes import judge_episodes
 from cotune.policies import UNTRAINED, Policies
 from cotune.recording.episodes import EpisodeOptions, Outcome, run_episode
-from cotune.recording.records import CallRecord, Task, candidate_id
+from cotune.recording.records import CallRecord, Episode, Task, candidate_id
 from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.protocol import Store
 from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.rollout.judging import Bench
 from cotune.workflows import Workflow
 
 EPISODES = 3
@@ -102,12 +103,16 @@ async def preflight(
             )
         )
     store.flush()
-    notes = []
+    notes: list[str] = []
+    judged: list[Episode] = []
     if workflow.episode_judge is not None:
-        errors = await judge_episodes(workflow.episode_judge, store, [outcome.episode for outcome in outcomes])
+        bench = Bench(workflow=workflow, store=store, responder=responder, timeout=config.episode_timeout)
+        ran = [outcome.episode for outcome in outcomes]
+        errors = await judge_episodes(workflow.episode_judge, store, ran, bench.ask)
         notes = [f"the judge gave {count} episodes no outcome: {text}" for text, count in errors.items()]
+        judged = bench.episodes
     ended = store.rewards(outcome.episode.id for outcome in outcomes)
-    calls = [call for outcome in outcomes for call in store.calls(outcome.episode.id)]
+    calls = [call for episode in [*(o.episode for o in outcomes), *judged] for call in store.calls(episode.id)]
     rewards = rewards_by_role(store, calls)
     for fault in faults(workflow, outcomes, calls, rewards, config.roles):
         raise fault
