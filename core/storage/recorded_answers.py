@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from cotune.algorithms.tree_values import tree_values
 from cotune.errors import RecordError
 from cotune.recording.records import CallRecord, Episode, candidate_id
 from cotune.storage.protocol import Store
@@ -33,12 +34,14 @@ def recorded_answers(
     """The answers of these episodes in order; `left_out` counts the other calls by reason.
 
     An answer that replays have repeated counts once. `role` takes its calls only. `min_reward` is compared with the sum
-    of the answer's own rewards, or with that of the episode where the answer has none.
+    of the answer's own rewards, or where it has none with its value in the tree of the episodes that share it
+    (`answer_values`), which for an episode that was not forked is the sum of the episode's rewards.
     """
     given: set[str] = set()
+    values = {} if min_reward is None else answer_values(store)
     for episode in episodes:
         for call in store.calls(episode.id):
-            reason = _reason(store, episode, call, role, min_reward)
+            reason = _reason(store, episode, call, role, min_reward, values)
             if reason is None and (call.replayed or call.id) in given:
                 reason = "replayed"
             found = None if reason else _answer(store, episode, call)
@@ -70,7 +73,33 @@ def best_episodes(store: Store, episodes: Iterable[Episode], count: int, left_ou
     return [episode for place, episode in enumerate(listed) if place in kept]
 
 
-def _reason(store: Store, episode: Episode, call: CallRecord, role: str | None, min_reward: float | None) -> str | None:
+def answer_values(store: Store) -> dict[str, float]:
+    """Values (`algorithms.tree_values`) of the answers in episodes that were forked and in their branches, by the id of
+    the call that first gave the answer. An episode's outcome is the sum of its rewards; those without any, and those
+    that did not end well, are left out.
+    """
+    forked = [episode for episode in store.episodes() if episode.fork is not None and episode.status == "ok"]
+    trunks = dict.fromkeys(episode.fork.trunk for episode in forked if episode.fork is not None)
+    steps = {call.id: call.step for trunk in trunks for call in store.calls(trunk)}
+    rewards = store.rewards([*trunks, *(episode.id for episode in forked)])
+    paths = []
+    for id, named in rewards.items():
+        calls = [call for call in store.calls(id) if call.status == "ok" and call.chosen is not None]
+        repeated = sorted((call.replayed for call in calls if call.replayed), key=lambda call: steps.get(call, 0))
+        path = [*repeated, *(call.id for call in calls if not call.replayed)]
+        if path and named:
+            paths.append((path, sum(named.values())))
+    return {str(answer): value for answer, value in tree_values(paths).items()}
+
+
+def _reason(
+    store: Store,
+    episode: Episode,
+    call: CallRecord,
+    role: str | None,
+    min_reward: float | None,
+    values: Mapping[str, float],
+) -> str | None:
     if role is not None and call.role != role:
         return "other_role"
     if episode.status != "ok":
@@ -83,10 +112,13 @@ def _reason(store: Store, episode: Episode, call: CallRecord, role: str | None, 
         return None
     own = candidate_id(call.id, call.chosen)
     found = store.rewards([own, episode.id])
-    rewards = found.get(own) or found.get(episode.id)
-    if not rewards:
-        return "no_reward"
-    return None if sum(rewards.values()) >= min_reward else "below_reward"
+    value = values.get(call.replayed or call.id)
+    if value is None or found.get(own):
+        rewards = found.get(own) or found.get(episode.id)
+        if not rewards:
+            return "no_reward"
+        value = sum(rewards.values())
+    return None if value >= min_reward else "below_reward"
 
 
 def _answer(store: Store, episode: Episode, call: CallRecord) -> RecordedAnswer | None:

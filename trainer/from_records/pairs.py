@@ -15,6 +15,7 @@ from cotune.integrations.chat.template import ChatTemplate
 from cotune.recording.records import CallRecord, Candidate, Episode, candidate_id
 from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.protocol import Store
+from cotune.storage.recorded_answers import answer_values
 from cotune.trainer.from_records.answers import counts, learned_from
 from cotune.trainer.from_records.lessons import Recorded, pack
 
@@ -35,8 +36,9 @@ def read_pairs(store: Store, chat: ChatTemplate, longest: int) -> Recorded:
     """One pair for each prompt that has a better and a worse answer, as two rows: the best, then the worst.
 
     Answers belong together where role, task and prompt are the same: siblings of a tree, forks of a replay, first turns
-    of several episodes. An answer's reward is the sum of its own rewards, or where no answer to its prompt has any, of
-    its episode's; equal answers count once, with their mean. Raises RecordError where there is no pair.
+    of several episodes. An answer's reward is the sum of its own rewards, or where no answer to its prompt has any, its
+    value in the tree of the episodes that share it (`answer_values`), or else the sum of its episode's; equal answers
+    count once, with their mean. Raises RecordError where there is no pair.
     """
     left_out: Counter[str] = Counter()
     rows: dict[str, dict[str, list[TrainRow]]] = {}
@@ -67,11 +69,18 @@ def _by_prompt(store: Store, left_out: Counter[str]) -> dict[Hashable, list[_Ans
     """The different answers to each prompt that have a reward."""
     own: dict[Hashable, list[_Answer]] = defaultdict(list)
     shared: dict[Hashable, list[_Answer]] = defaultdict(list)
+    values = answer_values(store)
+    repeated: set[str] = set()
     for episode in learned_from(store, left_out):
         for call in store.calls(episode.id):
             if call.status != "ok" or not call.messages:
                 left_out["failed_call" if call.status != "ok" else "no_messages"] += max(1, len(call.candidates))
                 continue
+            first = call.replayed or call.id
+            if first in values and first in repeated:
+                left_out["replayed"] += 1
+                continue
+            repeated.add(first)
             prompt: Hashable = (episode.task.id, call.role, call.prompt or (call.messages, call.tools))
             bare = msgspec.structs.replace(call, candidates=())
             ids = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
@@ -79,11 +88,14 @@ def _by_prompt(store: Store, left_out: Counter[str]) -> dict[Hashable, list[_Ans
             outcome = found.get(episode.id) if episode.status == "ok" else None
             for id, candidate in zip(ids, call.candidates, strict=True):
                 rewards, chosen = found.get(id), candidate.index == call.chosen
-                given = rewards or (outcome if chosen else None)
-                if not given:
+                if not rewards and chosen and first in values:
+                    worth = values[first]
+                elif given := rewards or (outcome if chosen else None):
+                    worth = sum(given.values())
+                else:
                     left_out["no_reward" if chosen else "not_chosen"] += 1
                     continue
-                answer = _Answer(episode=episode, call=bare, candidate=candidate, rewards=(sum(given.values()),))
+                answer = _Answer(episode=episode, call=bare, candidate=candidate, rewards=(worth,))
                 (own if rewards else shared)[prompt].append(answer)
     for key, answers in shared.items():
         if key in own:

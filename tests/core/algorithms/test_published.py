@@ -15,6 +15,7 @@ from cotune.algorithms.learning_signal import learns_from
 from cotune.algorithms.prepare import prepare
 from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.samples import Sample
+from cotune.algorithms.tree_values import tree_values
 from cotune.errors import ConfigError
 from cotune.recording.records import PolicyRef
 
@@ -315,3 +316,29 @@ def test_sweet_rl_pays_a_turn_for_itself_and_what_follows():
     # own 0.5 and 0, outcome 1: 1.5 and 1
     samples = [step("e", "a", t, {"local": w}, ends={"team": 1.0}) for t, w in enumerate((0.5, 0.0))]
     assert values("sweet_rl", samples) == [1.5, 1.0]
+
+
+def test_malt_values_are_means_over_what_follows():
+    """One episode g0 v0 r0 that ended well, forked at each call with K = 3.
+
+    V(r) = 1, 1, 0 after v0, so V(v0) = 2/3. The critiques v1 and v2 led to 0 and 1, so V(g0) = (2/3 + 0 + 1) / 3 = 5/9,
+    not the mean 3/5 of the five episodes that share g0. The siblings g1 and g2 led to 0 and 1.
+    """
+    found = tree_values(
+        [
+            (["g0", "v0", "r0"], 1.0),
+            (["g0", "v0", "r1"], 1.0),
+            (["g0", "v0", "r2"], 0.0),
+            (["g0", "v1", "r3"], 0.0),
+            (["g0", "v2", "r4"], 1.0),
+            (["g1", "v3", "r5"], 0.0),
+            (["g2", "v4", "r6"], 1.0),
+        ]
+    )
+    assert found["v0"] == pytest.approx(2 / 3) and found["g0"] == pytest.approx(5 / 9)
+    assert [found[answer] for answer in ("v1", "v2", "g1", "g2", "r0", "r2")] == [0.0, 1.0, 0.0, 1.0, 1.0, 0.0]
+
+
+def test_values_of_episodes_that_end_at_once():
+    assert tree_values([(["a"], 2.0), (["a"], 1.0), (["a", "b"], 0.0)]) == {"a": 1.0, "b": 0.0}
+    assert tree_values([]) == {}
