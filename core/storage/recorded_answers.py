@@ -78,18 +78,25 @@ def answer_values(store: Store) -> dict[str, float]:
     the call that first gave the answer. An episode's outcome is the sum of its rewards; those without any, and those
     that did not end well, are left out.
     """
-    forked = [episode for episode in store.episodes() if episode.fork is not None and episode.status == "ok"]
-    trunks = dict.fromkeys(episode.fork.trunk for episode in forked if episode.fork is not None)
-    steps = {call.id: call.step for trunk in trunks for call in store.calls(trunk)}
-    rewards = store.rewards([*trunks, *(episode.id for episode in forked)])
+    forks = {e.id: e.fork for e in store.episodes() if e.fork is not None and e.status == "ok"}
+    trunks = {fork.trunk: _answered(store, fork.trunk) for fork in forks.values()}
+    steps = {call.id: call.step for calls in trunks.values() for call in calls}
+    rewards = store.rewards([*trunks, *forks])
     paths = []
     for id, named in rewards.items():
-        calls = [call for call in store.calls(id) if call.status == "ok" and call.chosen is not None]
-        repeated = sorted((call.replayed for call in calls if call.replayed), key=lambda call: steps.get(call, 0))
-        path = [*repeated, *(call.id for call in calls if not call.replayed)]
+        own = trunks[id] if id in trunks else _answered(store, id)
+        shared = {call.replayed for call in own if call.replayed}
+        if fork := forks.get(id):  # one that went on from a checkpoint has not repeated what was before it
+            until = steps.get(fork.call, 0)
+            shared |= {call.id for call in trunks[fork.trunk] if call.step < until}
+        path = [*sorted(shared, key=lambda call: steps.get(call, 0)), *(call.id for call in own if not call.replayed)]
         if path and named:
             paths.append((path, sum(named.values())))
     return {str(answer): value for answer, value in tree_values(paths).items()}
+
+
+def _answered(store: Store, episode: str) -> list[CallRecord]:
+    return [call for call in store.calls(episode) if call.status == "ok" and call.chosen is not None]
 
 
 def _reason(

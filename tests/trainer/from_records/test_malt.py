@@ -31,36 +31,49 @@ from tests.trainer.from_records.records import asked, said
 from tests.trainer.tiny_app import application, ask
 
 ROLES = ("generator", "verifier", "refiner")
-BRANCHES = [(2, "jl", 1.0), (2, "jn", 0.0), (1, "mo", 0.0), (1, "qs", 1.0), (0, "tuv", 0.0), (0, "wxy", 1.0)]
-"""Where a branch leaves the trunk "ijk", what it says from there on, and how it ends; for 2 the last letter counts."""
+BRANCHES = [(2, "l", 1.0), (2, "n", 0.0), (1, "mo", 0.0), (1, "qs", 1.0), (0, "tuv", 0.0), (0, "wxy", 1.0)]
+"""Where a branch leaves the trunk "ijk", what it says from there on, and how it ends."""
 LETTERS = {"g0": "i", "v0": "j", "r0": "k", "r1": "l", "r2": "n", "v1": "m", "r3": "o", "v2": "q", "r4": "s",
            "g1": "t", "v3": "u", "r5": "v", "g2": "w", "v4": "x", "r6": "y"}  # fmt: skip
 
 
-def play(store: SqliteStore, letters: str, outcome: float, trunk: LiveEpisode | None = None, at: int = 3) -> Any:
-    """An episode that says `letters`; of a branch those before `at` are from the trunk's record."""
+def play(
+    store: SqliteStore, letters: str, outcome: float, trunk: Any = None, at: int = 3, *, resumed: bool = False
+) -> Any:
+    """An episode that says `letters`; of a branch those before `at` are from the trunk's record, or where it is
+    `resumed` from a checkpoint not asked again."""
     live = LiveEpisode(store, Task(id="a", input={"letter": "a"}), workflow="w", phase="train")
     made: list[str] = []
     heard = ""
     for step, (role, letter) in enumerate(zip(ROLES, letters, strict=True)):
+        if resumed and step < at:
+            made.append("")
+            heard += f" {letter}"
+            continue
         call = live.start(CallerContext(role, "test"), {"messages": asked(f"say{heard}")})
         replayed = trunk.calls[step] if trunk is not None and step < at else None
         call.finish(Answer(candidates=(said(letter),), replayed=replayed))
         made.append(call.id)
         heard += f" {letter}"
     if trunk is not None:
-        live.fork = Fork(trunk=trunk.id, call=trunk.calls[at], at=made[at])
+        live.fork = Fork(trunk=trunk.id, call=trunk.calls[at], at=made[at], resumed=resumed)
     live.end("ok", rewards={"team": outcome})
     live.calls = made
     return live
 
 
+@pytest.fixture(params=[False, True], ids=["repeated", "resumed"])
+def resumed(request: pytest.FixtureRequest) -> bool:
+    """Whether branches went on from a checkpoint instead of repeating what was before."""
+    return bool(request.param)
+
+
 @pytest.fixture
-def recorded(tmp_path: Path) -> Path:
+def recorded(tmp_path: Path, resumed: bool) -> Path:
     with SqliteStore.open(tmp_path / "tree") as store:
         trunk = play(store, "ijk", 1.0)
         for at, letters, outcome in BRANCHES:
-            play(store, ("ijk"[:at] + letters)[-3:] if at < 2 else f"ij{letters[1]}", outcome, trunk, at)
+            play(store, "ijk"[:at] + letters, outcome, trunk, at, resumed=resumed)
     return tmp_path / "tree"
 
 
@@ -74,7 +87,7 @@ def letters_of(*names: str) -> list[str]:
     return [LETTERS[name] for name in names]
 
 
-def test_sft_learns_the_answers_whose_value_is_above_a_half(recorded: Path, tiny_base: Path) -> None:
+def test_sft_learns_the_answers_whose_value_is_above_a_half(recorded: Path, tiny_base: Path, resumed: bool) -> None:
     with SqliteStore.open(recorded, read_only=True) as store:
         found = read_answers(store, ChatTemplate.load(tiny_base), RecordsConfig(path="x", min_reward=0.51), 256)
         high = read_answers(store, ChatTemplate.load(tiny_base), RecordsConfig(path="x", min_reward=0.6), 256)
@@ -83,18 +96,18 @@ def test_sft_learns_the_answers_whose_value_is_above_a_half(recorded: Path, tiny
         "verifier": letters_of("v0", "v2", "v4"),
         "refiner": letters_of("r0", "r1", "r4", "r6"),
     }
-    assert found.left_out == {"below_reward": 6, "replayed": 6}
+    assert found.left_out == {"below_reward": 6, **({} if resumed else {"replayed": 6})}
     assert texts(high, tiny_base)["generator"] == letters_of("g2"), "V(g0) = 5/9"
 
 
-def test_dpo_pairs_siblings_by_their_values(recorded: Path, tiny_base: Path) -> None:
+def test_dpo_pairs_siblings_by_their_values(recorded: Path, tiny_base: Path, resumed: bool) -> None:
     with SqliteStore.open(recorded, read_only=True) as store:
         found = read_pairs(store, ChatTemplate.load(tiny_base), 256)
     pairs = texts(found, tiny_base)
     assert pairs["generator"] == letters_of("g2", "g1")
     assert pairs["verifier"] == letters_of("v2", "v1")
     assert pairs["refiner"][1] == LETTERS["r2"] and pairs["refiner"][0] in letters_of("r0", "r1")
-    assert found.left_out == {"in_between": 3, "only_answer": 6, "replayed": 6}
+    assert found.left_out == {"in_between": 3, "only_answer": 6, **({} if resumed else {"replayed": 6})}
 
 
 def test_the_commands_of_the_docs_on_a_run_of_its_own(trainer: Trainer, tmp_path: Path) -> None:
