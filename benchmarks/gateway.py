@@ -4,6 +4,9 @@ The client, the gateway (recording into a file) and a mock provider are a proces
 answers hold 500 prompt ids, 100 completion ids and a log-probability of each. The client is the OpenAI SDK, or with
 `--client plain` httpx without any decoding. Direct requests and requests through the gateway take turns.
 
+With `--beside PYTHON`, the gateway of another installation (that interpreter's) takes its turns too, and only calls one
+at a time are measured: added_ms_p50 and beside_ms_p50.
+
 added_ms_p50: difference of the median times of a call, one at a time. throughput_ratio_32: calls per second with 32 in
 flight, through the gateway over direct, median of the rounds. first_token_ms: median time from the mock's first token
 to the client, through the gateway less direct.
@@ -20,8 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -80,9 +84,9 @@ def mock(port: int) -> None:
 
 
 @contextmanager
-def started(command: list[str], port: int) -> Iterator[str]:
+def started(command: list[str], port: int, python: str = sys.executable, cwd: str | None = None) -> Iterator[str]:
     """A server process, until it accepts connections."""
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([python, *command], stdout=subprocess.DEVNULL, cwd=cwd)
     try:
         for _ in range(300):
             with suppress(httpx.TransportError):
@@ -174,26 +178,54 @@ async def measure(direct: Client, through: Client, calls: int, rounds: int) -> d
     }
 
 
+async def alone(clients: Mapping[str, Client], calls: int) -> dict[str, float]:
+    """Median milliseconds of a call by client, which take turns."""
+    times: dict[str, list[float]] = {name: [] for name in clients}
+    for client in clients.values():
+        await throughput(client, 64)
+    for _ in range(calls):
+        for name, client in clients.items():
+            times[name].append(1000 * await timed(client.call))
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+@contextmanager
+def gateway_client(provider: str, kind: str, python: str) -> Iterator[tuple[Client, str]]:
+    """A client of a gateway with an episode, and the gateway's address."""
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
+        command = ["-m", "cotune", "gateway", "--upstream", f"{provider}/v1", "--records", folder, "--port", str(port)]
+        with started(command, port, python, cwd=folder) as gateway:
+            opened = httpx.post(f"{gateway}/cotune/episodes", json={"task": {"id": "t"}}).json()
+            yield Client(f"{opened['roles_url']}/planner/v1", kind), gateway
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--calls", type=int, default=400)
     arguments.add_argument("--rounds", type=int, default=7)
     arguments.add_argument("--client", choices=("sdk", "plain"), default="sdk")
+    arguments.add_argument("--beside", metavar="PYTHON", help="interpreter of another installation of cotune")
     arguments.add_argument("--mock", type=int, metavar="PORT", help=argparse.SUPPRESS)
     given = arguments.parse_args()
     if given.mock:
         mock(given.mock)
         return
-    ports = free_port(), free_port()
-    with tempfile.TemporaryDirectory() as folder, started([__file__, "--mock", str(ports[0])], ports[0]) as provider:
-        command = ["-m", "cotune", "gateway", "--upstream", f"{provider}/v1", "--records", folder]
-        with started([*command, "--port", str(ports[1])], ports[1]) as gateway:
-            task = {"task": {"id": "t"}}
-            opened = httpx.post(f"{gateway}/cotune/episodes", json=task).json()
-            direct = Client(f"{provider}/v1", given.client)
-            through = Client(f"{opened['roles_url']}/planner/v1", given.client)
-            figures = asyncio.run(measure(direct, through, given.calls, given.rounds))
-            health = httpx.get(f"{gateway}/health").json()
+    port = free_port()
+    with (
+        started([str(Path(__file__).resolve()), "--mock", str(port)], port) as provider,
+        gateway_client(provider, given.client, sys.executable) as (through, gateway),
+    ):
+        direct = Client(f"{provider}/v1", given.client)
+        if given.beside:
+            with gateway_client(provider, given.client, given.beside) as (other, _):
+                p50 = asyncio.run(alone({"direct": direct, "gateway": through, "beside": other}, given.calls))
+            print("\n".join(f"{name:10}{taken:8.2f} ms" for name, taken in p50.items()))
+            added = {name: round(p50[name] - p50["direct"], 2) for name in ("gateway", "beside")}
+            print(json.dumps({"added_ms_p50": added["gateway"], "beside_ms_p50": added["beside"]}))
+            return
+        figures = asyncio.run(measure(direct, through, given.calls, given.rounds))
+        health = httpx.get(f"{gateway}/health").json()
     assert health["lost"] == 0 and not health["failures"], health
     print(f"{health['records']['calls']} calls recorded")
     print(json.dumps(figures))
