@@ -28,21 +28,25 @@ from cotune.adapters.manifest import (
     write_manifest,
 )
 from cotune.errors import AdapterError, ConfigError, RunError
-from cotune.integrations.models.folder import locate_model, write_adapter, write_model
+from cotune.integrations.models.folder import locate_model, write_adapter, write_merged, write_model
 from cotune.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
 from cotune.storage.run_layout import RunDescription, RunLayout, newest_checkpoint, read_best, read_policies, read_run
 
 
-def export_run(run: str | Path, to: str | Path, *, best: bool = False) -> Manifest:
+def export_run(run: str | Path, to: str | Path, *, best: bool = False, merge: bool = False) -> Manifest:
     """Export the newest checkpoint of a run, or each policy at its `best` held-out evaluation.
+
+    With `merge` an adapter is added to its base model: each policy is a whole model.
 
     Raises RunError, ConfigError, AdapterError.
     """
     policies = best_policies(run) if best else latest_policies(run)
     config = read_run(run).config
     name = Path(run).resolve().name
-    return write_export(to, policies, run=name, other_roles=config.other_roles, tool_format=config.tool_format)
+    return write_export(
+        to, policies, run=name, other_roles=config.other_roles, tool_format=config.tool_format, merge=merge
+    )
 
 
 def write_export(
@@ -52,10 +56,12 @@ def write_export(
     run: str | None = None,
     other_roles: OtherRoles = "provider",
     tool_format: str = "auto",
+    merge: bool = False,
 ) -> Manifest:
     """Write policies to a new folder, or in place of an earlier export.
 
-    `other_roles` is what plays a role that none of them does, `tool_format` how the model writes tool calls. The folder
+    `other_roles` is what plays a role that none of them does, `tool_format` how the model writes tool calls; with
+    `merge` an adapter is added to its base model. The folder
     appears complete or not at all. Raises ConfigError when `to` holds anything but an export.
     """
     target = Path(to).absolute()
@@ -67,7 +73,7 @@ def write_export(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        manifest = _write(partial, policies, run, other_roles=other_roles, tool_format=tool_format)
+        manifest = _write(partial, policies, run, merge, other_roles=other_roles, tool_format=tool_format)
         _sync(partial)
         _put_in_place(partial, target)
     finally:
@@ -82,12 +88,12 @@ def _check_target(target: Path) -> None:
         raise ConfigError("to", str(target), "a new or empty folder, or an earlier export", "Choose another folder.")
 
 
-def _write(folder: Path, policies: Sequence[TrainedPolicy], run: str | None, **settings: Any) -> Manifest:
+def _write(folder: Path, policies: Sequence[TrainedPolicy], run: str | None, merge: bool, **settings: Any) -> Manifest:
     bases: dict[str, Base] = {}
     exported: list[ExportedPolicy] = []
     for policy in policies:
         base = _base(policy.model, bases) if policy.kind != "provider" and policy.model else None
-        exported.append(_write_policy(folder, policy, base, [p.folder for p in exported if p.folder]))
+        exported.append(_write_policy(folder, policy, base, [p.folder for p in exported if p.folder], merge))
     roles = tuple(
         ExportedRole(role=role, policy=policy.name, metrics=dict(policy.metrics.get(role, {})))
         for policy in policies
@@ -116,28 +122,34 @@ def _base(model: str, known: dict[str, Base]) -> Base:
     return known[model]
 
 
-def _write_policy(folder: Path, policy: TrainedPolicy, base: Base | None, taken: list[str]) -> ExportedPolicy:
+def _write_policy(
+    folder: Path, policy: TrainedPolicy, base: Base | None, taken: list[str], merge: bool
+) -> ExportedPolicy:
     if policy.kind in ("frozen", "provider"):
         return ExportedPolicy(name=policy.name, kind=policy.kind, version=policy.version, base=base)
     if policy.weights is None or base is None:
         raise AdapterError(f"Policy {policy.name!r} has no weights or no base model.", "Export a trained checkpoint.")
     name = _folder_name(policy.name, taken)
     (folder / name).mkdir()
+    kind, weights = policy.kind, policy.weights
     if policy.kind == "lora":
         if policy.lora is None:
             raise AdapterError(f"Policy {policy.name!r} is a LoRA without its shape.", "Give its LoraSpec.")
-        write_adapter(folder / name, policy.weights, policy.lora, base.model)
+        if merge:
+            kind, weights = "full", write_merged(locate_model(base.model), policy.weights, policy.lora, folder / name)
+        else:
+            write_adapter(folder / name, policy.weights, policy.lora, base.model)
     else:
         write_model(locate_model(base.model), policy.weights, folder / name)
     return ExportedPolicy(
         name=policy.name,
-        kind=policy.kind,
+        kind=kind,
         version=policy.version,
         base=base,
         folder=name,
         files=hashes_of(folder / name),
-        fingerprint=fingerprint(policy.weights),
-        lora=policy.lora if policy.kind == "lora" else None,
+        fingerprint=fingerprint(weights),
+        lora=policy.lora if kind == "lora" else None,
     )
 
 

@@ -20,7 +20,7 @@ def add_export(commands: Any) -> None:
     def run(a: argparse.Namespace) -> int:
         from cotune.adapters.export import export_run
 
-        manifest = export_run(a.run_folder, a.to, best=a.best)
+        manifest = export_run(a.run_folder, a.to, best=a.best, merge=a.merge)
         checkpoint, steps = newest_checkpoint(RunLayout(a.run_folder).checkpoints), read_run(a.run_folder).config.steps
         done = 0 if checkpoint is None else steps_of(checkpoint)
         kinds = {entry.role: manifest.policy(entry.role).kind for entry in manifest.roles}
@@ -43,6 +43,9 @@ def add_export(commands: Any) -> None:
     command.add_argument("--to", required=True, metavar="DIR", help="folder to write; must be empty, new, or an export")
     command.add_argument(
         "--best", action="store_true", help="the best checkpoint by held-out evaluation (evaluation.keep_best)"
+    )
+    command.add_argument(
+        "--merge", action="store_true", help="add each adapter to its base model: a whole model for each policy"
     )
 
 

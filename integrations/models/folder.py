@@ -163,10 +163,8 @@ def write_model(base: Path, weights: Weights, to: Path) -> None:
     Raises ConfigError when the weights are not all the parameters of the base.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with reading(base):
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **loading_weights())
+    model = _model(base)
     parameters = dict(model.named_parameters())
     if odd := sorted(parameters.keys() ^ weights.keys()):
         raise ConfigError(
@@ -175,8 +173,46 @@ def write_model(base: Path, weights: Weights, to: Path) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights[name], dtype=np.float32)))
+    _save(model, base, to)
+
+
+def write_merged(base: Path, weights: Weights, lora: LoraSpec, to: Path) -> Weights:
+    """Write `base` with an adapter added to its weights, W + (alpha / rank) * B A, as `write_model` does; return its
+    parameters. Raises ConfigError when the adapter is of another model."""
+    import torch
+
+    model = _model(base)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, a in weights.items():
+            if not name.endswith(_LORA_A):
+                continue
+            layer = name.removesuffix(_LORA_A)
+            target = layer.removeprefix("base_model.model.") + ".weight"
+            if target not in parameters:
+                raise ConfigError("weights", name, f"an adapter of {base}", "Name the right base model.")
+            delta = lora.scale * (np.asarray(weights[f"{layer}.lora_B.weight"], np.float32) @ np.asarray(a, np.float32))
+            parameters[target].add_(torch.from_numpy(delta))
+    _save(model, base, to)
+    return {name: parameter.detach().numpy() for name, parameter in parameters.items()}
+
+
+def _model(base: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with reading(base):
+        return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **loading_weights())
+
+
+def _save(model: Any, base: Path, to: Path) -> None:
+    from transformers import AutoTokenizer
+
     model.save_pretrained(to)
     AutoTokenizer.from_pretrained(base, **loading()).save_pretrained(to)
+
+
+_LORA_A = ".lora_A.weight"
 
 
 ADAPTER_FILE = "adapter_model.safetensors"

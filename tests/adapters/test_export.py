@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,28 @@ def test_full_policy_becomes_a_model_folder(tmp_path: Path, base: Path) -> None:
     assert fingerprint(export.weights(export.manifest.policies[0])) == fingerprint(weights)
 
 
+def test_merged_policies_are_whole_models_with_the_trained_logits(
+    tmp_path: Path, base: Path, lora: LoraSpec, policies: list[TrainedPolicy]
+) -> None:
+    manifest = write_export(tmp_path / "out", policies, merge=True)
+    assert [(policy.kind, policy.lora) for policy in manifest.policies] == [("full", None)] * len(policies)
+    for policy in policies:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / policy.name)
+        np.testing.assert_allclose(logits(model), reference(base, lora, policy.weights), atol=1e-5)
+    export = load_export(tmp_path / "out")
+    assert fingerprint(export.weights(manifest.policies[0])) == manifest.policies[0].fingerprint
+
+
+def test_an_adapter_of_another_model_is_not_merged(
+    tmp_path: Path, base: Path, lora: LoraSpec, policies: list[TrainedPolicy]
+) -> None:
+    names = {name.replace("layers.0", "layers.77"): array for name, array in policies[0].weights.items()}
+    odd = dataclasses.replace(policies[0], weights=names)
+    with pytest.raises(ConfigError, match=r"layers\.77.*an adapter of"):
+        write_export(tmp_path / "out", [odd], merge=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_full_weights_of_another_model_are_refused(tmp_path: Path, base: Path) -> None:
     odd = TrainedPolicy(
         name="solo", kind="full", version=2, roles=("solo",), model=str(base), weights={"x": np.zeros(2, np.float32)}
@@ -181,6 +204,8 @@ def test_a_run_is_exported_from_its_newest_checkpoint(
     assert manifest.policies[0].version == 2
     assert manifest.policies[0].fingerprint == fingerprint(adapter(5))
     assert manifest.roles[0].metrics == {"reward": 0.25}
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "merged"), "--merge"]) == 0
+    assert read_manifest(tmp_path / "merged").policies[0].kind == "full"
 
 
 def test_the_command_says_how_far_the_run_is_and_which_roles_got_no_folder(
