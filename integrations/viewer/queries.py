@@ -16,6 +16,10 @@ PAGE = 50
 SEARCH_SECONDS = 0.6
 """How long one page searches in texts before it says how far it came."""
 _CHUNK = 400
+_HOLDS = """(body LIKE ? ESCAPE '\\' AND EXISTS (
+    SELECT 1 FROM json_tree(body) AS part WHERE part.type = 'text' AND part.atom LIKE ? ESCAPE '\\'
+    AND coalesce(part.key, '') NOT IN ('role', 'type', 'id', 'finish_reason', 'status', 'phase')))"""
+"""Whether a JSON value holds a text: first as JSON has it, which is quick, then in its values, not in its keys."""
 SUCCESS = "iif(json_valid(metrics), json_extract(metrics, '$.success'), NULL)"
 
 
@@ -152,13 +156,13 @@ def _rows(run: OpenedRun, found: list[Any]) -> tuple[EpisodeRow, ...]:
 
 def _searched(run: OpenedRun, where: list[str], asked: list[Any], text: str, before: str) -> EpisodePage:
     """Episodes in which a message, an answer, an error or the task's input holds `text`, a chunk of them at a time."""
-    needle = "%" + _escaped(json.dumps(text, ensure_ascii=False)[1:-1]) + "%"
+    needles = tuple(f"%{_escaped(form)}%" for form in (json.dumps(text, ensure_ascii=False)[1:-1], text))
     found: list[Any] = []
     verdicts: dict[str, bool] = {}
     deadline, searched, last = time.monotonic() + SEARCH_SECONDS, 0, before
     while True:
         chunk = _select(run, where, asked, last, _CHUNK)
-        hits = _holding(run, [row[0] for row in chunk], needle, verdicts)
+        hits = _holding(run, [row[0] for row in chunk], needles, verdicts)
         for row in chunk:
             searched, last = searched + 1, row[0]
             if row[0] in hits:
@@ -171,27 +175,28 @@ def _searched(run: OpenedRun, where: list[str], asked: list[Any], text: str, bef
             return EpisodePage(rows=_rows(run, found), after=last, searched=searched)
 
 
-def _holding(run: OpenedRun, episodes: list[str], needle: str, verdicts: dict[str, bool]) -> set[str]:
-    """Those of some episodes that hold a text. `verdicts` says what is known of messages."""
+def _holding(run: OpenedRun, episodes: list[str], needles: tuple[str, str], verdicts: dict[str, bool]) -> set[str]:
+    """Those of some episodes that hold a text, as JSON has it and as it is. `verdicts` says which messages do."""
     if not episodes:
         return set()
     marks = ",".join("?" * len(episodes))
-    sql = f"SELECT id FROM episodes WHERE id IN ({marks}) AND body LIKE ? ESCAPE '\\'"
-    hits = {id for (id,) in run.rows(sql, (*episodes, needle))}
-    sql = f"""SELECT episode, candidates LIKE ? ESCAPE '\\' OR coalesce(json_extract(body, '$.error'), '') LIKE ?
-              ESCAPE '\\', json_extract(body, '$.messages') FROM calls WHERE episode IN ({marks})"""
+    hits = {
+        id for (id,) in run.rows(f"SELECT id FROM episodes WHERE id IN ({marks}) AND {_HOLDS}", (*episodes, *needles))
+    }
+    said = f"{_HOLDS.replace('body', 'candidates')} OR coalesce(json_extract(body, '$.error'), '') LIKE ? ESCAPE '\\'"
+    sql = f"SELECT episode, {said}, json_extract(body, '$.messages') FROM calls WHERE episode IN ({marks})"
     asked: dict[str, set[str]] = {}
-    for episode, said, messages in run.rows(sql, (needle, needle, *episodes)):
-        if said:
+    for episode, answered, messages in run.rows(sql, (*needles, needles[1], *episodes)):
+        if answered:
             hits.add(episode)
         elif episode not in hits:
             asked.setdefault(episode, set()).update(json.loads(messages or "[]"))
     unknown = list({id for ids in asked.values() for id in ids} - verdicts.keys())
     for start in range(0, len(unknown), 500):
         some = unknown[start : start + 500]
-        sql = f"SELECT id FROM messages WHERE id IN ({','.join('?' * len(some))}) AND body LIKE ? ESCAPE '\\'"
+        sql = f"SELECT id FROM messages WHERE id IN ({','.join('?' * len(some))}) AND {_HOLDS}"
         verdicts.update(dict.fromkeys(some, False))
-        verdicts.update((id, True) for (id,) in run.rows(sql, (*some, needle)))
+        verdicts.update((id, True) for (id,) in run.rows(sql, (*some, *needles)))
     return hits | {episode for episode, ids in asked.items() if any(verdicts[id] for id in ids)}
 
 

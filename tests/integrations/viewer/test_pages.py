@@ -13,11 +13,14 @@ import pytest
 
 from cotune.errors import ConfigError, RunError
 from cotune.integrations.viewer.opened import OpenedRun, open_runs
+from cotune.integrations.viewer.overview import wilson
 from cotune.integrations.viewer.server import viewing
 from cotune.integrations.viewer.step_groups import step_groups
+from cotune.integrations.viewer.timeline import TimedCall, timeline
 from cotune.recording.records import Candidate, Episode, Message, RewardRecord, Task
 from cotune.storage.run_layout import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.evaluation.statistics import share
 from tests.integrations.viewer.conftest import STEPS
 
 
@@ -79,6 +82,8 @@ def test_curves_hold_every_step_with_the_interval_of_held_out_success(site, run)
         ("low=0.25", "(SELECT value FROM rewards WHERE target = episodes.id) >= 0.25"),
         ("high=0", "(SELECT value FROM rewards WHERE target = episodes.id) <= 0"),
         ("q=say+b", "task = 'b'"),
+        ("q=content", "0"),
+        ("q=finish_reason", "0"),
         ("q=nowhere%25", "0"),
     ],
 )
@@ -300,3 +305,27 @@ def test_a_reward_counts_that_comes_late(tmp_path):
         store.write([RewardRecord("E1", "judge", 0.75)])
         store.flush()
         assert "judge 0.75" in text(page)
+
+
+def test_calls_in_time_lie_beside_each_other_with_arrows_from_what_they_read():
+    calls = [
+        TimedCall("a", 0, "planner", 0, "ok", 10.0, 1.0),
+        TimedCall("b", 1, "coder", 0, "ok", 11.0, 2.0, ("a",)),
+        TimedCall("c", 2, "coder", 1, "ok", 11.5, 1.0, ("a", "gone")),
+        TimedCall("d", 3, "coder", 2, "error", 13.0, 1.0, ("b",)),
+    ]
+    drawn = timeline(calls)
+    assert [(bar.call.id, bar.x, bar.y, bar.width) for bar in drawn.bars] == [
+        ("a", 130.0, 22.0, 205.0),
+        ("b", 335.0, 58.0, 410.0),
+        ("c", 437.5, 84.0, 205.0),
+        ("d", 745.0, 58.0, 205.0),
+    ]
+    assert [(lane.role, lane.height) for lane in drawn.lanes] == [("planner", 26), ("coder", 52)]
+    assert len(drawn.reads) == 3 and [tick.text for tick in drawn.ticks] == ["0 ms", "1.0 s", "2.0 s", "3.0 s", "4.0 s"]
+
+
+def test_wilson_intervals_are_those_of_the_evaluation():
+    for successes, n in ((0, 5), (2, 3), (48, 50)):
+        one, other = wilson(successes, n), share(successes, n)
+        assert (one.value, one.low, one.high) == pytest.approx((other.mean, other.low, other.high), abs=1e-6)
