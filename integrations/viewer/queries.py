@@ -156,7 +156,7 @@ def _rows(run: OpenedRun, found: list[Any]) -> tuple[EpisodeRow, ...]:
 
 def _searched(run: OpenedRun, where: list[str], asked: list[Any], text: str, before: str) -> EpisodePage:
     """Episodes in which a message, an answer, an error or the task's input holds `text`, a chunk of them at a time."""
-    needles = tuple(f"%{_escaped(form)}%" for form in (json.dumps(text, ensure_ascii=False)[1:-1], text))
+    needles = (f"%{_escaped(json.dumps(text, ensure_ascii=False)[1:-1])}%", f"%{_escaped(text)}%")
     found: list[Any] = []
     verdicts: dict[str, bool] = {}
     deadline, searched, last = time.monotonic() + SEARCH_SECONDS, 0, before
