@@ -49,6 +49,9 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
 
     With z = (W h + b, shaped) / T, log p = z - logsumexp(z) and H = -sum(p log p):
     d log p[y] / dz = onehot(y) - p, and dH / dz = -p (log p + H).
+
+    Where only the hidden states are trained, the forward pass has d log p[y] / dh as well, `slope`: the backward pass
+    needs no logits then, unless the entropy has a gradient.
     """
 
     @staticmethod
@@ -65,20 +68,27 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
         lse = torch.empty_like(logprobs)
+        slope = torch.empty_like(hidden) if ctx.needs_input_grad[:3] == (True, False, False) else None
         for part in _parts(len(targets), rows):
             z = _logits(hidden, weight, bias, temperature, shaping, part)
             lse[part] = torch.logsumexp(z, dim=-1)
             z -= lse[part, None]
             logprobs[part] = z.gather(1, targets[part, None]).squeeze(1)
-            entropy[part] = -torch.linalg.vecdot(z.exp(), z)
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy)
+            p = z.exp()
+            entropy[part] = -torch.linalg.vecdot(p, z)
+            if slope is not None:
+                p.neg_().scatter_add_(1, targets[part, None], p.new_ones(len(p), 1)).div_(temperature[part, None])
+                torch.mm(p.to(hidden.dtype), weight, out=slope[part])
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, slope)
         ctx.shaping, ctx.rows = shaping, rows
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, lse, entropy, slope = ctx.saved_tensors
+        if slope is not None and grad_entropy is None and grad_logprobs is not None:
+            return (slope * grad_logprobs[:, None]).to(hidden.dtype), None, None, None, None, None, None
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,14 @@ from cotune.integrations.chat.grammar import Grammars
 from cotune.integrations.samplers.transformers.cache import RowCache, use_rows_attention
 from cotune.integrations.samplers.transformers.draw import RowParams, Shaped, draw, is_shaped, shape, streams, uniforms
 from cotune.integrations.samplers.transformers.lora import Adapter, LoraRows
+from cotune.integrations.samplers.transformers.prefixes import Prefix, PrefixCache, joined, starts_of_groups
 from cotune.sampling.protocol import Completion, SamplingParams
 
 BASE = -1
-_NOBODY = np.array(None, object)
 """Kind of rows that use no adapter."""
+_NOBODY = np.array(None, object)
+Source = tuple[int, tuple[int, ...]]
+"""A prompt to prefill, after the kind of its rows."""
 
 DRAW_ELEMENTS = 1 << 25
 """Logits drawn from at a time, so that temporaries stay small at large vocabularies."""
@@ -114,8 +119,12 @@ class Rows:
 class Batch:
     """Decodes rows of one model. Not thread-safe: belongs to the engine's thread."""
 
-    def __init__(self, model: Any, end_token_ids: Iterable[int], tokenizer: Any = None) -> None:
+    def __init__(
+        self, model: Any, end_token_ids: Iterable[int], tokenizer: Any = None, prefixes: PrefixCache | None = None
+    ) -> None:
+        """`prefixes` may be of several batches."""
         self.model = model
+        self.prefixes = prefixes or PrefixCache(0)
         use_rows_attention(model)
         self.lora = LoraRows(model)
         self.tokenizer = tokenizer
@@ -158,21 +167,32 @@ class Batch:
     def admit(self, jobs: Sequence[Job]) -> list[Job]:
         """Prefill each distinct prompt once and start all candidates; return jobs that ended with one token."""
         sources = list(dict.fromkeys((job.kind, job.prompt) for job in jobs))
-        sources.sort(key=lambda source: source[0])
-        cache, logits = self._prefill(sources)
+        prefilled = self._prefill(sources)
         index = {source: i for i, source in enumerate(sources)}
         width = max(len(prompt) for _, prompt in sources)
         fresh = np.repeat(np.arange(len(jobs)), [job.n for job in jobs])
         at = self._arrange(np.array([jobs[i].kind for i in fresh]), width)
-        source = torch.tensor([index[jobs[i].kind, jobs[i].prompt] for i in fresh], device=self.device)
-        lengths = torch.tensor([len(jobs[i].prompt) for i in fresh], device=self.device)
-        rows = torch.as_tensor(at, device=self.device)
-        self.cache.fill(rows, cache, source, lengths)
+        source = np.array([index[jobs[i].kind, jobs[i].prompt] for i in fresh])
+        logits = torch.empty((len(sources), prefilled[0][2].shape[1]), dtype=prefilled[0][2].dtype, device=self.device)
+        for members, cache, out in prefilled:
+            place = np.full(len(sources), -1)
+            place[members] = np.arange(len(members))
+            theirs = place[source] >= 0
+            rows, local, lengths = (
+                torch.as_tensor(values, device=self.device)
+                for values in (
+                    at[theirs],
+                    place[source[theirs]],
+                    np.array([len(sources[i][1]) for i in source[theirs]], np.int64),
+                )
+            )
+            self.cache.fill(rows, cache, local, lengths)
+            logits[torch.as_tensor(members, device=self.device)] = out
         self.cache.trim()
         for i, job in enumerate(jobs):
             self.state.put(at[fresh == i], job, self.grammars)
         self._compose()
-        return self._draw(logits[source], at)
+        return self._draw(logits[torch.as_tensor(source, device=self.device)], at)
 
     @torch.inference_mode()
     def step(self) -> list[Job]:
@@ -198,19 +218,38 @@ class Batch:
         if not self.state["alive"][: self.rows].any():
             self.rows = self.cache.window.rows = 0
 
-    def _prefill(self, sources: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[DynamicCache, Tensor]:
-        width = max(len(prompt) for _, prompt in sources)
-        ids = np.zeros((len(sources), width), np.int64)
+    def _prefill(self, sources: Sequence[Source]) -> list[tuple[npt.NDArray[np.int64], DynamicCache, Tensor]]:
+        """Prefill what is not known of these prompts, like lengths together; for each pass the numbers of its sources,
+        their cache padded on the left, and the logits that follow."""
+        known = [self.prefixes.match((self, kind), prompt) for kind, prompt in sources]
+        rest = np.array([len(prompt) - prefix.length for (_, prompt), prefix in zip(sources, known, strict=True)])
+        order = np.argsort(rest, kind="stable")
+        found = []
+        for start, end in pairwise(starts_of_groups(rest[order].tolist())):
+            members = np.array(sorted(order[start:end], key=lambda i: (sources[i][0], i)))
+            found.append((members, *self._pass([sources[i] for i in members], [known[i] for i in members])))
+        return found
+
+    def _pass(self, sources: Sequence[Source], known: Sequence[Prefix]) -> tuple[DynamicCache, Tensor]:
+        """One prefill. All rows compute as many tokens, so that what is known and what is new have no gap between."""
+        longest = max(len(prompt) - prefix.length for (_, prompt), prefix in zip(sources, known, strict=True))
+        reused = [max(0, len(prompt) - longest) for _, prompt in sources]
+        past, width = max(reused), max(reused) + longest
+        ids = np.zeros((len(sources), longest), np.int64)
         mask = np.zeros((len(sources), width), np.int64)
-        for i, (_, prompt) in enumerate(sources):
-            ids[i, width - len(prompt) :] = prompt
+        for i, ((_, prompt), start) in enumerate(zip(sources, reused, strict=True)):
+            ids[i, longest - len(prompt) + start :] = prompt[start:]
             mask[i, width - len(prompt) :] = 1
         self._route(np.array([kind for kind, _ in sources]))
         cache = DynamicCache()
+        if past:
+            states = joined(known, reused)
+            for layer, (keys, values) in enumerate(zip(states[::2], states[1::2], strict=True)):
+                cache.update(keys, values, layer)
         out = self.model(
             input_ids=torch.as_tensor(ids, device=self.device),
             attention_mask=None if mask.all() else torch.as_tensor(mask, device=self.device),
-            position_ids=torch.as_tensor((mask.cumsum(1) - 1).clip(0), device=self.device),
+            position_ids=torch.as_tensor((mask.cumsum(1) - 1).clip(0)[:, past:], device=self.device),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
@@ -334,6 +373,8 @@ class Batch:
             tuple(s["logprob"][row, :count].tolist()),
             "stop" if stopped else "length",
         )
+        tokens = job.prompt + tuple(s["token"][row, : count - 1].tolist())  # the last one was never read
+        self.prefixes.insert((self, job.kind), tokens, partial(self.cache.read, row))
         job.open -= 1
         return None if job.open else job
 

@@ -169,6 +169,13 @@ class RowCache(Cache):
         self.starts[rows] = w.end - lengths
         self._write_bias(rows)
 
+    def read(self, row: int, start: int, stop: int) -> list[Tensor]:
+        """Copies of keys and values, layer by layer, of tokens [start, stop) of a row; each [heads, tokens, dim]."""
+        first = int(self.starts[row])
+        part = slice(first + start, first + stop)
+        buffers = (buffer for layer in self.layers for buffer in layer.buffers())
+        return [buffer[row, :, part].clone(memory_format=torch.contiguous_format) for buffer in buffers]
+
     def move(self, to: Tensor, source: Tensor, rows: int) -> None:
         """Copy rows `source` to rows `to` (any overlap), after which the first `rows` rows are in use."""
         w = self.window

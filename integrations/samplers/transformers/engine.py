@@ -20,14 +20,18 @@ from cotune.integrations.samplers.base import room_after
 from cotune.integrations.samplers.transformers.batch import BASE, Batch, Job
 from cotune.integrations.samplers.transformers.cache import attention_only
 from cotune.integrations.samplers.transformers.lora import read_adapter
+from cotune.integrations.samplers.transformers.prefixes import PrefixCache
 from cotune.integrations.samplers.transformers.wire import Answer, Command, ModelSource
 from cotune.integrations.samplers.versions import Version, Versions
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
+from cotune.runtime.memory import machine_memory
 from cotune.sampling.protocol import SamplerInfo, SamplingParams, Weights, fingerprint
 
 PREFILL_TOKENS = 8192
 """Prompt tokens prefilled at most between two decode steps; one prompt always goes."""
+PREFIX_PART = 32
+"""The memory of the machine, or of the GPU, over this is what keys and values of known prefixes may take."""
 
 
 class DecodingEngine:
@@ -52,7 +56,8 @@ class DecodingEngine:
         self._emit = emit
         self._ends = tuple(end_token_ids)
         self._tokenizer = tokenizer
-        self._base = Batch(model.eval(), self._ends, tokenizer)
+        self.prefixes = PrefixCache(_prefix_bytes(model.device) if source.prefix_cache is None else source.prefix_cache)
+        self._base = Batch(model.eval(), self._ends, tokenizer, self.prefixes)
         self._batches = [self._base]
         self._waiting: dict[Batch, deque[Job]] = {self._base: deque()}
         self._versions = Versions((self._base, BASE))
@@ -176,13 +181,16 @@ class DecodingEngine:
             return known
         check_finite(policy, weights)
         if lora is None:
-            batch, kind = Batch(self._copy(weights), self._ends, self._tokenizer), BASE
+            batch, kind = Batch(self._copy(weights), self._ends, self._tokenizer, self.prefixes), BASE
             self._batches.append(batch)
             self._waiting[batch] = deque()
         else:
             adapter = read_adapter(weights, lora, self._base.model)
             batch, kind = self._base, next(self._kinds)
             batch.add_adapter(kind, adapter)
+        for older in self._versions.all():
+            if older.policy.name == policy.name:
+                self.prefixes.drop(older.target)
         version = Version(policy, fingerprint(weights), (batch, kind))
         self._versions.add(version)
         return version.fingerprint
@@ -206,6 +214,7 @@ class DecodingEngine:
     def _drop(self, version: Version) -> None:
         self._versions.forget(version)
         batch, kind = version.target
+        self.prefixes.drop(version.target)
         if batch is self._base:
             batch.lora.remove(kind)
         else:
@@ -241,6 +250,12 @@ def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingE
     if ends is None:
         ends = ids_of(model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None))
     return DecodingEngine(model, tokenizer, ends, source, emit)
+
+
+def _prefix_bytes(device: torch.device) -> int:
+    """What known prefixes may take unless it is said."""
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else machine_memory()[1]
+    return total // PREFIX_PART
 
 
 def ids_of(*values: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -42,13 +42,18 @@ class TransformersSampler(CalledSampler):
         host: Literal["process", "thread"] = "process",
         tokenizer: Any = None,
         end_token_ids: Sequence[int] | None = None,
+        prefix_cache: int | None = None,
     ) -> TransformersSampler:
         """Load a model folder or hub id and start serving it; a loaded model is served by a thread only.
 
         `device` is "cpu" or "cuda" (default: a GPU where there is one), `dtype` a torch name (default: float32 on
         CPU, bfloat16 on GPU). `max_batch_rows` sequences are decoded at once at most, with at most
-        `max_batch_tokens` key/value columns in all. Raises ConfigError for a model that cannot be loaded.
+        `max_batch_tokens` key/value columns in all. Prompts go on from the keys and values of earlier ones that began
+        alike, of which `prefix_cache` bytes are kept (0: none; default: 1/32 of the memory of the machine, or of the
+        GPU). Raises ConfigError for a model that cannot be loaded.
         """
+        if prefix_cache is not None and prefix_cache < 0:
+            raise ConfigError("prefix_cache", prefix_cache, "a number of bytes, or 0 for none")
         if host not in ("process", "thread"):
             raise ConfigError("host", host, "process or thread")
         if host == "process" and not isinstance(model, str | Path):
@@ -64,6 +69,7 @@ class TransformersSampler(CalledSampler):
             max_batch_tokens=max_batch_tokens,
             tokenizer=tokenizer,
             end_token_ids=None if end_token_ids is None else tuple(end_token_ids),
+            prefix_cache=prefix_cache,
         )
         sampler = cls()
         kind = ProcessHost if host == "process" else ThreadHost

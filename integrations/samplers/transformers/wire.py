@@ -18,6 +18,7 @@ class ModelSource(NamedTuple):
     max_batch_tokens: int
     tokenizer: Any
     end_token_ids: tuple[int, ...] | None
+    prefix_cache: int | None = None
 
 
 class Command(NamedTuple):
