@@ -83,7 +83,9 @@ def engine_arguments(config: TrainConfig, model: str, weights: Kind) -> dict[str
     """What an engine of this run is opened with. Raises ConfigError for what it cannot serve."""
     cluster = config.cluster
     if cluster.engine == "transformers":
-        return {"model": model, "threads": config.sampling.threads, "host": "thread", **cluster.engine_args}
+        kept = config.sampling.prefix_bytes()
+        own = {"model": model, "threads": config.sampling.threads, "host": "thread", "prefix_cache": kept}
+        return {**own, **cluster.engine_args}
     specs = [p.lora for p in config.policy if p.kind == "lora"] or [config.lora]
     rank = max(spec.rank for spec in specs)
     if cluster.engine == "vllm-url":

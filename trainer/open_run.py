@@ -185,7 +185,10 @@ async def _open_model(
             chat = await loading
         return await cluster.open_sampler(), chat
     try:
-        sampler = await TransformersSampler.open(config.model, threads=config.sampling.threads)
+        sampling = config.sampling
+        sampler = await TransformersSampler.open(
+            config.model, threads=sampling.threads, prefix_cache=sampling.prefix_bytes()
+        )
         stack.push_async_callback(sampler.aclose)
     finally:
         chat = await loading

@@ -19,7 +19,8 @@ from cotune.trainer.run_folder import RunFolder
 
 MAY_CHANGE = (
     "model", "roles", "steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "probe_bound",
-    "sampling.timeout", "sampling.threads", "learner.threads", "learner.device", "learner.micro_batch_tokens",
+    "sampling.timeout", "sampling.threads", "sampling.prefix_cache", "learner.threads", "learner.device",
+    "learner.micro_batch_tokens",
     "learner.memory", "learner.activation_checkpointing", "learner.shared_prompts", "evaluation", "guard", "cluster",
     "records.path", "records.patience", "distill.teacher", "distill.timeout", "distill.retries", "distill.concurrency",
     "prices", "loggers", "project",

@@ -19,6 +19,7 @@ from cotune.errors import ConfigError, field_and_fault
 from cotune.integrations.chat.tool_formats import check_tool_format
 from cotune.integrations.trackers.tracker import Tool
 from cotune.policies import LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
+from cotune.runtime.memory import parse_size
 from cotune.sampling.plans import Plan, PlanKind, Select
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.curriculum import CurriculumConfig
@@ -64,6 +65,21 @@ class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Seconds until a request fails."""
     threads: int = 1
     """CPU threads of the sampler."""
+    prefix_cache: str = ""
+    """Memory in which the in-process sampler keeps keys and values of earlier prompts ("512MiB"; "0B": it keeps none);
+    without a value a 32nd of the machine's, or of the GPU's."""
+
+    def __post_init__(self) -> None:
+        try:
+            self.prefix_bytes()
+        except ValueError:
+            raise ConfigError(
+                "sampling.prefix_cache", self.prefix_cache, "a size such as 512MiB, or 0B for none"
+            ) from None
+
+    def prefix_bytes(self) -> int | None:
+        """`prefix_cache` in bytes, None without a value."""
+        return parse_size(self.prefix_cache) if self.prefix_cache else None
 
 
 class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -143,6 +143,7 @@ class VllmSampler(LoopSampler):
             "model": str(self._skeleton.folder),
             "dtype": "float32" if cpu else "bfloat16",
             "enforce_eager": cpu,
+            "enable_prefix_caching": True,
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,

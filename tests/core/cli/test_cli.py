@@ -201,6 +201,7 @@ def test_a_stopped_run_is_status_130(trained, capsys):
         ({"model": "m", "steps": "many"}, "steps", "many", "Expected `int`"),
         ({"model": "m", "plan": {"kind": "bush"}}, "plan.kind", "bush", "one of independent, replay, tree"),
         ({"model": "m", "sampling": {"temperature": 0}}, "sampling.temperature", 0, "above 0"),
+        ({"model": "m", "sampling": {"prefix_cache": "lots"}}, "sampling.prefix_cache", "lots", "512MiB, or 0B"),
         ({"model": "m", "learner": {"lr": -1.0}}, "learner.lr", -1.0, "above 0"),
         ({"model": "m", "stepz": 3}, "stepz", 3, "unknown field"),
         ({"model": "m", "lora": {"rnak": 3}}, "lora.rnak", 3, "unknown field"),

@@ -1,0 +1,100 @@
+"""Rollout of episodes of several turns over the in-process sampler, with and without what it keeps of earlier prompts.
+
+    python -m benchmarks.turns [--model MODEL] [--turns 4] [--k 4] [--episodes 4] [--threads 1]
+
+Each turn draws K candidates, goes on with the first, and adds an observation; the episodes run side by side, and their
+prompts begin with the same half. One round is greedy, in which the tokens of both ways are compared. Figures are
+medians of further rounds, which alternate and use other token ids each, so that nothing is known of them beforehand.
+Without `--model`: the model of `benchmarks.tree`. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoConfig
+
+from benchmarks.tree import build
+from cotune.integrations.models.folder import locate_model
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.recording.records import PolicyRef
+from cotune.sampling.protocol import SamplingParams
+
+POLICY = PolicyRef("base")
+
+
+async def rollout(
+    sampler: TransformersSampler, args: argparse.Namespace, vocabulary: int, seed: int, temperature: float
+) -> list[tuple[int, ...]]:
+    """All candidates of all turns of all episodes."""
+    chance = np.random.default_rng(seed)
+    common = chance.integers(3, vocabulary, args.prompt // 2).tolist()
+    ids = chance.integers(3, vocabulary, (args.episodes, args.turns, max(args.prompt, args.observation))).tolist()
+
+    async def episode(number: int) -> list[tuple[int, ...]]:
+        prompt, found = common + ids[number][0][: args.prompt - len(common)], []
+        for turn in range(args.turns):
+            how = SamplingParams(max_tokens=args.answer, temperature=temperature, seed=number)
+            answers = await sampler.sample(prompt, args.k, how, POLICY)
+            found += [answer.token_ids for answer in answers]
+            prompt = [*prompt, *answers[0].token_ids, *ids[number][turn][: args.observation]]
+        return found
+
+    return [answer for found in await asyncio.gather(*map(episode, range(args.episodes))) for answer in found]
+
+
+async def measure(folder: str, args: argparse.Namespace) -> None:
+    vocabulary = AutoConfig.from_pretrained(folder).vocab_size
+    samplers = {
+        name: await TransformersSampler.open(
+            folder, device="cpu", threads=args.threads, host="thread", end_token_ids=(), prefix_cache=size
+        )
+        for name, size in {"without": 0, "with": args.cache}.items()
+    }
+    greedy = [await rollout(sampler, args, vocabulary, 0, 0.0) for sampler in samplers.values()]
+    equal = sum(one == other for one, other in zip(*greedy, strict=True))
+    wall: dict[str, list[float]] = {name: [] for name in samplers}
+    cpu: dict[str, list[float]] = {name: [] for name in samplers}
+    for seed in range(1, args.rounds + 1):
+        for name, sampler in samplers.items():
+            began, busy = time.perf_counter(), time.process_time()
+            await rollout(sampler, args, vocabulary, seed, 1.0)
+            wall[name].append(time.perf_counter() - began)
+            cpu[name].append(time.process_time() - busy)
+    for sampler in samplers.values():
+        await sampler.aclose()
+    print(f"{args.episodes} episodes of {args.turns} turns, K = {args.k}; {equal} of {len(greedy[0])} greedy equal")
+    for name in samplers:
+        print(f"{name:8} {statistics.median(wall[name]):8.2f} s {statistics.median(cpu[name]):8.2f} s of CPU")
+    seconds = {name: statistics.median(times) for name, times in wall.items()}
+    print(json.dumps({"ratio": round(seconds["without"] / seconds["with"], 2), "equal": equal == len(greedy[0])}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder, an id, or a file in GGUF form")
+    parser.add_argument("--episodes", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the first prompt")
+    parser.add_argument("--answer", type=int, default=64)
+    parser.add_argument("--observation", type=int, default=256, help="tokens that a turn adds beside the answer")
+    parser.add_argument("--cache", type=int, default=None, help="bytes that are kept; default: the sampler's")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        if not args.model:
+            build(Path(name))
+        asyncio.run(measure(str(locate_model(args.model or name)), args))
+
+
+if __name__ == "__main__":
+    main()
