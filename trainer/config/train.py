@@ -19,7 +19,6 @@ from cotune.errors import ConfigError, field_and_fault
 from cotune.integrations.chat.tool_formats import check_tool_format
 from cotune.integrations.trackers.tracker import Tool
 from cotune.policies import LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
-from cotune.runtime.memory import parse_size
 from cotune.sampling.plans import Plan, PlanKind, Select
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.curriculum import CurriculumConfig
@@ -28,6 +27,7 @@ from cotune.trainer.config.guard import GuardConfig
 from cotune.trainer.config.learner import LearnerSettings, check_anchor, check_one_process
 from cotune.trainer.config.replay import ReplayConfig
 from cotune.trainer.config.routing import RoutingConfig
+from cotune.trainer.config.sampling import SamplingConfig
 
 Layout = Literal["shared", "lora", "full"]
 
@@ -52,34 +52,6 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Candidates per call (tree), per forked call (replay), or episodes per task (independent)."""
     select: Select = "argmax"
     """Which candidate the application goes on with: argmax | sample | first."""
-
-
-class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[sampling] How the policies are sampled in training; overrides what the application asks for."""
-
-    temperature: float = 1.0
-    """Above 0; the distribution is never truncated in training (no top-p, no top-k)."""
-    max_tokens: int = 256
-    """Most new tokens per candidate where the application names no limit."""
-    timeout: float = 300.0
-    """Seconds until a request fails."""
-    threads: int = 1
-    """CPU threads of the sampler."""
-    prefix_cache: str = ""
-    """Memory in which the in-process sampler keeps keys and values of earlier prompts ("512MiB"; "0B": it keeps none);
-    without a value a 32nd of the machine's, or of the GPU's."""
-
-    def __post_init__(self) -> None:
-        try:
-            self.prefix_bytes()
-        except ValueError:
-            raise ConfigError(
-                "sampling.prefix_cache", self.prefix_cache, "a size such as 512MiB, or 0B for none"
-            ) from None
-
-    def prefix_bytes(self) -> int | None:
-        """`prefix_cache` in bytes, None without a value."""
-        return parse_size(self.prefix_cache) if self.prefix_cache else None
 
 
 class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,8 @@ from cotune.integrations.chat.grammar import Grammars
 from cotune.integrations.samplers.transformers.cache import RowCache, use_rows_attention
 from cotune.integrations.samplers.transformers.draw import RowParams, Shaped, draw, is_shaped, shape, streams, uniforms
 from cotune.integrations.samplers.transformers.lora import Adapter, LoraRows
-from cotune.integrations.samplers.transformers.prefixes import Prefix, PrefixCache, joined, starts_of_groups
+from cotune.integrations.samplers.transformers.prefill import like_lengths, prefill
+from cotune.integrations.samplers.transformers.prefixes import PrefixCache
 from cotune.sampling.protocol import Completion, SamplingParams
 
 BASE = -1
@@ -222,39 +222,13 @@ class Batch:
         """Prefill what is not known of these prompts, like lengths together; for each pass the numbers of its sources,
         their cache padded on the left, and the logits that follow."""
         known = [self.prefixes.match((self, kind), prompt) for kind, prompt in sources]
-        rest = np.array([len(prompt) - prefix.length for (_, prompt), prefix in zip(sources, known, strict=True)])
-        order = np.argsort(rest, kind="stable")
         found = []
-        for start, end in pairwise(starts_of_groups(rest[order].tolist())):
-            members = np.array(sorted(order[start:end], key=lambda i: (sources[i][0], i)))
-            found.append((members, *self._pass([sources[i] for i in members], [known[i] for i in members])))
+        for group in like_lengths([len(prompt) - one.length for (_, prompt), one in zip(sources, known, strict=True)]):
+            members = np.array(sorted(group, key=lambda i: sources[i][0]))
+            self._route(np.array([sources[i][0] for i in members]))
+            done = prefill(self.model, [sources[i][1] for i in members], [known[i] for i in members])
+            found.append((members, *done))
         return found
-
-    def _pass(self, sources: Sequence[Source], known: Sequence[Prefix]) -> tuple[DynamicCache, Tensor]:
-        """One prefill. All rows compute as many tokens, so that what is known and what is new have no gap between."""
-        longest = max(len(prompt) - prefix.length for (_, prompt), prefix in zip(sources, known, strict=True))
-        reused = [max(0, len(prompt) - longest) for _, prompt in sources]
-        past, width = max(reused), max(reused) + longest
-        ids = np.zeros((len(sources), longest), np.int64)
-        mask = np.zeros((len(sources), width), np.int64)
-        for i, ((_, prompt), start) in enumerate(zip(sources, reused, strict=True)):
-            ids[i, longest - len(prompt) + start :] = prompt[start:]
-            mask[i, width - len(prompt) :] = 1
-        self._route(np.array([kind for kind, _ in sources]))
-        cache = DynamicCache()
-        if past:
-            states = joined(known, reused)
-            for layer, (keys, values) in enumerate(zip(states[::2], states[1::2], strict=True)):
-                cache.update(keys, values, layer)
-        out = self.model(
-            input_ids=torch.as_tensor(ids, device=self.device),
-            attention_mask=None if mask.all() else torch.as_tensor(mask, device=self.device),
-            position_ids=torch.as_tensor((mask.cumsum(1) - 1).clip(0)[:, past:], device=self.device),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return cache, out.logits[:, -1]
 
     def _mask(self) -> Tensor:
         if self._one_mask:

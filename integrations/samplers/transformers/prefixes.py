@@ -130,29 +130,3 @@ def _common(one: Ids, other: Ids) -> int:
     if one == other:
         return len(one)
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def starts_of_groups(rest: Sequence[int]) -> list[int]:
-    """Where ascending numbers of tokens to compute are cut, so that no prompt of a pass is padded to more than twice
-    its own (or by 32 tokens), and their count at the end."""
-    cuts = [0]
-    for at, tokens in enumerate(rest):
-        if tokens > 2 * rest[cuts[-1]] + 32:
-            cuts.append(at)
-    return [*cuts, len(rest)]
-
-
-def joined(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> States:
-    """States [rows, heads, longest, width] of the first `lengths[i]` tokens of each prefix, which end in the last
-    column; zeros before. At least one length is above 0."""
-    width = max(lengths)
-    some = next(prefix for prefix in prefixes if prefix.length).parts[0]
-    found = [state.new_zeros((len(prefixes), state.shape[0], width, state.shape[2])) for state in some]
-    for row, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
-        at = width - length
-        for part in prefix.parts:
-            taken = min(part[0].shape[1], width - at)
-            for states, own in zip(found, part, strict=True):
-                states[row, :, at : at + taken] = own[:, :taken]
-            at += taken
-    return found

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotune.errors import ConfigError
-from cotune.integrations.samplers.transformers.prefixes import PrefixCache, joined, starts_of_groups
+from cotune.integrations.samplers.transformers.prefill import joined, like_lengths
+from cotune.integrations.samplers.transformers.prefixes import PrefixCache
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
@@ -69,7 +70,7 @@ def test_the_one_used_longest_ago_goes_first() -> None:
 
 
 def test_prompts_with_much_to_compute_go_apart_from_those_with_little() -> None:
-    assert starts_of_groups([1, 30, 34, 35, 102, 103, 900]) == [0, 3, 5, 6, 7]
+    assert like_lengths([900, 1, 30, 34, 35, 102, 103]) == [[1, 2, 3], [4, 5], [6], [0]]
 
 
 class Talk:

@@ -1,0 +1,68 @@
+"""Prefill of prompts whose beginnings may be known: which go together, and the pass that computes the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from cotune.integrations.samplers.transformers.prefixes import Ids, Prefix, States
+
+
+def like_lengths(rest: Sequence[int]) -> list[list[int]]:
+    """Numbers of the prompts, by passes: in none is one padded to more than twice what it has to compute, and 32."""
+    groups: list[list[int]] = []
+    for number in sorted(range(len(rest)), key=rest.__getitem__):
+        if not groups or rest[number] > 2 * rest[groups[-1][0]] + 32:
+            groups.append([])
+        groups[-1].append(number)
+    return groups
+
+
+def prefill(model: Any, prompts: Sequence[Ids], known: Sequence[Prefix]) -> tuple[DynamicCache, Tensor]:
+    """One pass over what is not known of the prompts: their cache, padded on the left, and the logits that follow.
+
+    All rows compute as many tokens, so that what was known and what is new have no gap between them.
+    """
+    longest = max(len(prompt) - prefix.length for prompt, prefix in zip(prompts, known, strict=True))
+    reused = [max(0, len(prompt) - longest) for prompt in prompts]
+    past, width = max(reused), max(reused) + longest
+    ids = np.zeros((len(prompts), longest), np.int64)
+    mask = np.zeros((len(prompts), width), np.int64)
+    for row, (prompt, start) in enumerate(zip(prompts, reused, strict=True)):
+        ids[row, longest - len(prompt) + start :] = prompt[start:]
+        mask[row, width - len(prompt) :] = 1
+    cache = DynamicCache()
+    if past:
+        states = joined(known, reused)
+        for layer, (keys, values) in enumerate(zip(states[::2], states[1::2], strict=True)):
+            cache.update(keys, values, layer)
+    out = model(
+        input_ids=torch.as_tensor(ids, device=model.device),
+        attention_mask=None if mask.all() else torch.as_tensor(mask, device=model.device),
+        position_ids=torch.as_tensor((mask.cumsum(1) - 1).clip(0)[:, past:], device=model.device),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return cache, out.logits[:, -1]
+
+
+def joined(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> States:
+    """States [rows, heads, longest, width] of the first `lengths[i]` tokens of each prefix, which end in the last
+    column; zeros before. At least one length is above 0."""
+    width = max(lengths)
+    some = next(prefix for prefix in prefixes if prefix.length).parts[0]
+    found = [state.new_zeros((len(prefixes), state.shape[0], width, state.shape[2])) for state in some]
+    for row, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
+        at = width - length
+        for part in prefix.parts:
+            taken = min(part[0].shape[1], width - at)
+            for states, own in zip(found, part, strict=True):
+                states[row, :, at : at + taken] = own[:, :taken]
+            at += taken
+    return found
