@@ -1,0 +1,149 @@
+"""Do recordings of a stronger model halve a reinforcement run? On the tool-using example.
+
+    python -m benchmarks.warm_start                          # 3 seeds
+    python -m benchmarks.warm_start --seeds 0 --steps 8      # a reduced form
+
+A scripted provider behind a real HTTP server is recorded on 500 tasks. Each seed is a base model of its own. One run
+learns from there by reinforcement alone (`rl`: AT-GRPO, --steps steps), another from the recordings (`sft`) and then by
+reinforcement in half as many steps (`warm`), on the same tasks with the same settings. All are evaluated on the same
+fresh tasks with single samples at temperature 1. A seed's results are appended to OUT/results.jsonl and not computed
+again under the same settings; runs are resumed. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cotune.storage.run_layout import read_metrics
+from cotune.trainer.evaluation.evaluate import evaluate
+from cotune.trainer.evaluation.statistics import share
+from cotune.trainer.train import resume, train
+from examples.tool_agent import clerk_base
+from examples.tool_agent.distill import CONFIG, WORKFLOW, cotune, write_tasks
+from examples.tool_agent.provider import serving
+from examples.tool_agent.shop import make_tasks
+
+RECORDED, FRESH_SEED = 500, 900
+TRAIN_SEED = 100
+ROWS = {"base": "base", "sft": "sft, no reinforcement", "rl": "reinforcement alone", "warm": "sft, then half the steps"}
+console = Console(stderr=True)
+
+
+def settings(model: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Those of the example, with a policy of its own for its one role."""
+    table = tomllib.loads(Path(CONFIG).read_text())
+    own = {"model": str(model), "policies": "shared", "seed": seed, "tasks_per_step": options.tasks_per_step}
+    return {**table, **own, "learner": {**table["learner"], "seed": seed}}
+
+
+def run(folder: Path, steps: int, tasks: Sequence[Any] | None, table: Mapping[str, Any]) -> Path:
+    """A run, done or resumed where it is not finished."""
+    if not (folder / "run.json").is_file():
+        console.print(f"{folder}: {steps} steps")
+        train(WORKFLOW, tasks, {**table, "steps": steps}, run=folder, console=console)
+    elif sum(1 for _ in read_metrics(folder)) < steps:
+        resume(folder, workflow=WORKFLOW, tasks=tasks, console=console)
+    return folder
+
+
+def result(seed: int, traced: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The runs of a seed, and what they reach."""
+    folder = options.out / f"seed{seed}"
+    model = folder / "base"
+    if not (model / "tokenizer_config.json").is_file():
+        clerk_base.build(model, seed=seed)
+    table = settings(model, seed, options)
+    tasks = list(make_tasks(options.steps * options.tasks_per_step, TRAIN_SEED + seed))
+    form = f"{options.steps}x{options.tasks_per_step}"
+    records = {"path": str(traced), "min_reward": 1.0}
+    learned = {**table, "recipe": "sft", "records": records, "tasks_per_step": 32}
+    sft = run(folder / f"sft-{options.sft_steps}", options.sft_steps, None, learned)
+    runs = {
+        "sft": sft,
+        "warm": run(folder / f"warm-{form}", options.steps // 2, tasks, {**table, "init": str(sft)}),
+        "rl": run(folder / f"rl-{form}", options.steps, tasks, table),
+    }
+    fresh, reached = list(make_tasks(options.tasks, FRESH_SEED)), {}
+    for name, path in runs.items():
+        modes = ("base", "trained") if name == "sft" else ("trained",)
+        for mode, found in evaluate(path, WORKFLOW, fresh, modes=modes).evaluations.items():
+            reached["base" if mode == "base" else name] = sum(found.successes.values())
+    curves = {name: [line["outcome"]["success"] for line in read_metrics(runs[name])] for name in ("rl", "warm")}
+    return {"seed": seed, "settings": key(options), "reached": reached, "best_of_8": curves}
+
+
+def key(options: argparse.Namespace) -> dict[str, int]:
+    """What results depend on besides the seed."""
+    return {name: getattr(options, name) for name in ("steps", "sft_steps", "tasks_per_step", "tasks")}
+
+
+def recorded(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Results done before under the same settings."""
+    path = options.out / "results.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [line for line in map(json.loads, lines) if line["settings"] == key(options)]
+
+
+def summary(lines: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[str, Any]]:
+    """By row: success of single samples over all seeds with its 95% interval, and by seed."""
+    found = {}
+    for name in ROWS:
+        pooled = share(sum(line["reached"][name] for line in lines), tasks * len(lines))
+        assert pooled is not None and pooled.low is not None and pooled.high is not None
+        seeds = {str(line["seed"]): round(line["reached"][name] / tasks, 4) for line in lines}
+        found[name] = {
+            "success": round(pooled.mean, 4),
+            "low": round(pooled.low, 4),
+            "high": round(pooled.high, 4),
+            "seeds": seeds,
+        }
+    return found
+
+
+def main() -> None:
+    """Run what is not recorded yet, and print all that is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--steps", type=int, default=30, help="of reinforcement alone (default: %(default)s)")
+    parser.add_argument("--sft-steps", type=int, default=48, help="three times all recordings (default: %(default)s)")
+    parser.add_argument("--tasks-per-step", type=int, default=32, help="(default: %(default)s)")
+    parser.add_argument("--tasks", type=int, default=500, help="fresh tasks (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/warm_start"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    traced = options.out / "traced"
+    if not (traced / "records.db").is_file():
+        listed = write_tasks(options.out / "recorded.jsonl", RECORDED, 0)
+        with serving() as url:
+            cotune(url, "trace", WORKFLOW, "--tasks", listed, "--out", str(traced))
+    for seed in map(int, options.seeds.split(",")):
+        if not any(line["seed"] == seed for line in recorded(options)):
+            line = result(seed, traced, options)
+            console.print(f"seed {seed}: {line['reached']} of {options.tasks}")
+            with (options.out / "results.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    found = summary(sorted(recorded(options), key=lambda line: int(line["seed"])), options.tasks)
+    table = Table(title="Tool-using example: share of fresh tasks solved, single samples at temperature 1")
+    for title in ("policies", "success", "95% interval", "by seed"):
+        table.add_column(title)
+    for name, row in found.items():
+        seeds = ", ".join(f"{value:.1%}" for value in row["seeds"].values())
+        table.add_row(ROWS[name], f"{row['success']:.1%}", f"{row['low']:.1%} to {row['high']:.1%}", seeds)
+    Console(width=130).print(table)
+    print(json.dumps({"settings": key(options), "rows": found}))
+
+
+if __name__ == "__main__":
+    main()
