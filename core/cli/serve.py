@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
 from cotune.cli.command import add_address, add_command, add_trust, pairs
@@ -19,7 +20,10 @@ def add_export(commands: Any) -> None:
 
     def run(a: argparse.Namespace) -> int:
         from cotune.adapters.export import export_run
+        from cotune.integrations.models.hub import check_repository, push
 
+        if a.push:
+            check_repository(a.push)
         manifest = export_run(a.run_folder, a.to, best=a.best, merge=a.merge)
         checkpoint, steps = newest_checkpoint(RunLayout(a.run_folder).checkpoints), read_run(a.run_folder).config.steps
         done = 0 if checkpoint is None else steps_of(checkpoint)
@@ -33,6 +37,8 @@ def add_export(commands: Any) -> None:
             tell(f"the run is not finished: this is step {done} of {steps}")
         for role in sorted(kinds.keys() - set(trained)):
             tell(f"no folder for {role}: its policy is {_UNTRAINED[kinds[role]]}")
+        if a.push:
+            tell(f"pushed to {push(Path(a.to), a.push, private=a.private)}")
         tell(f"next: cotune serve {a.to}")
         return 0
 
@@ -47,6 +53,8 @@ def add_export(commands: Any) -> None:
     command.add_argument(
         "--merge", action="store_true", help="add each adapter to its base model: a whole model for each policy"
     )
+    command.add_argument("--push", metavar="USER/NAME", help="then upload the folder to the Hugging Face Hub")
+    command.add_argument("--private", action="store_true", help="make that repository a private one, where it is new")
 
 
 def add_serve(commands: Any) -> None:
