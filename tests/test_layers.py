@@ -18,12 +18,15 @@ CORE = sorted((ROOT / "core").rglob("*.py"))
 FRONT_DOOR = {
     "__init__.py",
     "types.py",
-    *(f"cli/{name}.py" for name in ("fields", "records", "replay", "rewards", "serve", "trace", "train", "view")),
+    *(
+        f"cli/{name}.py"
+        for name in ("fields", "records", "replay", "rewards", "runs", "serve", "trace", "train", "view")
+    ),
 }
 """Modules of core that may import to the right: in functions, and for type checkers."""
 FOREIGN_IN_CORE = {"msgspec", "numpy"}
 TERMINAL = {"rich"}
-PRINTS = {"tables.py", *(f"cli/{name}.py" for name in ("show", "show_groups", "trace"))}
+PRINTS = {"tables.py", *(f"cli/{name}.py" for name in ("runs", "show", "show_groups", "trace"))}
 """Modules of core that are imported only to print; all others open rich where they need it."""
 RIGHT = ("cotune.integrations", "cotune.adapters", "cotune.trainer")
 

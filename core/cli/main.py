@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from cotune.cli.command import Formatter
-from cotune.cli.records import add_otel, add_sft, add_show
+from cotune.cli.records import add_otel, add_runs, add_sft, add_show
 from cotune.cli.replay import add_replay
 from cotune.cli.rewards import add_judge, add_score
 from cotune.cli.serve import add_export, add_gateway, add_serve
@@ -36,6 +36,7 @@ _DESCRIPTION = """Train the agents you already have.
   cotune gateway --upstream https://api.openai.com/v1              record applications in other processes and languages
   cotune replay runs/r1 --episode ID --call 2                      one episode again, from a call on
   cotune show   runs/r1                                            episodes, calls, groups, what was left out
+  cotune runs                                                      the runs in runs/: state, steps, success
   cotune view   runs/r1 runs/r2                                    the same in the browser, with curves
   cotune report runs/r1 --out report.html                          one file to send to somebody
   cotune judge  runs/r1 --labels labels.jsonl                      how far a judge agrees with people
@@ -46,7 +47,7 @@ _DESCRIPTION = """Train the agents you already have.
 
 _APPLICATIONS = (add_check, add_doctor, add_trace, add_train, add_eval, add_replay)
 _SERVICES = (add_export, add_serve, add_gateway)
-_RECORDS = (add_show, add_view, add_report, add_judge, add_score, add_otel, add_sft)
+_RECORDS = (add_runs, add_show, add_view, add_report, add_judge, add_score, add_otel, add_sft)
 
 
 def parser() -> argparse.ArgumentParser:

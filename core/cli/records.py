@@ -1,4 +1,4 @@
-"""The commands on records: `cotune show`, `cotune sft`, and `cotune otel export | import`."""
+"""The commands on records: `cotune show`, `cotune runs`, `cotune sft`, and `cotune otel export | import`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from cotune.cli.command import RECORDS, add_command, pairs
+from cotune.errors import ConfigError
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.terminal import tell, terminal
 
 
@@ -14,18 +16,68 @@ def add_show(commands: Any) -> None:
     """Add `cotune show`."""
 
     def run(a: argparse.Namespace) -> int:
+        filters = EpisodeFilters(
+            task=a.task or "", role=a.role or "", status=a.status or "", low=a.min_reward, high=a.max_reward
+        )
+        if a.json:
+            _show_json(a, filters)
+            return 0
+        if a.steps:
+            from cotune.cli.runs import show_steps
+
+            terminal().print(show_steps(a.run_folder, a.limit))
+            return 0
         from cotune.cli.show import show_run
 
-        terminal().print(show_run(a.run_folder, episode=a.episode, task=a.task, groups=a.groups, limit=a.limit))
+        found = show_run(a.run_folder, episode=a.episode, groups=a.groups, filters=filters, full=a.full, limit=a.limit)
+        terminal().print(found)
         return 0
 
-    text = "show what a run recorded: episodes, the tree of calls of one, groups and what was left out"
+    text = "show what a run recorded: episodes, the tree of calls of one, curves, groups and what was left out"
     command = add_command(commands, "show", run, text, "cotune show runs/r1 --groups")
     command.add_argument("run_folder", metavar="RUN", help=RECORDS)
-    command.add_argument("--episode", metavar="ID", help="one episode as a tree of calls")
+    what = command.add_mutually_exclusive_group()
+    what.add_argument("--episode", metavar="ID", help="one episode as a tree of calls")
+    what.add_argument("--steps", action="store_true", help="curves by role and policy, and a line for each step")
+    what.add_argument("--groups", action="store_true", help="groups by role and turn, and what was left out and why")
+    command.add_argument("--full", action="store_true", help="with --episode: whole prompts and answers")
     command.add_argument("--task", metavar="ID", help="episodes of one task only")
-    command.add_argument("--groups", action="store_true", help="groups by role and turn, and what was left out and why")
-    command.add_argument("--limit", type=int, default=20, help="episodes listed (default: %(default)s)")
+    command.add_argument("--role", help="episodes in which this role had a call")
+    command.add_argument("--status", choices=("ok", "error", "cancelled"), help="episodes that ended like this")
+    command.add_argument("--min-reward", type=float, metavar="X", help="least sum of an episode's rewards")
+    command.add_argument("--max-reward", type=float, metavar="X", help="greatest sum of an episode's rewards")
+    command.add_argument("--limit", type=int, default=20, help="episodes or steps listed (default: %(default)s)")
+    command.add_argument("--json", action="store_true", help="the episodes, the episode or the steps as lines of JSON")
+
+
+def _show_json(a: argparse.Namespace, filters: EpisodeFilters) -> None:
+    from cotune.cli.show_json import episode_as_json, episodes_as_json, line
+    from cotune.storage.run_layout import read_metrics
+    from cotune.storage.sqlite_store import SqliteStore
+
+    if a.groups:
+        raise ConfigError("--json", "--groups", "the list of episodes, --episode or --steps", "Leave one of them out.")
+    if a.steps:
+        for metrics in [*read_metrics(a.run_folder)][-a.limit :]:
+            print(line(metrics))
+        return
+    with SqliteStore.open(a.run_folder, read_only=True) as store:
+        for text in [episode_as_json(store, a.episode)] if a.episode else episodes_as_json(store, filters, a.limit):
+            print(text)
+
+
+def add_runs(commands: Any) -> None:
+    """Add `cotune runs`."""
+
+    def run(a: argparse.Namespace) -> int:
+        from cotune.cli.runs import list_runs
+
+        terminal().print(list_runs(a.folders or ["runs"]))
+        return 0
+
+    text = "list the runs of a folder: state, recipe, steps, episodes, and the figure at the first and last step"
+    command = add_command(commands, "runs", run, text, "cotune runs runs/")
+    command.add_argument("folders", nargs="*", metavar="FOLDER", help="folder of runs, or a run (default: runs)")
 
 
 def add_sft(commands: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -14,6 +16,7 @@ from cotune.cli.show_groups import show_groups
 from cotune.errors import RecordError
 from cotune.policies import UNTRAINED
 from cotune.recording.records import CallRecord, Candidate, Episode, candidate_id
+from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tables import BAD, GOOD, NAME, QUIET, cells, grid, plural, scores, snippet, warn
 
@@ -55,21 +58,23 @@ def show_run(
     path: Path | str,
     *,
     episode: str | None = None,
-    task: str | None = None,
     groups: bool = False,
+    filters: EpisodeFilters = EVERYTHING,
+    full: bool = False,
     limit: int = 20,
 ) -> Group:
-    """What to print of the run or records file at `path`: an overview and the latest `limit` episodes (of `task`).
+    """What to print of the run or records file at `path`: an overview and the latest `limit` episodes that fit.
 
-    With `episode`, that episode as a tree of calls; with `groups`, the groups of the latest `limit` training steps.
+    With `episode`, that episode as a tree of calls, whose prompts and answers are whole with `full`; with `groups`, the
+    groups of the latest `limit` training steps.
     Raises RunError when there are no records, RecordError for an unknown episode.
     """
     with SqliteStore.open(path, read_only=True) as store:
         if episode is not None:
-            return Group(episode_tree(store, episode))
+            return Group(episode_tree(store, episode, full))
         if groups:
             return Group(*show_groups(store, limit))
-        return Group(*overview(store), *episode_list(store, task, limit))
+        return Group(*overview(store), *episode_list(store, filters, limit))
 
 
 def overview(store: SqliteStore) -> Iterable[RenderableType]:
@@ -122,12 +127,13 @@ def _trouble(store: SqliteStore) -> Iterable[tuple[str, str] | str]:
         yield f"{plural(count, 'call')} of {role}: {status}\n", BAD
 
 
-def episode_list(store: SqliteStore, task: str | None, limit: int) -> Iterable[RenderableType]:
-    """The latest episodes, newest last."""
-    where, asked = ("WHERE task = ?", (task,)) if task is not None else ("", ())
+def episode_list(store: SqliteStore, filters: EpisodeFilters, limit: int) -> Iterable[RenderableType]:
+    """The latest episodes that fit, newest last."""
+    conditions, asked = filters.where()
+    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
     (total,) = store.rows(f"SELECT count(*) FROM episodes {where}", asked)[0]
     found = store.rows(f"SELECT id FROM episodes {where} ORDER BY id DESC LIMIT ?", (*asked, limit))
-    of_task = f" of task {task}" if task is not None else ""
+    of_task = f" of task {filters.task}" if filters.task else ""
     left = f"the latest {len(found)} of " if len(found) < total else ""
     yield Text(f"{left}{plural(total, 'episode')}{of_task}\n", style="bold")
     table = grid("episode", "task", "phase", "step>", "calls>", "seconds>", "status", "reward")
@@ -144,12 +150,12 @@ def episode_list(store: SqliteStore, task: str | None, limit: int) -> Iterable[R
         step = "" if episode.training_step is None else episode.training_step
         row = (Text(str(id), style=NAME), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
         table.add_row(*cells(row), status, scores(rewards[id]))
-    for id, calls in [] if task is not None else store.rows(_OPEN, (limit,))[::-1]:
+    for id, calls in [] if conditions else store.rows(_OPEN, (limit,))[::-1]:
         table.add_row(Text(str(id), style=NAME), "", "", "", str(calls), "", Text("open", style="yellow"), "")
     yield table
 
 
-def episode_tree(store: SqliteStore, id: str) -> Tree:
+def episode_tree(store: SqliteStore, id: str, full: bool = False) -> Tree:
     """One episode: every call below the call whose output it read; a chain of calls stays on one level."""
     calls = store.calls(id)
     root = Tree(_episode_line(store, id, calls), guide_style=QUIET)
@@ -163,7 +169,7 @@ def episode_tree(store: SqliteStore, id: str) -> Tree:
     while open_calls:
         level, call = open_calls.pop()
         branch = level.add(_call_line(call, known))
-        for text in _call_details(store, call):
+        for text in _call_details(store, call, full):
             branch.add(text)
         readers = below.get(call.id, [])
         inside = level if len(readers) == 1 else branch
@@ -213,14 +219,15 @@ def _call_line(call: CallRecord, known: Mapping[str, CallRecord]) -> Text:
     return line
 
 
-def _call_details(store: SqliteStore, call: CallRecord) -> Iterable[Text]:
-    """The message asked last, an error, and every candidate."""
-    if call.messages:
+def _call_details(store: SqliteStore, call: CallRecord, full: bool) -> Iterable[Text]:
+    """The message asked last (with `full` the whole prompt), an error, and every candidate."""
+    for id in call.messages if full else call.messages[-1:]:
         try:
-            asked = snippet(store.message(call.messages[-1]))
+            message = store.message(id)
+            asked = _whole(message) if full else snippet(message)
         except RecordError:
             asked = "lost"
-        yield _short(Text(f"< {asked}", style=QUIET))
+        yield _line(Text(f"< {asked}", style=QUIET), full)
     for attempt in call.attempts:
         yield _short(Text(f"retried after {attempt}", style=QUIET))
     if call.error:
@@ -230,10 +237,11 @@ def _call_details(store: SqliteStore, call: CallRecord) -> Iterable[Text]:
         chosen = candidate.index == call.chosen
         line = Text("> " if chosen else "  ", style=GOOD)
         line.append_text(scores(rewards[candidate_id(call.id, candidate.index)]))
-        line.append("  " if len(line) > 2 else "").append(_said(candidate), style="" if chosen else QUIET)
+        said = _whole(candidate.message) if full else _said(candidate)
+        line.append("  " if len(line) > 2 else "").append(said, style="" if chosen else QUIET)
         if candidate.finish_reason == "length":
             line.append(" [cut at the length limit]", style=BAD)
-        yield _short(line)
+        yield _line(line, full)
 
 
 def _said(candidate: Candidate) -> str:
@@ -241,6 +249,21 @@ def _said(candidate: Candidate) -> str:
         f"{f.get('name')}({f.get('arguments', '')})" for f in (t.get("function") or {} for t in candidate.tool_calls)
     ]
     return snippet(" ".join([*([candidate.text] if candidate.text else []), *wanted]) or "(nothing)")
+
+
+def _whole(message: Any) -> str:
+    """Who speaks, and all that is said."""
+    if not isinstance(message, Mapping):
+        return json.dumps(message, ensure_ascii=False, indent=2)
+    content = message.get("content")
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, indent=2) if content else ""
+    rest = {key: value for key, value in message.items() if key not in ("role", "content") and value}
+    parts = [part for part in (text, json.dumps(rest, ensure_ascii=False, indent=2) if rest else "") if part]
+    return f"{message.get('role', 'message')}: " + "\n".join(parts)
+
+
+def _line(text: Text, full: bool) -> Text:
+    return text if full else _short(text)
 
 
 def _short(text: Text) -> Text:

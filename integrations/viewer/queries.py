@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from cotune.integrations.viewer.opened import OpenedRun
+from cotune.storage.episode_filters import EpisodeFilters
 
 PAGE = 50
 """Episodes of a page."""
@@ -23,17 +24,10 @@ _HOLDS = """(body LIKE ? ESCAPE '\\' AND EXISTS (
 SUCCESS = "iif(json_valid(metrics), json_extract(metrics, '$.success'), NULL)"
 
 
-class Filters(msgspec.Struct, frozen=True, kw_only=True):
-    """Which episodes; what is empty or None does not matter. `q` is text that a prompt or an answer holds."""
+class Filters(EpisodeFilters, frozen=True, kw_only=True):
+    """Which episodes; `q` is text that a prompt or an answer holds."""
 
     q: str = ""
-    phase: str = ""
-    status: str = ""
-    role: str = ""
-    task: str = ""
-    step: int | None = None
-    low: float | None = None
-    high: float | None = None
 
     def query(self, **changes: Any) -> dict[str, str]:
         """As parameters of an address."""
@@ -73,7 +67,7 @@ def episodes(run: OpenedRun, filters: Filters, before: str = "") -> EpisodePage:
     """The page of episodes that begins below the id `before`."""
     if run.store is None:
         return EpisodePage(rows=())
-    where, asked = _where(filters)
+    where, asked = filters.where()
     if filters.q:
         return _searched(run, where, asked, filters.q, before)
     found = _select(run, where, asked, before, PAGE + 1)
@@ -105,28 +99,6 @@ def roles(run: OpenedRun) -> list[str]:
     found = run.rows("SELECT DISTINCT role FROM (SELECT role FROM calls ORDER BY rowid DESC LIMIT 1000)")
     trained = {role for line in run.metrics[-1:] for role in line["roles"]}
     return sorted({str(role) for (role,) in found} | trained)
-
-
-def _where(filters: Filters) -> tuple[list[str], list[Any]]:
-    where: list[str] = []
-    asked: list[Any] = []
-    for column, value in (
-        ("phase", filters.phase),
-        ("status", filters.status),
-        ("task", filters.task),
-        ("training_step", filters.step),
-    ):
-        if value not in ("", None):
-            where.append(f"{column} = ?")
-            asked.append(value)
-    if filters.role:
-        where.append("EXISTS (SELECT 1 FROM calls WHERE calls.episode = episodes.id AND role = ?)")
-        asked.append(filters.role)
-    for sign, bound in ((">=", filters.low), ("<=", filters.high)):
-        if bound is not None:
-            where.append(f"(SELECT sum(value) FROM rewards WHERE target = episodes.id) {sign} ?")
-            asked.append(bound)
-    return where, asked
 
 
 def _select(run: OpenedRun, where: Iterable[str], asked: Iterable[Any], before: str, limit: int) -> list[Any]:

@@ -13,6 +13,7 @@ from cotune.recording.answers import Answer
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.recording.records import Candidate, PolicyRef, RewardRecord, Task, Usage
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 
 
@@ -117,7 +118,7 @@ def test_causes_and_roles_without_a_policy_come_first(tmp_path):
 
 def test_list_of_one_task_and_limit(run):
     path, ids = run
-    assert "1 episode of task t1" in shown(path, task="t1")
+    assert "1 episode of task t1" in shown(path, filters=EpisodeFilters(task="t1"))
     lines = shown(path, limit=1)
     assert "the latest 1 of 3 episodes" in lines
     assert [line for line in lines if ids[2] in line]

@@ -1,0 +1,114 @@
+"""What `cotune runs` and `cotune show --steps` print: the runs of a folder, and the curves of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from cotune.errors import RunError
+from cotune.tables import BAD, GOOD, NAME, QUIET, cells, grid, plural, warn
+
+if TYPE_CHECKING:
+    from cotune.integrations.viewer.opened import OpenedRun
+    from cotune.integrations.viewer.overview import Change
+
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 24
+"""Signs of a curve; where a run has more steps, several share one."""
+_STATES = {"finished": GOOD, "under way": "yellow", "recording": "yellow", "stopped": BAD}
+_ROLES = 3
+"""Roles that have a column of their own in the table of steps."""
+
+
+def list_runs(folders: Sequence[Path | str]) -> RenderableType:
+    """A line for each run and records file in these folders. Raises RunError where there is none."""
+    from cotune.integrations.viewer.opened import open_runs
+    from cotune.integrations.viewer.overview import facts, headline
+
+    table = grid("run", "state", "recipe", "steps>", "episodes>", "figure, first to last")
+    for run in open_runs(folders):
+        about, changes = facts(run), headline(run)
+        state = Text(run.state, style=_STATES.get(run.state, ""))
+        figure = _change(changes[0]) if changes else ""
+        row = cells((about.recipe, about.steps, f"{about.episodes:,}", figure))
+        table.add_row(Text(run.name, style=NAME), state, *row)
+        run.close()
+    return table
+
+
+def show_steps(path: Path | str, limit: int) -> Group:
+    """The curves of a run, and a line for each of its latest `limit` steps. Raises RunError for records alone."""
+    from cotune.integrations.viewer.curves import charts
+    from cotune.integrations.viewer.opened import OpenedRun
+
+    run = OpenedRun(Path(path), Path(path).name)
+    try:
+        if not run.metrics:
+            raise RunError(f"{path} has no metrics yet.", "They come with cotune train, one line a step.")
+        curves = grid("curve", "of", "first>", "last>", "steps")
+        for chart in charts([run]):
+            for place, line in enumerate(chart.series):
+                known = [value for value in line.values if value is not None]
+                title = Text(chart.title if place == 0 else "", style="bold")
+                numbers = (figure(value, chart.percent) for value in (known[0], known[-1]))
+                curves.add_row(title, *cells((line.label, *numbers)), Text(sparkline(line.values), style=NAME))
+        return Group(curves, "", *_steps(run, limit))
+    finally:
+        run.close()
+
+
+def sparkline(values: Sequence[float | None]) -> str:
+    """A curve on one line, from its lowest to its highest value; a blank where there is none."""
+    size = max(1, -(-len(values) // _WIDTH))
+    parts = [[v for v in values[i : i + size] if v is not None] for i in range(0, len(values), size)]
+    means = [sum(part) / len(part) if part else None for part in parts]
+    known = [mean for mean in means if mean is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    span = high - low
+    top = len(_BARS) - 1
+    return "".join(
+        " " if mean is None else _BARS[round((mean - low) / span * top) if span else top // 2] for mean in means
+    )
+
+
+def figure(value: float, percent: bool = False) -> str:
+    """A figure with about three digits that matter."""
+    return f"{value:.1%}" if percent else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _change(change: Change) -> str:
+    first, last = change.first, change.last
+    said = f"{change.name} {figure(first.value, change.percent)}"
+    end = last or first
+    if last:
+        said += f" to {figure(last.value, change.percent)}"
+    if end.low is not None and end.high is not None:
+        said += f" [{figure(end.low, change.percent)}, {figure(end.high, change.percent)}]"
+    return said
+
+
+def _steps(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
+    lines = run.metrics[-limit:]
+    left = f"the latest {len(lines)} of " if len(lines) < len(run.metrics) else ""
+    yield Text(f"{left}{plural(len(run.metrics), 'step')}\n", style="bold")
+    outcomes = sorted({name for line in lines for name in line["outcome"]}, key=lambda name: name != "success")[:2]
+    roles = sorted({role for line in lines for role in line["roles"]})[:_ROLES]
+    names = [f"{name}>" for name in outcomes]
+    rewards = [f"reward of {role}>" for role in roles]
+    table = grid("step>", "failed>", *names, *rewards, "trained>", "left out>", "seconds>", wrap=True)
+    for line in lines:
+        outcome = [_cell(line["outcome"].get(name), name == "success") for name in outcomes]
+        reward = [_cell(line["roles"].get(role, {}).get("reward")) for role in roles]
+        ends = (line.get("rows", 0), sum(line["left_out"].values()), f"{sum(line.get('seconds', {}).values()):.1f}")
+        table.add_row(*cells((line["step"], warn(line.get("failed", 0)), *outcome, *reward, *ends)))
+    yield table
+    if run.metrics[-1].get("path", "single samples") != "single samples":
+        yield Text(f"success and rewards of episodes: {run.metrics[-1]['path']}", style=QUIET)
+
+
+def _cell(value: float | None, percent: bool = False) -> str:
+    return "" if value is None else figure(value, percent)

@@ -1,0 +1,67 @@
+"""What `cotune show --json` prints: the same as text, for programs. One JSON value a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from cotune.errors import RecordError
+from cotune.recording.records import CallRecord, candidate_id
+from cotune.storage.episode_filters import EpisodeFilters
+from cotune.storage.sqlite_store import SqliteStore
+
+
+def line(value: Any) -> str:
+    """A value on one line; NaN is null."""
+    return msgspec.json.encode(value).decode()
+
+
+def episodes_as_json(store: SqliteStore, filters: EpisodeFilters, limit: int) -> Iterator[str]:
+    """The latest episodes, the newest last, each with its rewards."""
+    where, asked = filters.where()
+    sql = f"SELECT id FROM episodes {'WHERE ' + ' AND '.join(where) if where else ''} ORDER BY id DESC LIMIT ?"
+    ids = [id for (id,) in store.rows(sql, (*asked, limit))][::-1]
+    rewards = store.rewards(ids)
+    for id in ids:
+        try:
+            yield line({**msgspec.to_builtins(store.episode(id)), "rewards": rewards[id]})
+        except RecordError:
+            yield line({"id": id, "status": "broken row", "rewards": rewards[id]})
+
+
+def episode_as_json(store: SqliteStore, id: str) -> str:
+    """An episode with its calls, their messages and candidates. Raises RecordError for an unknown one."""
+    calls = store.calls(id)
+    try:
+        about = msgspec.to_builtins(store.episode(id))
+    except RecordError:
+        if not calls:
+            raise
+        about = {"id": id, "status": "unfinished"}
+    return line({**about, "rewards": store.rewards([id])[id], "calls": [_call(store, call) for call in calls]})
+
+
+def _call(store: SqliteStore, call: CallRecord) -> dict[str, Any]:
+    rewards = store.rewards(candidate_id(call.id, c.index) for c in call.candidates)
+    candidates = [
+        {
+            **msgspec.to_builtins(msgspec.structs.replace(c, token_ids=(), logprobs=())),
+            "tokens": len(c.token_ids),
+            "rewards": rewards[candidate_id(call.id, c.index)],
+        }
+        for c in call.candidates
+    ]
+    for candidate in candidates:
+        del candidate["token_ids"], candidate["logprobs"]
+    messages = [_message(store, id) for id in call.messages]
+    about = msgspec.to_builtins(msgspec.structs.replace(call, candidates=()))
+    return {**about, "messages": messages, "candidates": candidates}
+
+
+def _message(store: SqliteStore, id: str) -> Any:
+    try:
+        return store.message(id)
+    except RecordError:
+        return {"lost": id}
