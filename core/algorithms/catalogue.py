@@ -24,7 +24,7 @@ RECIPES: Mapping[str, Recipe] = {
         *PUBLISHED,
         # arXiv 2510.11062: siblings of one call, r = alpha * team + local of the own turn, clip 0.2, no KL.
         Recipe(name="at_grpo", plan="tree", terms=(Term(),), filters=Filters(zero_variance=True)),
-        # arXiv 2402.03300, without its KL of 0.04 (set kl). The paper leaves ddof open; this is torch.std's.
+        # arXiv 2402.03300, equation 3, without its KL of 0.04 (set kl). It leaves ddof open; this is torch.std's.
         Recipe(name="grpo", plan="independent", terms=(_ROLLOUT,), loss=LossSpec(aggregation="trajectory_mean")),
         # arXiv 2503.20783: no std, and no length under the token sum.
         Recipe(
@@ -46,14 +46,14 @@ RECIPES: Mapping[str, Recipe] = {
             plan="independent",
             terms=(Term(key=("task", "role"), attribution=_TERMINAL, ddof=0),),
         ),
-        # arXiv 2507.18071: one ratio per response, clipped far tighter.
+        # arXiv 2507.18071: one ratio per response, clipped far tighter (section 5.1).
         Recipe(
             name="gspo",
             plan="independent",
             terms=(_ROLLOUT,),
             loss=LossSpec(ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="trajectory_mean"),
         ),
-        # arXiv 2503.14476: clip-higher, dynamic sampling, token mean.
+        # arXiv 2503.14476: clip-higher, dynamic sampling (equation 11), token mean.
         Recipe(
             name="dapo",
             plan="independent",

@@ -12,6 +12,8 @@ def learns_from(own: Mapping[str, Collection[str]], outcome: Collection[str], re
 
     `own` are the components that a role's scorer returned (none without a scorer), `outcome` those of the episodes.
     """
+    if recipe.loss.kl_to == "teacher":
+        return dict.fromkeys(own, "learns from the teacher; rewards count for nothing")
     how = recipe.attribution
     sentences: dict[str, str] = {}
     for role, names in own.items():

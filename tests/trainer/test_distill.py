@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,15 @@ import pytest
 import torch
 
 from cotune.algorithms.catalogue import recipe
-from cotune.errors import ConfigError, GroupError
+from cotune.errors import ConfigError, GroupError, LearnerError
 from cotune.policies import LoraSpec, policies_for
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.loss import KL_SLOPE
 from cotune.trainer.learner.taught import TaughtLearner
-from cotune.trainer.learner.teacher import LocalTeacher
+from cotune.trainer.learner.teacher import LocalTeacher, tokenizer_of
 from tests.integrations import tiny_models
+from tests.integrations.samplers.test_vllm_http import FakeServer
+from tests.integrations.samplers.test_vllm_teacher import scored
 from tests.trainer.conftest import Trainer
 from tests.trainer.learner.learner_rows import FAST, build_learner_base, change, make_rows, on_policy
 from tests.trainer.tiny_app import application, build_base, converse
@@ -99,13 +103,45 @@ def test_a_run_comes_nearer_to_its_teacher(trainer: Trainer, tmp_path: Path) -> 
         await converse(task)
         return {"team": 1.0}
 
-    settings = {"policies": "full", "steps": 5, "recipe": "distill", "plan": {"k": 24}, "learner": {"lr": 2e-3}}
+    settings = {"policies": "full", "steps": 5, "recipe": "distill", "plan": {"k": 24}, "learner": {"lr": 3e-3}}
     summary = trainer(application(same), distill={"teacher": str(teacher)}, **settings)
     gaps = [[line["roles"][role]["kl"] for line in trainer.metrics()] for role in ("first", "second")]
     assert summary.finished and summary.versions == {"first": 5, "second": 5}
     assert sum(gap[-1] for gap in gaps) < 0.75 * sum(gap[0] for gap in gaps)
+    assert "first learns from the teacher; rewards count for nothing" in trainer.said
     assert trainer.resume(application(same), steps=6).versions == {"first": 6, "second": 6}
     assert json.loads((tmp_path / "run/run.json").read_text())["config"]["distill"]["teacher"] == str(teacher)
+
+
+@pytest.fixture
+def servers(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeServer]]:
+    """Two servers with the policies' tokenizer; the first dies at its 21st row."""
+    tokenizer = tokenizer_of(str(tiny_base))
+    monkeypatch.setattr("cotune.integrations.samplers.vllm.teacher.PAUSE", 0.01)
+    opened = [FakeServer(tiny_base), FakeServer(tiny_base)]
+    rows = itertools.count()
+    for server in opened:
+        server.answers["POST", "/detokenize"] = lambda body: (200, {"prompt": tokenizer.decode(body["tokens"])})
+        server.answers["POST", "/v1/completions"] = scored
+        del server.answers["GET", "/v1/load_lora_adapter"]
+    dead = 500, {"error": {"message": "the engine is dead"}}
+    opened[0].answers["POST", "/v1/completions"] = lambda body: scored(body) if next(rows) <= 20 else dead
+    yield opened
+    for server in opened:
+        server.http.shutdown()
+        server.http.server_close()
+
+
+def test_a_run_whose_teacher_dies_goes_on_with_another(trainer: Trainer, servers: list[FakeServer]) -> None:
+    """A step has six rows of each role, and the probe of the first opening is one request more."""
+    teacher = {"teacher": servers[0].url, "concurrency": 2, "retries": 1}
+    with pytest.raises(LearnerError, match=r"it answered 500: the engine is dead\. .*go on with --resume"):
+        trainer(application(converse), recipe="distill", distill=teacher, plan={"k": 2}, steps=3)
+    assert len(trainer.metrics()) == 1 and "failed in step 2. Go on with" in trainer.said
+    summary = trainer.resume(application(converse), distill={"teacher": servers[1].url})
+    assert summary.finished and summary.versions == {"first": 3, "second": 3}
+    assert "changed: distill.teacher = " in trainer.said
+    assert trainer.metrics()[0]["counters"]["teacher.requests"] == 12
 
 
 def test_bad_teachers_are_named(trainer: Trainer, tmp_path: Path) -> None:
@@ -116,3 +152,11 @@ def test_bad_teachers_are_named(trainer: Trainer, tmp_path: Path) -> None:
         trainer(application(converse), recipe="distill")
     with pytest.raises(ConfigError, match=r"recipe = None: allowed is distill, where distill.teacher is given"):
         trainer(application(converse), distill={"teacher": str(tmp_path / "other")})
+    with pytest.raises(ConfigError, match=r"distill.teacher = '10.0.0.5:8000': allowed is an address with http://"):
+        trainer(application(converse), recipe="distill", distill={"teacher": "10.0.0.5:8000"})
+    url = {"recipe": "distill", "distill": {"teacher": "http://127.0.0.1:9"}}
+    with pytest.raises(ConfigError, match=r"sampling.temperature = 0.5: allowed is 1 with a teacher by its address"):
+        trainer(application(converse), **url, sampling={"temperature": 0.5})
+    with pytest.raises(ConfigError, match="the address of a vLLM server that runs"):
+        trainer(application(converse), **url)
+    assert not (tmp_path / "run").exists()

@@ -19,6 +19,16 @@ from cotune.trainer.config.from_records import RecordsConfig
 from cotune.trainer.from_records.lessons import Recorded, pack
 
 _REDACTED = "{count} answers are of calls with redacted parts: what stands there instead is learned"
+_REWARDED = "Lower --min-reward, or give rewards with: cotune score RUN app:solve --write."
+_WRITTEN = (
+    "The model's chat template cannot write them: take a model that knows what they use, such as tool calls, or set "
+    "tool_format."
+)
+_REMEDIES = {
+    **dict.fromkeys(("below_reward", "no_reward", "not_best"), _REWARDED),
+    **dict.fromkeys(("inexpressible", "unrenderable"), _WRITTEN),
+    "too_long": "Take a model with a longer context.",
+}
 _REASONING = "{count} answers lose their reasoning, which the chat template does not show"
 
 
@@ -45,8 +55,7 @@ def read_answers(store: Store, chat: ChatTemplate, settings: RecordsConfig, long
         rows.setdefault(found.episode.id, {}).setdefault(found.call.role, []).append(row)
     if not rows:
         raise RecordError(
-            f"No recorded answer can be learned from ({counts(left_out) or 'there is none'}).",
-            "Look at the records with cotune show; lower --min-reward, or record with cotune trace.",
+            f"No recorded answer can be learned from ({counts(left_out) or 'there is none'}).", _remedy(left_out)
         )
     if settings.join_turns:
         rows = {e: {role: join_turns(turns) for role, turns in roles.items()} for e, roles in rows.items()}
@@ -118,6 +127,12 @@ def _row(chat: ChatTemplate, found: RecordedAnswer, longest: int, noted: Counter
         advantage=1.0,
         trajectory=call.episode,
     )
+
+
+def _remedy(left_out: Counter[str]) -> str:
+    """What mends the commonest reason for which answers are left out."""
+    commonest = next((reason for reason, _ in left_out.most_common(1)), "")
+    return _REMEDIES.get(commonest, "Look at the records with cotune show; record more with cotune trace.")
 
 
 def counts(left_out: Mapping[str, int]) -> str:

@@ -281,10 +281,15 @@ def test_records_without_answers(trainer: Trainer, records: Path, tmp_path: Path
         record(store, "a", [("first", asked("say a"), said("aaaa"))], status="error")
     with pytest.raises(RecordError, match=r"No recorded answer can be learned from \(failed_episode: 1\)"):
         learn(trainer, tmp_path / "t")
-    with pytest.raises(RecordError, match=r"\(below_reward: 48\)"):
+    with pytest.raises(RecordError, match=r"\(below_reward: 48\)\. Lower --min-reward"):
         learn(trainer, records, records={"path": str(records), "min_reward": 2.0})
     with pytest.raises(RunError, match="There is no records file"):
         learn(trainer, tmp_path / "nothing")
+    call = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}], "content": None}
+    with SqliteStore.open(tmp_path / "tools") as store:
+        record(store, "a", [("first", asked("say a"), said("", message=call))])
+    with pytest.raises(RecordError, match=r"\(inexpressible: 1\)\. The model's chat template cannot write them"):
+        learn(trainer, tmp_path / "tools")
 
 
 def test_a_model_without_a_chat_template(trainer: Trainer, records: Path, tmp_path: Path) -> None:
