@@ -46,7 +46,7 @@ def collect_samples(run: Run, episodes: Sequence[Episode]) -> Collected:
         run.store,
         episodes,
         plan=run.plan.kind,
-        roles=run.trained_roles,
+        roles=run.trained_roles(run.state.steps),
         versions=run.state.versions,
         max_lag=run.config.ahead,
         on_failure=failure_reward(run.config.on_failure),

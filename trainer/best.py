@@ -37,7 +37,7 @@ def note_best(run: Run, held_out: Mapping[str, float], progress: Progress) -> bo
     if not held_out or not (config.keep_best or config.patience):
         return False
     roles: dict[str, list[str]] = {}
-    for role, policy in run.trained_roles.items():
+    for role, policy in run.trained_roles(run.state.steps).items():
         roles.setdefault(policy, []).append(role)
     figures = judged_figures(held_out, roles, config.best_by)
     if not figures:

@@ -122,10 +122,9 @@ class Run:
         """The policies, with the roles that each plays in a step of training."""
         return swapped(self.state.policies, self.config.routing, step)
 
-    @property
-    def trained_roles(self) -> dict[str, str]:
-        """The roles that are trained in the present step, and the policies that play them."""
-        policies, past = self.policies_at(self.state.steps), past_role(self.config.routing, self.state.steps)
+    def trained_roles(self, step: int) -> dict[str, str]:
+        """The roles that are trained in a step of training, and the policies that play them."""
+        policies, past = self.policies_at(step), past_role(self.config.routing, step)
         return {role: name for role, name in policies.roles.items() if policies.specs[name].trained and role != past}
 
     @property

@@ -32,8 +32,9 @@ def forks_of(run: Run, trunk: Episode) -> Forks:
     """Where an episode of a step is forked: the same whenever it is asked."""
     if not is_outcome(trunk):
         return Forks((), 0, Budget())
-    calls = run.store.calls(trunk.id)
-    able = [call for call in calls if _trainable(call, run.trained_roles)]
+    calls, step = run.store.calls(trunk.id), trunk.training_step
+    roles = run.trained_roles(run.state.steps if step is None else step)
+    able = [call for call in calls if _trainable(call, roles)]
     forkable = [call for call in able if repeatable(calls, call)]
     config = run.config.replay
     seed = seed_of(run.config.seed, "forks", trunk.training_step, trunk.task.id)
