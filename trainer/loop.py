@@ -119,7 +119,7 @@ async def judge(
     flow, plan = run.workflow, run.plan
     if flow.episode_judge is None:
         return []
-    compared = plan.kind == "independent" and judging_role(flow) in run.trained_roles
+    compared = plan.kind == "independent" and judging_role(flow) in run.trained_roles(step)
     responder = answering(run, plan, policies).responder(run.sampler, run.chat, flow)
     bench = Bench(
         workflow=flow,

@@ -1,10 +1,12 @@
-"""Applications of the three frameworks to record and run again: parallel parts, tools, nesting and streams, by task.
+"""Applications of the three frameworks and of the plain SDK to record and run again: parallel parts, tools, nesting
+and streams, by task.
 
 Their prompts contain what was said before and in which order it came, as the frameworks put it together.
 """
 
 from __future__ import annotations
 
+import asyncio
 import operator
 import os
 from typing import Annotated, Any, TypedDict
@@ -12,6 +14,7 @@ from typing import Annotated, Any, TypedDict
 os.environ.update(CREWAI_DISABLE_TELEMETRY="true", CREWAI_TRACING_ENABLED="false", CREWAI_TESTING="true")
 os.environ.setdefault("CREWAI_STORAGE_DIR", "cotune-tests")
 
+import openai
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.teams import DiGraphBuilder, GraphFlow, RoundRobinGroupChat
 from autogen_agentchat.tools import AgentTool
@@ -26,15 +29,19 @@ from langchain_openai import ChatOpenAI
 from langgraph.graph import START, StateGraph
 from langgraph.types import Send
 
+import cotune
 from tests.integrations.graphs import chain
 
 URL = "http://127.0.0.1:9/v1"
 model = ChatOpenAI(model="m", base_url=URL, api_key="none", max_retries=0)
+client = openai.AsyncOpenAI(base_url=URL, api_key="none", max_retries=0)
+plain = openai.OpenAI(base_url=URL, api_key="none", max_retries=0)
+LOOK: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 INFO = {"vision": False, "function_calling": True, "json_output": True, "family": "unknown", "structured_output": True}
 llm = LLM(model="openai/gpt-4o-mini", base_url=URL, api_key="none", max_retries=0)
 
-WORDS = {"system": "Be brief."}
-"""Part of every prompt; a test changes it."""
+WORDS = {"system": "Be brief.", "last": "Be brief."}
+"""Part of every prompt, and of that of the role which speaks last; a test changes them."""
 
 
 @tool
@@ -59,7 +66,7 @@ def _fan_out(state: Any) -> list[Send]:
 
 
 async def _join(state: Any) -> Any:
-    streamed = [str(part.content) async for part in model.astream(f"join {' | '.join(state['said'])}")]
+    streamed = [str(part.content) async for part in model.astream(f"{WORDS['last']} join {' | '.join(state['said'])}")]
     return {"said": ["".join(streamed)]}
 
 
@@ -76,9 +83,14 @@ async def _speaks(state: Any) -> Any:
     return {"messages": [await model.ainvoke([HumanMessage(WORDS["system"]), *state["messages"]])]}
 
 
+async def _closes(state: Any) -> Any:
+    return {"messages": [await model.ainvoke([HumanMessage(WORDS["last"]), *state["messages"]])]}
+
+
 PARALLEL = _parallel()
 AGENT = create_agent(model, [look], name="helper")
-NESTED = chain(("plan", _speaks), ("team", chain(("work", _speaks), ("check", _speaks))), ("agent", AGENT))
+TEAM = chain(("work", _speaks), ("check", _speaks))
+NESTED = chain(("plan", _speaks), ("team", TEAM), ("agent", AGENT), ("close", _closes))
 
 
 async def langgraph(task: Any) -> float:
@@ -98,7 +110,8 @@ def _client() -> OpenAIChatCompletionClient:
 
 
 def agent(name: str, **options: Any) -> AssistantAgent:
-    return AssistantAgent(name, _client(), system_message=f"{WORDS['system']} I am {name}.", **options)
+    words = WORDS["last" if name in ("end", "says") else "system"]
+    return AssistantAgent(name, _client(), system_message=f"{words} I am {name}.", **options)
 
 
 async def autogen(task: Any) -> float:
@@ -127,7 +140,7 @@ def find(q: str) -> str:
 async def crewai(task: Any) -> float:
     """Two tasks side by side, one with a tool, and one that has the answers of both."""
     one, two, join = (
-        Agent(role=role, goal="g", backstory=WORDS["system"], llm=llm, tools=tools)
+        Agent(role=role, goal="g", backstory=WORDS["last" if role == "Join" else "system"], llm=llm, tools=tools)
         for role, tools in (("One", [find]), ("Two", []), ("Join", []))
     )
 
@@ -139,4 +152,36 @@ async def crewai(task: Any) -> float:
     return len((await made.kickoff_async()).raw) / 100
 
 
-APPLICATIONS = {"langgraph": langgraph, "autogen": autogen, "crewai": crewai}
+async def _asks(role: str, messages: list[Any], **options: Any) -> Any:
+    with cotune.role(role):
+        made = await client.chat.completions.create(model="m", messages=messages, **options)
+    return made.choices[0].message
+
+
+def _in_thread(text: str) -> str:
+    """A plain function with a client of its own."""
+    with cotune.role("thread"):
+        made = plain.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+    return str(made.choices[0].message.content)
+
+
+async def sdk(task: Any) -> float:
+    """A role that uses a tool; three side by side, one of them in a thread; and one, streamed, that has all of it."""
+    messages: list[Any] = [{"role": "system", "content": WORDS["system"]}, {"role": "user", "content": f"q{task['n']}"}]
+    asked = await _asks("helper", messages, tools=[LOOK])
+    messages.append(asked.model_dump(exclude_none=True))
+    for use in asked.tool_calls or []:
+        messages.append({"role": "tool", "tool_call_id": use.id, "content": f"found {use.function.arguments}"})
+    helped = (await _asks("helper", messages)).content
+    sides = [_asks("side", [{"role": "user", "content": f"side {side} of {helped}"}]) for side in "ab"]
+    *said, last = await asyncio.gather(*sides, asyncio.to_thread(_in_thread, f"{WORDS['system']} {helped}"))
+    heard = " ".join([*(str(one.content) for one in said), last])
+    with cotune.role("last"):
+        parts = await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": f"{WORDS['last']} {heard}"}], stream=True
+        )
+        streamed = "".join([part.choices[0].delta.content or "" async for part in parts if part.choices])
+    return len(streamed) / 100
+
+
+APPLICATIONS = {"langgraph": langgraph, "autogen": autogen, "crewai": crewai, "sdk": sdk}

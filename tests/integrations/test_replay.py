@@ -1,9 +1,11 @@
-"""Recorded episodes of the three frameworks run again: answered from the record, and told apart where they differ."""
+"""Recorded episodes of the three frameworks and of the plain SDK run again: answered from the record, and told apart
+where they differ."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ class Lab:
     """Records episodes of an application, and runs them again."""
 
     def __init__(self, folder: Path, app: Any) -> None:
+        self.name = getattr(app, "__name__", "")
         self.store = SqliteStore.open(folder)
         self.flow = workflow_of(workflow(app))
         self.policy = Responder(reply)
@@ -77,7 +80,10 @@ def lab(request: pytest.FixtureRequest, tmp_path: Path) -> Lab:
     return Lab(tmp_path, replay_apps.APPLICATIONS[request.param])
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.long)])
+COUNTS = [4, pytest.param(200, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("count", COUNTS)
 def test_a_recorded_episode_is_answered_from_the_record_alone(lab: Lab, count: int):
     trunks = lab.record(*range(count))
     again = lab.again(trunks)
@@ -87,6 +93,64 @@ def test_a_recorded_episode_is_answered_from_the_record_alone(lab: Lab, count: i
     assert all(c.replayed for e in again for c in lab.store.calls(e.id))
     rewards = [lab.store.rewards([e.id])[e.id] for e in (*trunks, *again)]
     assert rewards[:count] == rewards[count:]
+    calls = sum(episode.calls for episode in again)
+    sys.stdout.write(f"\n{lab.name}: {count} episodes, {calls} calls from the record, 0 by the policy\n")
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_fork_anywhere_repeats_all_before_it_and_nothing_else(lab: Lab, count: int):
+    """At each call of a few episodes, or at one call of each of many."""
+    trunks = lab.record(*range(count if count > 4 else 2))
+    few = len(trunks) < count
+    forks = [(trunk, fork) for trunk in trunks for fork in some(lab.store.calls(trunk.id), few)]
+    scripts = {trunk.id: read_script(lab.store, trunk.id) for trunk in trunks}
+    replays = {
+        (trunk.task.id, 1 + number): Replay(script=scripts[trunk.id], fork=fork.id)
+        for number, (trunk, fork) in enumerate(forks)
+    }
+    branches = asyncio.run(lab.run([trunk.task.input["n"] for trunk in trunks], replays))
+    assert [branch.error for branch in branches] == [None] * len(forks)
+    new = repeated = 0
+    for branch, (_, fork) in zip(branches, forks, strict=True):
+        calls = lab.store.calls(branch.id)
+        was = {call.id: call for call in lab.store.calls(branch.fork.trunk)}
+        again = [call for call in calls if call.replayed is not None]
+        assert {call.replayed for call in again} >= scripts[branch.fork.trunk].before(fork.id)
+        for call in again:
+            recorded = was[call.replayed]
+            assert (call.role, call.messages, call.tools) == (recorded.role, recorded.messages, recorded.tools)
+            assert (call.candidates, call.prompt) == (recorded.candidates, recorded.prompt)
+        at = next(call for call in calls if call.id == branch.fork.at)
+        assert (branch.fork.call, at.role, at.messages) == (fork.id, fork.role, fork.messages)
+        assert all(call.replayed or call.step >= at.step for call in calls)
+        new, repeated = new + len(calls) - len(again), repeated + len(again)
+    assert new == len(lab.policy.calls)
+    said = f"{len(forks)} forks, {repeated} calls from the record, {new} by the policy from the forks on"
+    sys.stdout.write(f"\n{lab.name}: {said}\n")
+
+
+def some(calls: list[CallRecord], all_of_them: bool) -> list[CallRecord]:
+    return calls if all_of_them else [random.choice(calls)]
+
+
+LASTS = {"langgraph": ("close", "join"), "autogen": ("says", "end"), "crewai": ("Join",), "sdk": ("last",)}
+"""The roles that speak last, with a prompt of their own."""
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_prompt_that_changes_later_is_a_divergence_there(lab: Lab, monkeypatch: pytest.MonkeyPatch, count: int):
+    trunks = lab.record(*range(count if count > 4 else 2))
+    monkeypatch.setitem(replay_apps.WORDS, "last", "Be short.")
+    for trunk, episode in zip(trunks, lab.again(trunks), strict=True):
+        calls = lab.store.calls(episode.id)
+        told = next(call for call in calls if call.replayed is None)
+        assert told.role in LASTS[lab.name] and all(call.replayed for call in calls if call.step < told.step)
+        assert {c.id for c in lab.store.calls(trunk.id) if c.role != told.role} == {c.replayed for c in calls} - {None}
+        assert episode.error.startswith(
+            f"Turn {told.turn} of role {told.role!r} differs from the record in message 1 ("
+        )
+        assert "Be brief." in episode.error and "Be short." in episode.error and episode.blame == "divergence"
+    assert lab.policy.calls == []
 
 
 def test_a_changed_prompt_is_a_divergence_at_its_call(lab: Lab, monkeypatch: pytest.MonkeyPatch):
@@ -102,7 +166,7 @@ def test_a_changed_prompt_is_a_divergence_at_its_call(lab: Lab, monkeypatch: pyt
         assert any(episode.error.startswith(f"Turn 0 of role {role!r} differs") for role in first)
 
 
-FORKS = {"langgraph": ("team/check", "helper"), "autogen": ("expert", "asks", "says"), "crewai": ("Join",)}
+FORKS = {"langgraph": ("team/check", "helper", "close"), "autogen": ("expert", "asks", "says"), "crewai": ("Join",)}
 """By framework, a role of the application, and those whose calls depend on what it says."""
 
 
