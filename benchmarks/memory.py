@@ -11,35 +11,29 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import subprocess
 import sys
 import time
 from typing import Any
 
+from cotune.algorithms.samples import TrainRow
+from cotune.runtime.memory import peak_memory
+
 GROUP, PROMPT, RESPONSE = 8, 64, 32
 
 
-def measure(model: str, rows: int, settings: dict[str, Any]) -> dict[str, float]:
-    """One update in this process: tokens of a pass, seconds, and the largest resident size in GB."""
+def make_rows(model: str, rows: int) -> list[TrainRow]:
+    """Rows of random tokens of a model, in groups of 8 that share a prompt."""
     from transformers import AutoConfig
 
-    from cotune.algorithms.catalogue import recipe
-    from cotune.algorithms.samples import TrainRow
-    from cotune.integrations.models.folder import locate_model
-    from cotune.policies import LoraSpec, policies_for
-    from cotune.trainer.config.learner import LearnerSettings
-    from cotune.trainer.learner.local import LocalLearner
-
-    folder = str(locate_model(model))
-    vocabulary = AutoConfig.from_pretrained(folder).vocab_size
+    vocabulary = AutoConfig.from_pretrained(model).vocab_size
     chance = random.Random(0)
 
     def ids(count: int) -> tuple[int, ...]:
         return tuple(chance.randrange(vocabulary) for _ in range(count))
 
     prompts = [ids(PROMPT) for _ in range(rows // GROUP)]
-    made = [
+    return [
         TrainRow(
             id=f"{group}.{member}",
             role="a",
@@ -51,6 +45,18 @@ def measure(model: str, rows: int, settings: dict[str, Any]) -> dict[str, float]
         for group, prompt in enumerate(prompts)
         for member in range(GROUP)
     ]
+
+
+def measure(model: str, rows: int, settings: dict[str, Any]) -> dict[str, float]:
+    """One update in this process: tokens of a pass, seconds, and the largest resident size in GB."""
+    from cotune.algorithms.catalogue import recipe
+    from cotune.integrations.models.folder import locate_model
+    from cotune.policies import LoraSpec, policies_for
+    from cotune.trainer.config.learner import LearnerSettings
+    from cotune.trainer.learner.local import LocalLearner
+
+    folder = str(locate_model(model))
+    made = make_rows(folder, rows)
     learner = LocalLearner.open(
         folder,
         policies_for("lora", ["a"], LoraSpec(rank=16)),
@@ -60,7 +66,7 @@ def measure(model: str, rows: int, settings: dict[str, Any]) -> dict[str, float]
     began = time.perf_counter()
     metrics = learner.update("a", made)
     seconds = time.perf_counter() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    peak = peak_memory() / 1e9
     return {"tokens": metrics["pass_tokens"], "seconds": seconds, "peak_gb": peak}
 
 

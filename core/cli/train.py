@@ -18,6 +18,7 @@ from cotune.cli.command import (
 )
 from cotune.cli.fields import RUN, add_fields, given
 from cotune.errors import ConfigError
+from cotune.storage.run_layout import read_run_json
 from cotune.terminal import tell, terminal
 
 
@@ -77,16 +78,21 @@ def add_doctor(commands: Any) -> None:
     def run(a: argparse.Namespace) -> int:
         from cotune.trainer.config.train import load_config
         from cotune.trainer.doctor.doctor import examine, render
+        from cotune.trainer.doctor.memory import render_memory
 
         flags = {**given(a), **settings(a.set)}
         config = load_config(a.config, flags) if a.config or a.model else None
+        if a.run_folder is not None:
+            config = load_config(None, {**read_run_json(a.run_folder)["config"], **flags})
         if config is None and "cluster.address" in flags:
             raise ConfigError("model", None, "given where --cluster is", "Pass --model or --config.")
-        report = examine(config)
+        report = examine(config, prompt=a.prompt_tokens)
         if a.json:
             print(report.to_json())
         else:
             terminal(soft_wrap=True).print(render(report))
+            if report.memory:
+                terminal(soft_wrap=True).print(render_memory(report.memory))
             tell("a run can start" if report.fits else "a run cannot start: see what blocks it")
         return 0 if report.fits else 1
 
@@ -96,6 +102,14 @@ def add_doctor(commands: Any) -> None:
     command.add_argument("--config", help="TOML file of the training run; see docs/config.md")
     add_fields(command, "model", "cluster.address")
     command.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as in cotune train")
+    command.add_argument("--run", dest="run_folder", metavar="RUN", help="the configuration of this run")
+    command.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="length of the longest prompt that memory is reckoned for (default: %(default)s)",
+    )
     command.add_argument("--json", action="store_true", help="print the report as JSON")
 
 

@@ -33,6 +33,15 @@ def process_memory() -> int:
         return 0
 
 
+def peak_memory(pid: int | None = None) -> int:
+    """Largest resident bytes so far of a process, or of this one; 0 where the system does not tell."""
+    try:
+        status = Path(f"/proc/{pid or 'self'}/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
+
+
 def parse_size(text: str) -> int:
     """Bytes that a text like `6GiB` or `800 MB` stands for. Raises ValueError for any other."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?i?B)\s*", text, re.IGNORECASE)

@@ -13,13 +13,17 @@ from rich.text import Text
 from cotune.errors import CotuneError
 from cotune.integrations import versions
 from cotune.integrations.models.folder import locate_model
-from cotune.tables import BAD, GOOD, grid
+from cotune.tables import BAD, GOOD, grid, plural
 from cotune.trainer.config.cluster import ClusterConfig, Demand
 from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.doctor.forecast import ProcessMemory
 from cotune.trainer.doctor.machine import Machine, Node, look, nodes_of
+from cotune.trainer.doctor.memory import plan_memory, remedies, shortages
 
 Level = Literal["ok", "warns", "blocks"]
 _STYLES = {"ok": GOOD, "warns": "yellow", "blocks": BAD}
+PROMPT = 512
+"""Tokens of the longest prompt, where nothing is said of it."""
 _SHARED_GB = 2.0
 _DISK_GB = 1.0
 _FILES = 4096
@@ -40,6 +44,8 @@ class Report(msgspec.Struct, frozen=True):
     machine: Machine
     nodes: tuple[Node, ...]
     findings: tuple[Diagnosis, ...]
+    memory: tuple[ProcessMemory, ...] = ()
+    """What each process of the run will take."""
 
     @property
     def fits(self) -> bool:
@@ -51,14 +57,19 @@ class Report(msgspec.Struct, frozen=True):
         return msgspec.json.format(msgspec.json.encode({**msgspec.to_builtins(self), "fits": self.fits})).decode()
 
 
-def examine(config: TrainConfig | None = None, *, runs: str | Path = "runs") -> Report:
-    """Look at this machine and, where `config` names one, at its Ray cluster; start nothing."""
+def examine(config: TrainConfig | None = None, *, runs: str | Path = "runs", prompt: int = PROMPT) -> Report:
+    """Look at this machine and, where `config` names one, at its Ray cluster; start nothing. `prompt` is the length of
+    the longest prompt that memory is reckoned for, in tokens."""
     machine = look(Path(runs))
     cluster = config.cluster if config else ClusterConfig()
     nodes: list[Node] = []
     findings = list(judge_machine(machine, cluster))
+    memory: tuple[ProcessMemory, ...] = ()
     if config is not None:
         findings += judge_model(config)
+        if all(finding.level != "blocks" for finding in findings):
+            memory, judged = judge_memory(config, machine, prompt)
+            findings.append(judged)
     if cluster.address not in ("", "local") and "ray" in machine.versions:
         try:
             nodes = nodes_of(cluster.address)
@@ -70,7 +81,7 @@ def examine(config: TrainConfig | None = None, *, runs: str | Path = "runs") -> 
         nodes = [Node(address="local", cpus=here, gpus=gpus, free_cpus=here, free_gpus=gpus)]
     if nodes and config is not None:
         findings += judge_placement(nodes, cluster, policies=_policies(config), samplers=_samplers(config))
-    return Report(machine, tuple(nodes), tuple(findings))
+    return Report(machine, tuple(nodes), tuple(findings), memory)
 
 
 def judge_machine(machine: Machine, cluster: ClusterConfig) -> Iterator[Diagnosis]:
@@ -103,6 +114,23 @@ def judge_model(config: TrainConfig) -> Iterator[Diagnosis]:
         yield Diagnosis("model", "ok", str(locate_model(config.model)))
     except CotuneError as error:
         yield Diagnosis("model", "blocks", error.cause, error.remedy)
+
+
+def judge_memory(config: TrainConfig, machine: Machine, prompt: int) -> tuple[tuple[ProcessMemory, ...], Diagnosis]:
+    """What the processes of a run will take, and whether it is there."""
+    policies = _policies(config)
+    try:
+        plan = plan_memory(config, machine, locate_model(config.model), prompt=prompt, policies=policies)
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, CotuneError) as error:
+        # a model's own code may want values, which tensors without storage do not have
+        text = f"what it takes cannot be reckoned beforehand ({type(error).__name__}: {error})"
+        return (), Diagnosis("memory", "warns", text, "Set learner.memory, which bounds the learner.")
+    asked = f"{plural(policies, 'policy', 'policies')}, prompts of up to {prompt} tokens"
+    missing = [f"{name} takes {what}, {short / 1e9:.1f} GB too much" for name, what, short in shortages(plan)]
+    if missing:
+        return plan, Diagnosis("memory", "blocks", f"{'; '.join(missing)} ({asked})", remedies(plan, config))
+    parts = ", ".join(f"{process.process} {process.bytes / 1e9:.1f} GB" for process in plan)
+    return plan, Diagnosis("memory", "ok", f"{parts} ({asked})")
 
 
 def judge_placement(
