@@ -26,6 +26,7 @@ from cotune.trainer.learner.batching import (
     counted_tokens,
     lengths_of,
     masked_share,
+    micro_batches,
     mini_batches,
     pass_tokens,
     passes,
@@ -254,9 +255,15 @@ class LocalLearner:
     def _micro_batches(self, model: PolicyModel, rows: Sequence[TrainRow], batch: Sequence[int]) -> list[list[int]]:
         """This rank's passes over a batch: as many as every other rank makes, so the last ones may have no rows."""
         group, longest = self._group, max((len(tokens_of(rows[i])) for i in batch), default=0)
-        model.logprob_model.checkpointing.on = self._passes.choose(longest)
+        shared = model.shares_prompts
+
+        def computed(budget: int) -> int:  # of all ranks, so that they agree
+            made = micro_batches(rows, batch, budget, shared)
+            return sum(pass_tokens([rows[i] for i in micro], shared) for micro in made)
+
+        model.logprob_model.checkpointing.on = self._passes.choose(longest, computed)
         budget = self._passes.tokens
-        return passes(rows, batch, budget, shared=model.shares_prompts, rank=group.rank, size=group.size)
+        return passes(rows, batch, budget, shared=shared, rank=group.rank, size=group.size)
 
     def _logprobs_before(
         self, model: PolicyModel, rows: Sequence[TrainRow], epochs: Sequence[Sequence[Sequence[int]]]

@@ -79,11 +79,17 @@ class PassSize:
         """Tokens of a pass, at most, unless a single row has more."""
         return self._sizes[self.checkpointed]
 
-    def choose(self, longest: int) -> bool:
-        """Whether the layers are checkpointed in passes of rows whose longest has so many tokens."""
+    def choose(self, longest: int, computed: Callable[[int], int]) -> bool:
+        """Whether the layers are checkpointed in passes of rows whose longest has so many tokens.
+
+        `computed` says how many tokens passes of a size compute: small ones compute what rows have in common again and
+        again. Checkpointing costs a third, so it is taken where it saves more.
+        """
         plain = max(self._sizes[False], self._single)
-        self.checkpointed = self._always or (bool(self._sizes[True]) and longest > plain)
-        if self.checkpointed and not (self._always or self._said):
+        small, large = self._sizes[False], self._sizes[True]
+        long = bool(large) and longest > plain
+        self.checkpointed = self._always or long or (large > small and 3 * computed(small) > 4 * computed(large))
+        if long and not (self._always or self._said):
             self._said = True
             log.warning("A row of %d tokens takes activation checkpointing, as %.0f fit without it", longest, plain)
         return self.checkpointed

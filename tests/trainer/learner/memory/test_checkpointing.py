@@ -93,6 +93,23 @@ def test_a_row_that_would_not_fit_turns_it_on(
     assert limited.update("a", make_rows())["checkpointed_steps"] == 0  # short rows need none
 
 
+def test_a_prompt_that_small_passes_would_compute_again_and_again_turns_it_on(
+    base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of 40 and eight answers of 20: passes of 64 tokens compute it eight times, 472 tokens in all."""
+    limits = Limits(base, monkeypatch)
+    monkeypatch.setattr(pass_size, "checkpointed_bytes", lambda model: limits.plain / 8)  # as in a model of many layers
+    rows = make_rows(groups=1, k=8, prompt=(40, 40), response=(20, 20))
+    settings = limits.plain_tokens(70)
+    found = open_one(base, settings).update("a", rows)
+    assert (found["checkpointed_steps"], found["pass_tokens"]) == (1, 512)
+    assert found["computed_tokens"] <= 40 + 8 * 19 < 0.75 * found["total_tokens"] == 0.75 * 8 * 59
+    apart = open_one(base, change(settings, shared_prompts=False)).update("a", rows)
+    assert (apart["checkpointed_steps"], apart["pass_tokens"]) == (0, 64)
+    short = open_one(base, settings).update("a", make_rows(groups=8, k=2, prompt=(4, 4), response=(6, 6)))
+    assert short["checkpointed_steps"] == 0  # little to save
+
+
 @pytest.mark.parametrize("asked", [True, "auto"])
 def test_a_row_that_does_not_fit_at_all_is_named_before_work_starts(
     base: str, monkeypatch: pytest.MonkeyPatch, asked: object
