@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cotune.errors import CotuneError, RunError
 from cotune.storage.run_layout import RECORDS, RunLayout, is_run, read_metrics, read_run_json
 from cotune.storage.sqlite_store import SqliteStore
+
+log = logging.getLogger("cotune.viewer")
 
 MOST_RUNS = 200
 """Runs that are opened of a folder, the newest ones."""
@@ -20,7 +23,7 @@ class OpenedRun:
     """A run folder, or a records file by itself. `name` is what its addresses and labels say."""
 
     def __init__(self, path: Path, name: str) -> None:
-        """Raises RunError where there is neither a run nor a records file, or the records cannot be read."""
+        """Raises RunError where there is neither a run nor a records file, or what is there cannot be read."""
         self.name = name
         self.path = path.absolute()
         self.folder = self.path if self.path.is_dir() else None
@@ -33,6 +36,7 @@ class OpenedRun:
         if not self.is_run and not self._records.is_file():
             raise RunError(f"{path} is neither a run nor a records file.", "Name a folder that cotune wrote.")
         self.store  # noqa: B018
+        self.description  # noqa: B018
 
     @property
     def store(self) -> SqliteStore | None:
@@ -98,22 +102,29 @@ class OpenedRun:
 
 
 def open_runs(paths: Iterable[str | Path]) -> list[OpenedRun]:
-    """Open runs, records files, and the runs in folders of them. Raises RunError when there is nothing to open."""
-    found: list[Path] = []
+    """Open runs, records files, and the runs in folders of them; of a folder, one that cannot be read is left out, and
+    the log says why. Raises RunError when there is nothing to open."""
+    found: list[tuple[Path, bool]] = []
     for path in map(Path, paths):
-        found += [path] if _is_source(path) else _inside(path)
-    names: dict[str, Path] = {}
-    for path in found:
-        names.setdefault(_name(path, names), path)
-    opened: list[OpenedRun] = []
-    try:
-        for name, path in names.items():
-            opened.append(OpenedRun(path, name))
-    except CotuneError:
-        for run in opened:
-            run.close()
-        raise
-    return opened
+        found += [(path, True)] if _is_source(path) else [(inside, False) for inside in _inside(path)]
+    opened: dict[str, OpenedRun] = {}
+    known: set[Path] = set()
+    for path, named in found:
+        if path.absolute() in known:
+            continue
+        known.add(path.absolute())
+        try:
+            name = _name(path, opened)
+            opened[name] = OpenedRun(path, name)
+        except CotuneError as error:
+            if named:
+                for run in opened.values():
+                    run.close()
+                raise
+            log.warning("%s is left out: %s", path, error)
+    if not opened:
+        raise RunError("None of these runs can be read.", "The log above says why.")
+    return list(opened.values())
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -131,11 +142,11 @@ def _is_source(path: Path) -> bool:
     return path.is_file() or is_run(path) or (path / RECORDS).is_file()
 
 
-def _name(path: Path, taken: Mapping[str, Path]) -> str:
+def _name(path: Path, taken: Container[str]) -> str:
     absolute = path.absolute()
-    plain = absolute.parent.name if absolute.name == RECORDS else absolute.name
-    wanted, number = plain or "run", 2
-    while wanted in taken and taken[wanted].absolute() != absolute:
+    plain = (absolute.parent.name if absolute.name == RECORDS else absolute.name) or "run"
+    wanted, number = plain, 2
+    while wanted in taken:
         wanted, number = f"{plain}-{number}", number + 1
     return wanted
 

@@ -16,7 +16,8 @@ PAGE = 50
 """Episodes of a page."""
 SEARCH_SECONDS = 0.6
 """How long one page searches in texts before it says how far it came."""
-_CHUNK = 400
+CHUNK = 200
+"""Episodes whose texts are searched at a time."""
 _HOLDS = """(body LIKE ? ESCAPE '\\' AND EXISTS (
     SELECT 1 FROM json_tree(body) AS part WHERE part.type = 'text' AND part.atom LIKE ? ESCAPE '\\'
     AND coalesce(part.key, '') NOT IN ('role', 'type', 'id', 'finish_reason', 'status', 'phase')))"""
@@ -133,7 +134,7 @@ def _searched(run: OpenedRun, where: list[str], asked: list[Any], text: str, bef
     verdicts: dict[str, bool] = {}
     deadline, searched, last = time.monotonic() + SEARCH_SECONDS, 0, before
     while True:
-        chunk = _select(run, where, asked, last, _CHUNK)
+        chunk = _select(run, where, asked, last, CHUNK)
         hits = _holding(run, [row[0] for row in chunk], needles, verdicts)
         for row in chunk:
             searched, last = searched + 1, row[0]
@@ -141,7 +142,7 @@ def _searched(run: OpenedRun, where: list[str], asked: list[Any], text: str, bef
                 found.append(row)
             if len(found) == PAGE:
                 return EpisodePage(rows=_rows(run, found), after=last)
-        if len(chunk) < _CHUNK:
+        if len(chunk) < CHUNK:
             return EpisodePage(rows=_rows(run, found))
         if time.monotonic() > deadline:
             return EpisodePage(rows=_rows(run, found), after=last, searched=searched)

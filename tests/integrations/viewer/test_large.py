@@ -68,5 +68,5 @@ def test_a_long_search_says_how_far_it_came_and_goes_on(large, monkeypatch):
         if not page.after:
             break
         searched, before, pages_seen = searched + (page.searched or 0), page.after, pages_seen + 1
-    assert pages_seen == searched // 400 == CALLS // 20 // 400
+    assert pages_seen == searched // queries.CHUNK == CALLS // 20 // queries.CHUNK
     run.close()

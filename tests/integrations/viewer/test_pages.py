@@ -283,7 +283,7 @@ def test_a_broken_row_and_metrics_that_are_no_numbers_are_left_out(run, tmp_path
             assert httpx.get(f"{server.url}/run/broken{page}").status_code == 200, page
 
 
-def test_a_folder_of_runs_is_opened_and_nothing_is_said_to_be_nothing(run, tmp_path):
+def test_a_folder_of_runs_is_opened_and_what_cannot_be_is_said(run, tmp_path, caplog):
     opened = open_runs([run.parent])
     assert [one.name for one in opened] == ["trained"]
     opened[0].close()
@@ -291,7 +291,16 @@ def test_a_folder_of_runs_is_opened_and_nothing_is_said_to_be_nothing(run, tmp_p
     assert [one.name for one in twice] == ["trained", "trained-2"]
     for one in twice:
         one.close()
-    for nothing in (tmp_path, tmp_path / "absent"):
+    shutil.copytree(run, tmp_path / "runs" / "good", ignore=shutil.ignore_patterns("checkpoints"))
+    (tmp_path / "runs" / "bad").mkdir()
+    (tmp_path / "runs" / "bad" / "run.json").write_text("{")
+    (left,) = open_runs([tmp_path / "runs"])
+    assert left.name == "good" and "bad is left out: " in caplog.text and "run.json is broken" in caplog.text
+    left.close()
+    with pytest.raises(RunError, match="broken"):
+        open_runs([tmp_path / "runs" / "bad"])
+    (tmp_path / "empty").mkdir()
+    for nothing in (tmp_path / "empty", tmp_path / "absent"):
         with pytest.raises(RunError):
             open_runs([nothing])
 
