@@ -15,9 +15,12 @@ import pytest
 import ray
 
 from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError, LearnerLost, RunError
 from cotune.policies import LoraSpec, Policies, PolicySpec, policies_for
+from cotune.trainer.config.from_records import DpoConfig
+from cotune.trainer.from_records.objectives import PreferenceLearner
 from cotune.trainer.learner.batching import passes, rank_parts
 from cotune.trainer.learner.fsdp.worker import pack_rows
 from cotune.trainer.learner.local import LocalLearner
@@ -132,6 +135,21 @@ def test_weights_stay_equal_over_many_steps(base, two_ranks, layout):
         assert apart(local.weights(policy), fsdp.weights(policy)) < 1e-5
         for one, other in zip(local.logprobs(policy, rows), fsdp.logprobs(policy, rows), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_pairs_of_answers_move_the_weights_as_in_one_process(base, two_ranks, tmp_path):
+    rows, loss = make_rows(groups=6, k=2), FROM_RECORDS["dpo"]
+    learners = [LocalLearner.open(base, BOTH, FINE, loss), two_ranks.learner(base, BOTH, FINE, loss)]
+    figures = []
+    for number, learner in enumerate(learners):
+        preferring = PreferenceLearner(learner, DpoConfig(beta=0.5), pairs=3)
+        preferring.start(lambda: {"lora": rows}, tmp_path / f"{number}.json")
+        figures.append([preferring.update("lora", rows) for _ in range(2)])
+    for one, other in zip(*figures, strict=True):
+        for name in ("loss", "margin", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5)
+    assert figures[0][1]["loss"] < figures[0][0]["loss"]
+    assert apart(learners[0].weights("lora"), learners[1].weights("lora")) < 1e-5
 
 
 def test_mixed_precision_is_near_single_precision(base, two_ranks):
