@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping, Sequence
 
 from cotune.errors import RunError
-from cotune.judging.episodes import judge_episodes
 from cotune.policies import unlisted_said
-from cotune.recording.records import Episode, PolicyRef
+from cotune.recording.recorder import Responder
+from cotune.recording.records import Episode
 from cotune.recording.rollout import EpisodeBatch
 from cotune.trainer.batch import collect_samples, group_and_weigh
 from cotune.trainer.best import note_best, write_best
@@ -21,6 +20,7 @@ from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.restore import add_new_roles, mark_consumed, recovery
 from cotune.trainer.rollout.episodes import RolloutPipeline, answering, finished_episodes, run_episodes
 from cotune.trainer.rollout.forks import run_forks
+from cotune.trainer.rollout.judged_step import JudgedStep
 from cotune.trainer.rollout.judging import Bench, judging_role
 from cotune.trainer.run import Run
 from cotune.trainer.schedules.curriculum import fewer_episodes
@@ -65,7 +65,7 @@ async def train_steps(run: Run, progress: Progress) -> None:
 
 
 async def roll_out(run: Run, progress: Progress, step: int) -> list[Episode]:
-    """All episodes of a step; those that a run before an interruption brought to an outcome are not run again.
+    """All episodes of a step, judged; those that a run before an interruption brought to an outcome are not run again.
 
     When this is cancelled, finished episodes stay recorded for a resumed run. Raises SamplerError when the sampler is
     gone and RunError when records were lost: the step is not trained on, as it lacks episodes that it need not lack.
@@ -75,53 +75,58 @@ async def roll_out(run: Run, progress: Progress, step: int) -> list[Episode]:
     if cut:
         progress.say(f"{cut} episodes of step {step + 1} lack records or rewards: they are run again")
     fewer = fewer_episodes(run.config.curriculum, tasks, run.state.rewards)
-    progress.rollout(sum(fewer.get(task.id, run.plan.episodes_per_task) for task in tasks))
-    batch = EpisodeBatch(
-        tasks=tasks,
-        sink=run.store,
-        phase="train",
-        training_step=step,
-        rollouts=run.plan.episodes_per_task,
-        fewer=fewer,
-        done=[episode for episode in done if episode.fork is None],
-        on_episode=progress.episode,
-        record_tools=run.plan.kind == "replay" and run.config.replay.tools == "recorded",
-        freeze=run.plan.kind == "replay" and run.config.replay.freeze,
-    )
+    often = {task.id: fewer.get(task.id, run.plan.episodes_per_task) for task in tasks}
+    progress.rollout(sum(often.values()))
     policies = run.served(step)
-    episodes = await run_episodes(run, batch, plan=run.plan, policies=policies)
-    run.store.flush()
-    if run.plan.kind == "replay":
-        episodes += await run_forks(run, batch, episodes, done, policies)
-        run.store.flush()
-    progress.scorer_errors(run.runner.scorer_errors)
-    for role in run.runner.unlisted:
-        progress.say_once(unlisted_said(role, run.config.other_roles))
-    if run.store.lost:
-        raise RunError(
-            f"{run.store.lost} records could not be stored, so step {step + 1} is not trained on.",
-            f"See the log; free some space, then go on with: cotune train --resume {run.folder.path}",
+    responder = answering(run, run.plan, policies).responder(run.sampler, run.chat, run.workflow)
+    bench = _bench(run, step, responder)
+    async with JudgedStep(run.workflow.episode_judge, run.store, bench.ask) as judged:
+
+        def ended(episode: Episode) -> None:
+            progress.episode(episode)
+            judged.ended(episode)
+
+        batch = EpisodeBatch(
+            tasks=tasks,
+            sink=run.store,
+            phase="train",
+            training_step=step,
+            rollouts=run.plan.episodes_per_task,
+            fewer=fewer,
+            done=[episode for episode in done if episode.fork is None],
+            on_episode=ended,
+            record_tools=run.plan.kind == "replay" and run.config.replay.tools == "recorded",
+            freeze=run.plan.kind == "replay" and run.config.replay.freeze,
         )
-    episodes += await judge(run, progress, step, episodes, policies)
+        judged.already(batch.done)
+        if run.plan.kind != "replay":
+            judged.expect(often)
+        episodes = await run_episodes(run, batch, plan=run.plan, policies=policies)
+        run.store.flush()
+        if run.plan.kind == "replay":
+            episodes += await run_forks(run, batch, episodes, done, policies, judged)
+            run.store.flush()
+        progress.scorer_errors(run.runner.scorer_errors)
+        for role in run.runner.unlisted:
+            progress.say_once(unlisted_said(role, run.config.other_roles))
+        if run.store.lost:
+            raise RunError(
+                f"{run.store.lost} records could not be stored, so step {step + 1} is not trained on.",
+                f"See the log; free some space, then go on with: cotune train --resume {run.folder.path}",
+            )
+        for text, count in (await judged.finish()).items():
+            progress.say_once(f"the judge gave {count} episodes no outcome, which are not trained on: {text}")
+    progress.scorer_errors(responder.scorer_errors)
     await run.sampler.info()
-    return episodes
+    return [*episodes, *bench.episodes]
 
 
-async def judge(
-    run: Run, progress: Progress, step: int, episodes: Sequence[Episode], policies: Mapping[str, PolicyRef]
-) -> list[Episode]:
-    """Let the workflow's judge, if it has one, give the episodes of a step their outcomes. Raises what it raises where
-    that is of all of them.
-
-    Returns the episodes of judging, where a role judges: as many for a task as it has episodes, so that they can be
-    compared, or one where there is nothing to compare.
-    """
+def _bench(run: Run, step: int, responder: Responder) -> Bench:
+    """How the workflow's judge is asked. Where a role judges, as often for a task as it has episodes, so that these
+    episodes of judging can be compared, or once where there is nothing to compare."""
     flow, plan = run.workflow, run.plan
-    if flow.episode_judge is None:
-        return []
     compared = plan.kind == "independent" and judging_role(flow) in run.trained_roles(step)
-    responder = answering(run, plan, policies).responder(run.sampler, run.chat, flow)
-    bench = Bench(
+    return Bench(
         workflow=flow,
         store=run.store,
         responder=responder,
@@ -129,11 +134,6 @@ async def judge(
         attempts=plan.k if compared else 1,
         timeout=run.config.episode_timeout,
     )
-    errors = await judge_episodes(flow.episode_judge, run.store, episodes, bench.ask)
-    for text, count in errors.items():
-        progress.say_once(f"the judge gave {count} episodes no outcome, which are not trained on: {text}")
-    progress.scorer_errors(responder.scorer_errors)
-    return bench.episodes
 
 
 async def commit(run: Run, *, due: bool = False) -> None:

@@ -66,6 +66,8 @@ EpisodeJudge = Callable[[Sequence[FinishedEpisode], Any], Sequence[Reward | None
 Opinion = Sequence[dict[str, float] | WorkflowError]
 """The outcome of each episode of a task, empty for one that gets none, or why the judge could not say."""
 AskJudge = Callable[[EpisodeJudge, Sequence[FinishedEpisode], Task], Awaitable[Opinion]]
+Outcomes = Mapping[str, dict[str, float] | WorkflowError]
+"""Rewards of episodes by id, or why there are none."""
 
 JUDGING = "judge"
 """Phase of the episodes in which a judge that is a role of the run has compared others."""
@@ -115,20 +117,30 @@ async def judge_episodes(
     all of them, unless the judge is a role of the run (`ask`), which may have to learn to judge.
     """
     outcomes = await outcomes_of(judge, store, episodes, ask)
-    errors = [outcome for outcome in outcomes.values() if isinstance(outcome, WorkflowError)]
-    if errors and len(errors) == len(outcomes) and ask is ask_judge:
-        raise errors[0]
+    keep_outcomes(store, outcomes)
+    return refusals(outcomes, ask)
+
+
+def keep_outcomes(store: Store, outcomes: Outcomes) -> None:
+    """Store the outcomes that were given."""
     now = time.time()
     for episode_id, outcome in outcomes.items():
         if not isinstance(outcome, WorkflowError):
             store.write([RewardRecord(episode_id, name, value, now) for name, value in outcome.items()])
     store.flush()
+
+
+def refusals(outcomes: Outcomes, ask: AskJudge = ask_judge) -> Mapping[str, int]:
+    """The number of episodes that got no outcome, by the error. Raises as `judge_episodes` does."""
+    errors = [outcome for outcome in outcomes.values() if isinstance(outcome, WorkflowError)]
+    if errors and len(errors) == len(outcomes) and ask is ask_judge:
+        raise errors[0]
     return Counter(map(str, errors))
 
 
 async def outcomes_of(
     judge: EpisodeJudge | None, store: Store, episodes: Iterable[Episode], ask: AskJudge = ask_judge
-) -> Mapping[str, dict[str, float] | WorkflowError]:
+) -> Outcomes:
     """The outcomes of the episodes that ended well, by id, or why there is none; nothing without a judge, and of
     episodes of judging."""
     by_task: dict[str, list[Episode]] = {}
@@ -139,9 +151,7 @@ async def outcomes_of(
     return {episode: outcome for some in found for episode, outcome in some.items()}
 
 
-async def _outcomes(
-    judge: EpisodeJudge, store: Store, together: Sequence[Episode], ask: AskJudge
-) -> Mapping[str, dict[str, float] | WorkflowError]:
+async def _outcomes(judge: EpisodeJudge, store: Store, together: Sequence[Episode], ask: AskJudge) -> Outcomes:
     task = together[0].task
     try:
         seen = [finished(store, episode) for episode in together]

@@ -136,6 +136,43 @@ def test_a_run_without_any_reward_learns_from_a_judge_of_its_episodes(server: Pr
     assert [line["outcome"]["early"] for line in trainer.metrics()] == pytest.approx([0.5, 0.5])
 
 
+def test_judging_begins_with_the_last_episode_of_a_task(trainer: Trainer) -> None:
+    """Episodes of the last task end when those of the others have been judged, and not before."""
+    judged: list[str] = []
+
+    async def waiting(task: Any) -> None:
+        await tell(task)
+        while task["letter"] == "c" and len(judged) < 2:
+            await asyncio.sleep(0.005)
+
+    app = application(waiting)
+
+    @app.judge
+    async def panel(episodes: Any, task: Any) -> list[float]:
+        judged.extend(task["letter"] for _ in episodes[3:4])  # not those that the application is looked at with
+        return [early(e.calls[0].answer.text) for e in episodes]
+
+    trainer(app, plan=INDEPENDENT, steps=1, episode_timeout=10.0)
+    (line,) = trainer.metrics()
+    assert line["failed"] == 0 and sorted(judged[:2]) == ["a", "b"] and judged[2:] == ["c"]
+    assert "missing_reward" not in line["left_out"]
+
+
+def test_the_branches_of_a_task_are_judged_with_their_trunk(trainer: Trainer) -> None:
+    together: list[tuple[str, int]] = []
+    app = application(tell)
+
+    @app.judge
+    def panel(episodes: Any, task: Any) -> list[float]:
+        together.append((task["letter"], len(episodes)))
+        return [early(e.calls[0].answer.text) for e in episodes]
+
+    trainer(app, plan={"kind": "replay", "k": 3}, steps=1)
+    assert sorted(together[-3:]) == [("a", 5), ("b", 5), ("c", 5)]  # a trunk, and two branches at each of two calls
+    (line,) = trainer.metrics()
+    assert "missing_reward" not in line["left_out"] and line["groups"] > 0
+
+
 def test_a_judge_may_be_a_function_that_fails_on_one_task(trainer: Trainer) -> None:
     app = application(tell)
 

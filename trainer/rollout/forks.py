@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from cotune.sampling.plans import seed_of
 from cotune.storage.protocol import Store
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.episodes import run_episodes
+from cotune.trainer.rollout.judged_step import JudgedStep
 from cotune.trainer.run import Run
 
 
@@ -48,10 +50,12 @@ async def run_forks(
     trunks: Sequence[Episode],
     done: Collection[Episode],
     policies: Mapping[str, PolicyRef],
+    judged: JudgedStep,
 ) -> list[Episode]:
     """The branches of the episodes of a step, `done` ones from before an interruption included.
 
     The branches of fork number f are the rollouts 1 + f (k - 1) and following, so that a resumed run finds them.
+    `judged` is told how many there are of each task.
     """
     more = run.plan.k - 1
     replays: dict[tuple[str, int], Replay] = {}
@@ -61,9 +65,11 @@ async def run_forks(
             for number, fork in enumerate(forks):
                 replay = Replay(script=script, fork=fork.id, resume=run.config.replay.prefix == "checkpoint")
                 replays.update({(trunk.task.id, 1 + number * more + i): replay for i in range(more)})
+    kept = [e for e in done if e.fork and _repeats(e, replays.get((e.task.id, e.rollout)))]
+    judged.already(kept)
+    judged.expect(Counter([*(trunk.task.id for trunk in trunks), *(task for task, _ in replays)]))
     if not replays:
         return []
-    kept = [e for e in done if e.fork and _repeats(e, replays.get((e.task.id, e.rollout)))]
     return await run_episodes(
         run, msgspec.structs.replace(batch, replays=replays, done=kept), plan=run.plan, policies=policies
     )
