@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=4)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of the first prompt")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of the first prompt")
     parser.add_argument("--answer", type=int, default=64)
     parser.add_argument("--observation", type=int, default=256, help="tokens that a turn adds beside the answer")
     parser.add_argument("--cache", type=int, default=None, help="bytes that are kept; default: the sampler's")
