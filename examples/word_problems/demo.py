@@ -102,7 +102,8 @@ class Demo:
         from cotune.trainer.train import resume, train
 
         if self.run.exists():
-            trained = resume(self.run, console=console)
+            changes = {"steps": self.steps} if self.steps else None
+            trained = resume(self.run, changes=changes, console=console)
         else:
             config = load_config(CONFIG, {"model": str(self.model), "steps": self.steps})
             trained = train(WORKFLOW, self.tasks, config, run=self.run, console=console)
