@@ -25,9 +25,10 @@ def add_replay(commands: Any) -> None:
 
         options = ReplayOptions(**{name: getattr(a, name) for name in _FIELDS}, **given(a))
         tell(f"reading {a.run_folder} ...")
-        with episode_bar(terminal(), None) as advance:
-            report = replay(a.run_folder, options, advance)
+        report = replay(a.run_folder, options, lambda total: episode_bar(terminal(), total))
         terminal().print(render(report))
+        if report.interrupted:
+            return 130
         return 1 if report.diverged or report.failed else 0
 
     text = "run recorded episodes again: one from a call on, or all as a regression test of the application"

@@ -3,6 +3,7 @@ would, or with an id of its own."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import uuid
 
@@ -11,6 +12,10 @@ from tests.trainer.tiny_app import application, ask
 
 async def _relay(task: dict[str, str]) -> dict[str, float]:
     said = ""
+    if os.environ.get("RAISING") == task["letter"]:
+        raise ValueError("out of order")
+    if os.environ.get("ENDLESS") == task["letter"]:
+        await asyncio.Event().wait()
     for role in ("first", "second", "third"):
         changed = "now " if role == "second" and os.environ.get("CHANGED") == task["letter"] else ""
         number = f"{uuid.uuid4()} " if "NUMBERED" in os.environ else ""

@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,12 @@ class ReplayReport(msgspec.Struct, frozen=True):
 
     who: str
     repetitions: Sequence[Repetition]
+    planned: int = 0
+    """Episodes that were to be run; fewer were where it was interrupted."""
+
+    @property
+    def interrupted(self) -> bool:
+        return sum(len(one.new) for one in self.repetitions) < self.planned
 
     @property
     def diverged(self) -> int:
@@ -103,10 +110,13 @@ class ReplayReport(msgspec.Struct, frozen=True):
         )
 
 
-def replay(
-    run: str | Path, options: ReplayOptions, on_episode: Callable[[Episode], None] | None = None
-) -> ReplayReport:
-    """Run one recorded episode again, or all, and tell what became of them.
+Watch = Callable[[int], AbstractContextManager[Callable[[Episode], None]]]
+"""Gets the number of episodes to run, and gives what is called with each that has ended."""
+
+
+def replay(run: str | Path, options: ReplayOptions, watch: Watch | None = None) -> ReplayReport:
+    """Run one recorded episode again, or all, and tell what became of them; of those that had ended, where Ctrl-C comes
+    in between.
 
     Calls before `options.call` are answered from the record; at it and after it answers `options.model`, or else the
     run's newest policies, or else the application's own provider. Without `call` all is answered from the record, or,
@@ -117,7 +127,8 @@ def replay(
         raise ConfigError("out", options.out, "a folder without records", "Name a new folder.")
     with SqliteStore.open(run, read_only=True) as store:
         plan = [_planned(store, episode, options) for episode in _episodes(store, options)]
-        return run_sync(_replay(Path(run), workflow, plan, options, on_episode))
+        with watch(len(plan) * options.k) if watch else nullcontext() as on_episode:
+            return run_sync(_replay(Path(run), workflow, plan, options, on_episode))
 
 
 async def _replay(
@@ -137,7 +148,10 @@ async def _replay(
                 answering(run, workflow, options.model, options.temperature, options.max_tokens)
             )
 
-        async def again(old: Seen, replay: Replay | None, number: int) -> Seen:
+        ended: dict[tuple[int, int], Seen] = {}
+
+        async def again(place: int, number: int) -> None:
+            old, replay = plan[place]
             sink, flow = _Kept(store), workflow
             responder: Responder | None = found.responder
             if replay is not None:
@@ -160,15 +174,21 @@ async def _replay(
             if on_episode is not None:
                 on_episode(outcome.episode)
             calls = [record for record in sink.records if isinstance(record, CallRecord)]
-            return Seen(outcome.episode, sorted(calls, key=lambda call: call.step), outcome.rewards)
+            seen = Seen(outcome.episode, sorted(calls, key=lambda call: call.step), outcome.rewards)
+            ended[place, number] = seen
 
-        seen = await asyncio.gather(*(again(*one, number) for one in plan for number in range(options.k)))
+        places = [(place, number) for place in range(len(plan)) for number in range(options.k)]
+        try:
+            await asyncio.gather(*(again(*place) for place in places))
+        except asyncio.CancelledError:  # Ctrl-C: what has ended is told
+            if not ended or (task := asyncio.current_task()) is None:
+                raise
+            task.uncancel()
+    together = [[ended[place, n] for n in range(options.k) if (place, n) in ended] for place in range(len(plan))]
     return ReplayReport(
         found.who,
-        [
-            Repetition(old, _step(old, one), seen[place * options.k : (place + 1) * options.k])
-            for place, (old, one) in enumerate(plan)
-        ],
+        [Repetition(old, _step(old, one), new) for (old, one), new in zip(plan, together, strict=True) if new],
+        len(places),
     )
 
 

@@ -18,9 +18,12 @@ _LISTED = 20
 
 def render(report: ReplayReport) -> Group:
     """The report as tables."""
-    if len(report.repetitions) == 1:
-        return Group(*_one(report.repetitions[0], report.who))
-    return Group(*_all(report))
+    found = report.repetitions
+    parts = [*(_one(found[0], report.who) if len(found) == 1 and not report.interrupted else _all(report))]
+    if report.interrupted:
+        done = sum(len(one.new) for one in found)
+        parts.append(Text(f"\ninterrupted: {done} of {plural(report.planned, 'episode')} were run again", style=BAD))
+    return Group(*parts)
 
 
 def _one(found: Repetition, who: str) -> Iterable[RenderableType]:

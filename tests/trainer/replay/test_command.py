@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -109,6 +112,26 @@ def test_what_was_traced_goes_on_with_the_applications_provider(provider: Provid
     status, text = replay(capsys, str(traced), "--episode", trunk.id, "--call", "2", "--workflow", APP)
     assert (status, len(provider.requests)) == (0, asked + 1)
     assert "then the application's own provider" in text
+
+
+def test_all_that_ended_before_ctrl_c_are_told(trained: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    """The last of three never ends; a signal comes when the others have."""
+    _, trunks = records(trained)
+    monkeypatch.setenv("ENDLESS", trunks[-1].task.input["letter"])
+    threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    status, text = replay(capsys, str(trained), "--all")
+    assert status == 130
+    assert "2 episodes run again, answered from the record" in text and "same outcome 2" in text
+    assert "interrupted: 2 of 3 episodes were run again" in text
+
+
+def test_an_episode_that_never_ends_or_raises_fails_alone(trained: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    _, trunks = records(trained)
+    monkeypatch.setenv("ENDLESS", trunks[0].task.input["letter"])
+    monkeypatch.setenv("RAISING", trunks[1].task.input["letter"])
+    status, text = replay(capsys, str(trained), "--all", "--timeout", "2")
+    assert status == 1 and "same outcome 1" in text and "failed, had not before 2" in text
+    assert "did not finish within 2.0 seconds" in text and "raised ValueError: out of order" in text
 
 
 def test_what_was_traced_frozen_is_repeated(
