@@ -198,8 +198,12 @@ def _run_train(a: argparse.Namespace) -> int:
         summary = train(a.workflow, a.tasks, load_config(a.config, fields), run=a.out)
     state = "finished" if summary.finished else "stopped"
     tell(f"{state} after {summary.steps} steps in {summary.seconds:.0f} s: {summary.path}")
+    for role, (first, last) in summary.rewards.items():
+        tell(f"reward of {role}: {first:.3f} in the first step, {last:.3f} in the last")
     if summary.finished:
-        tell(f"next: cotune export {summary.path} --to adapters/")
+        app = a.workflow or read_run_json(summary.path)["workflow"] or "WORKFLOW"
+        tell(f"next: cotune eval {app} --run {summary.path} --tasks HELD_OUT.jsonl")
+        tell(f"then: cotune export {summary.path} --to adapters/; to look at it: cotune view {summary.path}")
     return 0 if summary.finished else 130
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import re
 import signal
 import threading
 from collections import Counter
@@ -12,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import openai
 import pytest
+from rich.console import Console
 from safetensors.numpy import load_file
 
 from cotune.errors import GroupError, WorkflowError
@@ -20,9 +23,11 @@ from cotune.trainer.checkpoint import load_checkpoint
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.reporting.metrics import StepMetrics
 from cotune.trainer.reporting.progress import _COLUMNS, role_table
+from cotune.trainer.train import train
 from tests.core.storage.whole_file import copied
 from tests.integrations.provider import Provider, serving
-from tests.trainer.tiny_app import application, ask, converse, letters
+from tests.trainer.conftest import Trainer
+from tests.trainer.tiny_app import TASKS, application, ask, converse, letters
 
 BOTH = {"first": letters, "second": letters}
 
@@ -372,3 +377,16 @@ def test_an_application_that_every_answer_breaks_is_told_after_sixteen(trainer):
         trainer(application(broken), steps=1)
     assert caught.value.cause.endswith("All 16 episodes looked at failed.")
     assert "have the workflow return a low reward" in caught.value.remedy
+
+
+def test_a_terminal_keeps_a_line_of_each_step(trainer: Trainer) -> None:
+    heard = io.StringIO()
+    config = {"model": str(trainer.base), "steps": 2, "tasks_per_step": 3, "plan": {"k": 4}}
+    console = Console(file=heard, width=80, force_terminal=True)
+    app = application(first=letters, second=letters)
+    summary = train(app, TASKS, config, run=trainer.folder / "run", console=console)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", heard.getvalue())
+    for step, metrics in enumerate(trainer.metrics(), start=1):
+        assert re.search(rf"step {step}/2  .*reward {metrics['candidate_reward']:.3f}", shown)
+    rewards = [[line["roles"][role]["reward"] for line in trainer.metrics()] for role in ("first", "second")]
+    assert summary.rewards == {"first": tuple(rewards[0]), "second": tuple(rewards[1])}

@@ -139,6 +139,8 @@ class Progress:
         for note in metrics.notes:
             self.say_once(note)
         if self._live:
+            parts = [*(reward_parts(metrics) or loss_parts(metrics)), f"{sum(metrics.seconds.values()):.1f} s"]
+            self.say(f"step {metrics.step + 1}/{self._total}  {'  |  '.join(parts)}")
             self._live.update(Group(self._bars, role_table(metrics), summary(metrics)))
             return
         left = (time.perf_counter() - self._started) / self._done * (self._total - metrics.step - 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,6 +23,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     first: Mapping[str, float]
     last: Mapping[str, float]
     """Mean outcome of the first and of the last step."""
+    rewards: Mapping[str, tuple[float, float]]
+    """Mean reward of each role's candidates, in the first and in the last step in which it had any."""
     calls: int
     candidates: int
     groups: int
@@ -47,6 +51,7 @@ def sum_up(
         versions=dict(state.versions),
         first=lines[0]["outcome"] if lines else {},
         last=lines[-1]["outcome"] if lines else {},
+        rewards={role: (found[0], found[-1]) for role, found in _rewards(lines).items()},
         calls=sum(line["calls"] for line in lines),
         candidates=sum(line["candidates"] for line in lines),
         groups=sum(line["groups"] for line in lines),
@@ -55,3 +60,13 @@ def sum_up(
         seconds=seconds,
         ended=ended,
     )
+
+
+def _rewards(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Rewards of each role, by step."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for line in lines:
+        for role, figures in line.get("roles", {}).items():
+            if figures.get("reward") is not None:
+                found[role].append(figures["reward"])
+    return found

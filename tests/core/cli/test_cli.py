@@ -113,7 +113,9 @@ def trained(monkeypatch):
 
     def train(workflow, tasks, config, *, run):
         seen.workflow, seen.tasks, seen.config, seen.run = workflow, tasks, config, run
-        return SimpleNamespace(finished=seen.finished, steps=3, seconds=1.4, path="runs/r1")
+        return SimpleNamespace(
+            finished=seen.finished, steps=3, seconds=1.4, path="runs/r1", rewards={"planner": (0.25, 0.75)}
+        )
 
     monkeypatch.setattr(train_module, "train", train)
     return seen
@@ -143,8 +145,13 @@ def test_flags_of_train_become_its_configuration(trained, capsys):
         }
     )
     said = capsys.readouterr().out
-    first, last = "finished after 3 steps in 1 s: runs/r1\n", "next: cotune export runs/r1 --to adapters/\n"
-    assert said == f"loading app:solve ...\n{first}{last}"
+    assert said.splitlines() == [
+        "loading app:solve ...",
+        "finished after 3 steps in 1 s: runs/r1",
+        "reward of planner: 0.250 in the first step, 0.750 in the last",
+        "next: cotune eval app:solve --run runs/r1 --tasks HELD_OUT.jsonl",
+        "then: cotune export runs/r1 --to adapters/; to look at it: cotune view runs/r1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +196,7 @@ def test_flags_go_before_the_file(trained, tmp_path):
 def test_a_stopped_run_is_status_130(trained, capsys):
     trained.finished = False
     assert cli.main(["train", "a:b", "--tasks", "t", "--model", "m"]) == 130
-    assert capsys.readouterr().out == "loading a:b ...\nstopped after 3 steps in 1 s: runs/r1\n"
+    assert capsys.readouterr().out.splitlines()[:2] == ["loading a:b ...", "stopped after 3 steps in 1 s: runs/r1"]
 
 
 @pytest.mark.parametrize(
