@@ -15,6 +15,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.policies import policies_for
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.logprob_model import plain_states, tree_states
+from cotune.trainer.learner.memory.pass_size import PassSize
 from cotune.trainer.learner.tree_attention import attends_over_trees
 from tests.integrations import tiny_models
 from tests.trainer.learner.learner_rows import FAST, SMALL, VOCABULARY, change
@@ -96,7 +97,7 @@ def test_gradients_and_metrics_are_those_of_one_sequence_per_row(learner, rows, 
     found = []
     for shared in (False, True):
         model.settings = change(model.settings, shared_prompts=shared)
-        learner._passes.tokens = budget if shared else 8192
+        learner._passes = PassSize(budget if shared else 8192, alone=True)
         gradients = {}
         handles = [
             p.register_post_accumulate_grad_hook(lambda p, key=key, kept=gradients: kept.update({key: p.grad.clone()}))
