@@ -101,7 +101,9 @@ def test_metrics_of_each_role(learned):
         assert 1.0 <= figures["tokens_mean"] <= 4.0
     assert first["roles"]["first"]["prompt_tokens_mean"] == len("<say x>") + 1
     assert first["seconds"].keys() == {"rollout", "group", "update", "publish", "checkpoint"}
-    assert first["tokens_per_s"] > 0
+    assert 0 < first["tokens_per_s"] < first["rollout_tokens_per_s"]
+    assert first["total_tokens"] > first["distinct_tokens"] > 0  # candidates share their prompts
+    assert first["update_tokens_per_s"] == pytest.approx(first["distinct_tokens"] / first["seconds"]["update"])
     for figures in first["policies"].values():
         assert figures["version"] == 1
         assert figures["probe_gap_mean"] < 1e-4

@@ -13,7 +13,7 @@ from cotune.adapters.export import read_weights
 from cotune.algorithms.samples import TrainRow
 from cotune.trainer.checkpoint import BestLoss, commit_checkpoint
 from cotune.trainer.from_records.run import RecordsRun
-from cotune.trainer.reporting.metrics import StepMetrics, Updates, moved
+from cotune.trainer.reporting.metrics import StepMetrics, Updates, moved, throughput
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.run_folder import write_atomically
 from cotune.trainer.schedules.schedule import lr_scale
@@ -141,7 +141,7 @@ def _metrics(
         counters={},
         lr_scale=lr_scale(run.config.schedule, run.state.steps - 1, run.config.steps),
         seconds=dict(seconds),
-        tokens_per_s=tokens / max(sum(seconds.values()), 1e-9),
+        **{**throughput(updates, seconds), "tokens_per_s": tokens / max(sum(seconds.values()), 1e-9)},
         updated=bool(moved(updates)),
         stayed={name: "no gradient" for name in rows if name not in moved(updates)},
     )

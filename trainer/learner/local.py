@@ -45,6 +45,7 @@ from cotune.trainer.learner.memory.optimizer import build_optimizer, check_hardw
 from cotune.trainer.learner.memory.pass_size import choose_pass_size
 from cotune.trainer.learner.metric_sums import MetricSums
 from cotune.trainer.learner.policy_model import PolicyModel
+from cotune.trainer.learner.utilization import model_utilization
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,8 @@ class LocalLearner:
         `idle_steps` (no gradient), `seconds`, `weight_norm`, `lr`; `pass_tokens`, the most tokens of a pass, and
         `halved_passes`, how often memory ran out and halved it; `checkpointed_steps`, those with activation
         checkpointing; `total_tokens` of all rows with their prompts, `computed_tokens` that went through the model for
-        them (fewer, as rows have beginnings in common), and `unshared_rows`, of which each was computed whole. Token
-        means per role as `<role>/<metric>` where the rows are of several roles.
+        them (fewer, as rows have beginnings in common), and `unshared_rows`, of which each was computed whole; on a
+        known GPU `mfu`. Token means per role as `<role>/<metric>` where the rows are of several roles.
         """
         started = time.perf_counter()
         with self._lock:
@@ -160,8 +161,11 @@ class LocalLearner:
                 raise LearnerError(
                     f"No gradient of this update of policy {policy!r} is finite.", "Lower learner.lr, or use float32."
                 )
+            means, seconds = sums.metrics(self._group), time.perf_counter() - started
+            tokens = int(means["computed_tokens"]) // self._group.size
             return {
-                **sums.metrics(self._group),
+                **means,
+                **model_utilization(model, tokens, seconds),
                 **found,
                 **self._gradient_checks[policy].after_update(policy),
                 "loss": float(np.mean(losses)),
@@ -176,7 +180,7 @@ class LocalLearner:
                 "halved_passes": float(self._passes.halved - halved),
                 "checkpointed_steps": float(checkpointed),
                 "lr": learning_rate(model, self._settings) * lr_scale,
-                "seconds": time.perf_counter() - started,
+                "seconds": seconds,
             }
 
     def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -65,6 +66,14 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """By phase. `checkpoint` is what it took to save the steps before this one."""
     tokens_per_s: float
     """Sampled tokens of trained roles per second of the whole step."""
+    rollout_tokens_per_s: float = 0.0
+    """The same per second of its rollout."""
+    update_tokens_per_s: float = 0.0
+    """Tokens that the updates put through the models, per second of the updates."""
+    total_tokens: int = 0
+    """Tokens of the rows with their prompts, once for each optimizer step that they are in."""
+    distinct_tokens: int = 0
+    """Those of them that went through the model: what rows of a pass begin with alike, once."""
     updated: bool
     """Whether any policy has a new version."""
     stayed: dict[str, str] = {}
@@ -83,6 +92,19 @@ def moved(updates: Updates) -> list[str]:
     return [
         name for name, figures in updates.items() if figures["steps"] > figures["skipped_steps"] + figures["idle_steps"]
     ]
+
+
+def throughput(updates: Updates, seconds: Mapping[str, float], sampled: float = 0.0) -> dict[str, Any]:
+    """The fields of `StepMetrics` on tokens and their rates, of `sampled` tokens in the rollout."""
+    computed = sum(figures.get("computed_tokens", 0.0) for figures in updates.values())
+    rollout = seconds.get("rollout", 0.0)
+    return {
+        "tokens_per_s": sampled / max(sum(seconds.values()), 1e-9),
+        "rollout_tokens_per_s": sampled / rollout if rollout else 0.0,
+        "update_tokens_per_s": computed / max(seconds.get("update", 0.0), 1e-9),
+        "total_tokens": int(sum(figures.get("total_tokens", 0.0) for figures in updates.values())),
+        "distinct_tokens": int(computed),
+    }
 
 
 def outcome_path(plan: Plan) -> str:

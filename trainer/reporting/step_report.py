@@ -24,6 +24,7 @@ from cotune.trainer.reporting.metrics import (
     outcome_path,
     role_metrics,
     stayed,
+    throughput,
 )
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.rollout.forks import replay_figures
@@ -98,7 +99,7 @@ class StepReport:
             counters=dict(counters),
             lr_scale=lr_scale(config.schedule, state.steps, config.steps),
             seconds=dict(self._seconds),
-            tokens_per_s=tokens / max(sum(self._seconds.values()), 1e-9),
+            **throughput(updates, self._seconds, tokens),
             updated=bool(moved(updates)),
             stayed=stayed(state.policies, updates, batch.rows, collected.samples),
             replay=replay_figures(run, batch.episodes),
