@@ -45,6 +45,8 @@ def test_every_command_exists(words: list[str]) -> None:
             assert parser().parse_args(arguments).command == arguments[0]
         case ["make", *targets]:
             assert targets and set(targets) <= MAKE_TARGETS
+        case ["python", "-m", "pytest", *_, file]:
+            assert (ROOT / file).is_file()
         case ["python", "-m", module, *_]:
             assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
         case ["python", script, *_]:
