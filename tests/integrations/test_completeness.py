@@ -108,6 +108,7 @@ EXAMPLES = {
     "plan_path_autogen": "plan_path.grid",
     "plan_path_crewai": "plan_path.grid",
     "tool_agent": "tool_agent.shop",
+    "word_problems": "word_problems.tasks",
 }
 """By example: the module that makes its tasks."""
 

@@ -65,7 +65,9 @@ def reference(smollm2: Path) -> Reference:
     return Reference(smollm2)
 
 
-@pytest.fixture(scope="module", params=["thread", pytest.param("vllm-ray", marks=pytest.mark.timeout(900))])
+@pytest.fixture(
+    scope="module", params=["thread", pytest.param("vllm-ray", marks=[pytest.mark.timeout(900), pytest.mark.long])]
+)
 def sampler(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Sampler]:
     if request.param == "thread":
         opened = run(TransformersSampler.open(reference.folder, host="thread"))

@@ -9,6 +9,7 @@ from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, snapshot
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_two_workers_learn_what_one_process_does(smollm2, two_ranks):
     settings = change(FAST, eps=1e-2)  # eps: steps that follow the gradient, however small it is
