@@ -1,12 +1,76 @@
-"""The recipe that a run was trained with, read from its folder, or the usual one for records by themselves."""
+"""The recipe that a run was trained with, read from its folder, or the usual one for records by themselves; and what
+it makes of recorded episodes."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import msgspec
+import numpy as np
+
+from cotune.algorithms.attribution import Floats, attribute
 from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.collect import Collected, collect, failure_reward
+from cotune.algorithms.groups import Group, build_groups
+from cotune.algorithms.prepare import Prepared, prepare
 from cotune.algorithms.recipes import USUAL, Recipe
+from cotune.errors import GroupError
+from cotune.recording.records import Episode
 from cotune.sampling.plans import PlanKind
+from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunConfig, is_run, read_run
 from cotune.storage.sqlite_store import SqliteStore
+
+
+class Regrouped(msgspec.Struct, frozen=True, kw_only=True):
+    """What a recipe makes of recorded episodes: candidates with advantages, groups with their mixed rewards [n].
+
+    `prepared` is None, with the reason among `problems`, where it can make nothing of them; `left_out` counts
+    candidates of both stages by reason, out of `candidates`.
+    """
+
+    collected: Collected
+    prepared: Prepared | None
+    groups: tuple[tuple[Group, Floats], ...]
+    left_out: Mapping[str, int]
+    candidates: int
+    problems: tuple[str, ...]
+
+
+def regroup(store: Store, episodes: Iterable[Episode], chosen: Recipe, config: RunConfig) -> Regrouped:
+    """Group and weigh recorded episodes as training did."""
+    collected = collect(
+        store,
+        episodes,
+        plan=chosen.plan,
+        on_failure=failure_reward(config.on_failure),
+        continuations=config.replay.continuations,
+    )
+    samples, left_out = collected.samples, Counter(collected.left_out)
+    candidates = len(samples) + left_out.total()
+    try:
+        prepared = prepare(samples, chosen, decays=config.learner.weight_decay > 0)
+    except GroupError as error:
+        return Regrouped(
+            collected=collected,
+            prepared=None,
+            groups=(),
+            left_out=left_out,
+            candidates=candidates,
+            problems=(str(error),),
+        )
+    left_out.update(prepared.left_out)
+    reward = dict(zip((s.id for s in samples), attribute(samples, chosen.attribution).tolist(), strict=True))
+    built = build_groups([s for s in samples if reward[s.id] == reward[s.id] and not s.continues], chosen).groups
+    return Regrouped(
+        collected=collected,
+        prepared=prepared,
+        groups=tuple((group, np.array([reward[s.id] for s in group.samples])) for group in built),
+        left_out=left_out,
+        candidates=candidates,
+        problems=tuple(prepared.warnings),
+    )
 
 
 def recipe_of(store: SqliteStore) -> tuple[Recipe, str]:

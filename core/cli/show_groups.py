@@ -11,14 +11,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from cotune.algorithms.advantages import FLAT
-from cotune.algorithms.attribution import attribute
-from cotune.algorithms.collect import collect, failure_reward
 from cotune.algorithms.filters import REASONS
-from cotune.algorithms.groups import build_groups
-from cotune.algorithms.prepare import prepare
 from cotune.algorithms.recipes import Recipe
-from cotune.algorithms.run_recipe import config_of, recipe_of
-from cotune.errors import GroupError
+from cotune.algorithms.run_recipe import config_of, recipe_of, regroup
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tables import BAD, QUIET, grid, plural, warn
 
@@ -75,27 +70,14 @@ def _count(
     step: int | None,
     consumed: Iterable[str],
 ) -> None:
-    episodes = store.episodes(phase=phase, training_step=step)
-    config = config_of(store)
-    on_failure = failure_reward(config.on_failure)
-    collected = collect(store, episodes, plan=chosen.plan, on_failure=on_failure)
-    counts.left_out.update(collected.left_out)
-    counts.candidates += len(collected.samples) + sum(collected.left_out.values())
-    samples = collected.samples
-    reward = dict(zip((s.id for s in samples), attribute(samples, chosen.attribution).tolist(), strict=True))
-    try:
-        prepared = prepare(samples, chosen, decays=config.learner.weight_decay > 0)
-        counts.left_out.update(prepared.left_out)
-        counts.kept += len(prepared.samples)
-        counts.problems.extend(prepared.warnings)
-        groups = build_groups([s for s in samples if reward[s.id] == reward[s.id]], chosen).groups
-    except GroupError as error:
-        counts.problems.append(str(error))
-        return
-    for group in groups:
+    found = regroup(store, store.episodes(phase=phase, training_step=step), chosen, config_of(store))
+    counts.left_out.update(found.left_out)
+    counts.candidates += found.candidates
+    counts.kept += len(found.prepared.samples) if found.prepared else 0
+    counts.problems.extend(found.problems)
+    for group, values in found.groups:
         fields = dict(zip(chosen.key, group.key, strict=True))
         cell = counts.cells.setdefault((fields.get("role"), fields.get("turn")), Cell())  # type: ignore[arg-type]
-        values = np.array([reward[s.id] for s in group.samples])
         cell.sizes.append(len(values))
         cell.means.append(float(values.mean()))
         cell.spreads.append(float(values.std()))

@@ -47,6 +47,12 @@ class LearnerConfig(msgspec.Struct, frozen=True):
     weight_decay: float = 0.0
 
 
+class ReplayConfig(msgspec.Struct, frozen=True):
+    """What of a run's [replay] is read again. Runs that do not say were trained on forked calls alone."""
+
+    continuations: bool = False
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What of a run's configuration is read again; the fields are documented in `trainer.config`."""
 
@@ -59,6 +65,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     tool_format: str = "auto"
     plan: PlanConfig = PlanConfig()
     learner: LearnerConfig = LearnerConfig()
+    replay: ReplayConfig = ReplayConfig()
 
 
 class RunDescription(msgspec.Struct, frozen=True):

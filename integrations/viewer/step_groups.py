@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import cast
 
 import msgspec
 import numpy as np
 
 from cotune.algorithms.advantages import spread, units
-from cotune.algorithms.attribution import attribute
-from cotune.algorithms.collect import Collected, collect, failure_reward
+from cotune.algorithms.attribution import Floats
 from cotune.algorithms.filters import group_reasons
-from cotune.algorithms.groups import Group, build_groups
-from cotune.algorithms.prepare import Prepared, prepare
+from cotune.algorithms.groups import Group
 from cotune.algorithms.recipes import Recipe
-from cotune.algorithms.run_recipe import config_of, recipe_of
+from cotune.algorithms.run_recipe import Regrouped, config_of, recipe_of, regroup
 from cotune.algorithms.samples import Sample
-from cotune.errors import GroupError
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.recording.records import CallRecord, Candidate, Episode
 from cotune.storage.protocol import Store
@@ -115,37 +112,21 @@ def step_groups(run: OpenedRun, training_step: int | None) -> StepGroups:
             running=False,
         )
     recipe, why = recipe_of(store)
-    config = config_of(store)
     episodes = _episodes(store, training_step)
-    collected = collect(
-        cast(Store, _Lean(store)),
-        episodes,
-        plan=recipe.plan,
-        roles=[role for role in run.config.get("roles") or [] if isinstance(role, str)] or None,
-        on_failure=failure_reward(config.on_failure),
+    found = regroup(cast(Store, _Lean(store)), episodes, recipe, config_of(store))
+    groups = tuple(_groups(found, recipe))
+    prepared = found.prepared
+    advantages = (
+        dict(zip((s.id for s in prepared.samples), prepared.advantages.tolist(), strict=True)) if prepared else {}
     )
-    left_out = dict(collected.left_out)
-    problems: list[str] = []
-    groups: tuple[ShownGroup, ...] = ()
-    advantages: dict[str, float] = {}
-    try:
-        prepared = prepare(collected.samples, recipe, decays=config.learner.weight_decay > 0)
-    except GroupError as error:
-        problems.append(str(error))
-    else:
-        for reason, count in prepared.left_out.items():
-            left_out[reason] = left_out.get(reason, 0) + count
-        problems.extend(prepared.warnings)
-        advantages = {s.id: float(a) for s, a in zip(prepared.samples, prepared.advantages.tolist(), strict=True)}
-        groups = tuple(_groups(collected, recipe, prepared))
     return StepGroups(
         recipe=why,
         groups=groups,
         advantages=advantages,
         group_of={sample.id: group.id for group in groups for sample in group.samples},
-        left_out=dict(sorted(left_out.items(), key=lambda item: -item[1])),
-        candidates=len(collected.samples) + sum(collected.left_out.values()),
-        problems=tuple(problems),
+        left_out=dict(sorted(found.left_out.items(), key=lambda item: -item[1])),
+        candidates=found.candidates,
+        problems=found.problems,
         running=any(term.baseline == "ema" for term in recipe.terms),
         capped=training_step is None and len(episodes) >= MOST_EPISODES,
     )
@@ -160,15 +141,13 @@ def _episodes(store: SqliteStore, training_step: int | None) -> list[Episode]:
     return [store.episode(id) for (id,) in store.rows(sql, (from_id,))]
 
 
-def _groups(collected: Collected, recipe: Recipe, prepared: Prepared) -> Iterable[ShownGroup]:
-    samples = collected.samples
-    reward = dict(zip((s.id for s in samples), attribute(samples, recipe.attribution).tolist(), strict=True))
-    built = build_groups([s for s in samples if reward[s.id] == reward[s.id]], recipe).groups
-    reasons = _reasons(built, reward, recipe)
-    trained = {sample.id for sample in prepared.samples}
-    late = " or ".join(name for name in AFTER if prepared.left_out.get(name))
-    for group, reason in zip(built, reasons, strict=True):
-        values = np.array([reward[s.id] for s in group.samples])
+def _groups(found: Regrouped, recipe: Recipe) -> Iterable[ShownGroup]:
+    if found.prepared is None:
+        return
+    reasons = _reasons(found.groups, recipe)
+    trained = {sample.id for sample in found.prepared.samples}
+    late = " or ".join(name for name in AFTER if found.prepared.left_out.get(name))
+    for (group, values), reason in zip(found.groups, reasons, strict=True):
         kept = any(s.id in trained for s in group.samples)
         yield ShownGroup(
             id=group.id,
@@ -181,11 +160,11 @@ def _groups(collected: Collected, recipe: Recipe, prepared: Prepared) -> Iterabl
         )
 
 
-def _reasons(groups: tuple[Group, ...], reward: Mapping[str, float], recipe: Recipe) -> list[str | None]:
-    members = [sample for group in groups for sample in group.samples]
-    number = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
-    values = np.array([reward[sample.id] for sample in members])
-    if not members:
+def _reasons(groups: Sequence[tuple[Group, Floats]], recipe: Recipe) -> list[str | None]:
+    if not groups:
         return []
-    _, group, value, weight = units(members, values, number, recipe.terms[0])
-    return group_reasons(groups, spread(value, group, weight, len(groups)), recipe.filters, ())
+    members = [sample for group, _ in groups for sample in group.samples]
+    number = np.repeat(np.arange(len(groups)), [len(values) for _, values in groups])
+    _, group, value, weight = units(members, np.concatenate([values for _, values in groups]), number, recipe.terms[0])
+    spreads = spread(value, group, weight, len(groups))
+    return group_reasons([group for group, _ in groups], spreads, recipe.filters, ())

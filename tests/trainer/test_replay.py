@@ -19,6 +19,8 @@ from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.prepare import prepare
 from cotune.errors import ConfigError
+from cotune.integrations.viewer.opened import OpenedRun
+from cotune.integrations.viewer.step_groups import step_groups
 from cotune.recording.records import CallRecord, Episode
 from cotune.storage.sqlite_store import SqliteStore
 from tests.trainer.conftest import Trainer
@@ -96,6 +98,16 @@ def test_the_groups_are_the_forks_and_are_trained_once(ran: tuple[Trainer, Recor
         assert line["outcome"]["team"] == pytest.approx(
             sum(records.store.rewards([e.id])[e.id]["team"] for e in trunks) / 3
         )
+
+
+def test_what_is_shown_of_a_step_is_what_it_was_trained_on(ran: tuple[Trainer, Records]):
+    trainer, _ = ran
+    opened = OpenedRun(trainer.folder / "ran", "ran")
+    for line in trainer.metrics("ran"):
+        shown = step_groups(opened, line["step"])
+        assert len(shown.advantages) == line["rows"] > sum(len(group.samples) for group in shown.groups)
+        assert {k: n for k, n in shown.left_out.items() if n} == {k: n for k, n in line["left_out"].items() if n}
+    opened.close()
 
 
 def test_the_budget_is_told_before_the_first_step(ran: tuple[Trainer, Records]):
