@@ -129,8 +129,7 @@ def _trouble(store: SqliteStore) -> Iterable[tuple[str, str] | str]:
 
 def episode_list(store: SqliteStore, filters: EpisodeFilters, limit: int) -> Iterable[RenderableType]:
     """The latest episodes that fit, newest last."""
-    conditions, asked = filters.where()
-    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+    where, asked = filters.where()
     (total,) = store.rows(f"SELECT count(*) FROM episodes {where}", asked)[0]
     found = store.rows(f"SELECT id FROM episodes {where} ORDER BY id DESC LIMIT ?", (*asked, limit))
     of_task = f" of task {filters.task}" if filters.task else ""
@@ -150,7 +149,7 @@ def episode_list(store: SqliteStore, filters: EpisodeFilters, limit: int) -> Ite
         step = "" if episode.training_step is None else episode.training_step
         row = (Text(str(id), style=NAME), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
         table.add_row(*cells(row), status, scores(rewards[id]))
-    for id, calls in [] if conditions else store.rows(_OPEN, (limit,))[::-1]:
+    for id, calls in [] if where else store.rows(_OPEN, (limit,))[::-1]:
         table.add_row(Text(str(id), style=NAME), "", "", "", str(calls), "", Text("open", style="yellow"), "")
     yield table
 

@@ -21,8 +21,8 @@ def line(value: Any) -> str:
 def episodes_as_json(store: SqliteStore, filters: EpisodeFilters, limit: int) -> Iterator[str]:
     """The latest episodes, the newest last, each with its rewards."""
     where, asked = filters.where()
-    sql = f"SELECT id FROM episodes {'WHERE ' + ' AND '.join(where) if where else ''} ORDER BY id DESC LIMIT ?"
-    ids = [id for (id,) in store.rows(sql, (*asked, limit))][::-1]
+    found = store.rows(f"SELECT id FROM episodes {where} ORDER BY id DESC LIMIT ?", (*asked, limit))
+    ids = [id for (id,) in found][::-1]
     rewards = store.rewards(ids)
     for id in ids:
         try:

@@ -9,7 +9,7 @@ import msgspec
 
 class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
     """What is empty or None does not matter. `role` had a call in the episode; `low` and `high` bound the sum of its
-    rewards."""
+    rewards; ids are below `before`."""
 
     phase: str = ""
     status: str = ""
@@ -18,9 +18,10 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     low: float | None = None
     high: float | None = None
+    before: str = ""
 
-    def where(self) -> tuple[list[str], list[Any]]:
-        """Conditions, to be joined by AND, and their parameters in order."""
+    def where(self) -> tuple[str, list[Any]]:
+        """The WHERE clause, empty where all fit, and its parameters in order."""
         where: list[str] = []
         asked: list[Any] = []
         for column in ("phase", "status", "task"):
@@ -37,7 +38,10 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
             if bound is not None:
                 where.append(f"(SELECT sum(value) FROM rewards WHERE target = episodes.id) {sign} ?")
                 asked.append(bound)
-        return where, asked
+        if self.before:
+            where.append("id < ?")
+            asked.append(self.before)
+        return f"WHERE {' AND '.join(where)}" if where else "", asked
 
 
 EVERYTHING = EpisodeFilters()

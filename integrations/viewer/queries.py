@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -68,10 +68,9 @@ def episodes(run: OpenedRun, filters: Filters, before: str = "") -> EpisodePage:
     """The page of episodes that begins below the id `before`."""
     if run.store is None:
         return EpisodePage(rows=())
-    where, asked = filters.where()
     if filters.q:
-        return _searched(run, where, asked, filters.q, before)
-    found = _select(run, where, asked, before, PAGE + 1)
+        return _searched(run, filters, before)
+    found = _select(run, filters, before, PAGE + 1)
     return EpisodePage(rows=_rows(run, found[:PAGE]), after=found[PAGE - 1][0] if len(found) > PAGE else "")
 
 
@@ -102,10 +101,9 @@ def roles(run: OpenedRun) -> list[str]:
     return sorted({str(role) for (role,) in found} | trained)
 
 
-def _select(run: OpenedRun, where: Iterable[str], asked: Iterable[Any], before: str, limit: int) -> list[Any]:
-    conditions = [*where, *(["id < ?"] if before else [])]
-    sql = f"SELECT {_FIELDS} FROM episodes {'WHERE ' + ' AND '.join(conditions) if conditions else ''}"
-    return run.rows(f"{sql} ORDER BY id DESC LIMIT ?", (*asked, *([before] if before else []), limit))
+def _select(run: OpenedRun, filters: Filters, before: str, limit: int) -> list[Any]:
+    where, asked = msgspec.structs.replace(filters, before=before).where()
+    return run.rows(f"SELECT {_FIELDS} FROM episodes {where} ORDER BY id DESC LIMIT ?", (*asked, limit))
 
 
 def _rows(run: OpenedRun, found: list[Any]) -> tuple[EpisodeRow, ...]:
@@ -127,14 +125,14 @@ def _rows(run: OpenedRun, found: list[Any]) -> tuple[EpisodeRow, ...]:
     )
 
 
-def _searched(run: OpenedRun, where: list[str], asked: list[Any], text: str, before: str) -> EpisodePage:
-    """Episodes in which a message, an answer, an error or the task's input holds `text`, a chunk of them at a time."""
-    needles = (f"%{_escaped(json.dumps(text, ensure_ascii=False)[1:-1])}%", f"%{_escaped(text)}%")
+def _searched(run: OpenedRun, filters: Filters, before: str) -> EpisodePage:
+    """Episodes in which a message, an answer, an error or the task's input holds the text, a chunk at a time."""
+    needles = (f"%{_escaped(json.dumps(filters.q, ensure_ascii=False)[1:-1])}%", f"%{_escaped(filters.q)}%")
     found: list[Any] = []
     verdicts: dict[str, bool] = {}
     deadline, searched, last = time.monotonic() + SEARCH_SECONDS, 0, before
     while True:
-        chunk = _select(run, where, asked, last, CHUNK)
+        chunk = _select(run, filters, last, CHUNK)
         hits = _holding(run, [row[0] for row in chunk], needles, verdicts)
         for row in chunk:
             searched, last = searched + 1, row[0]

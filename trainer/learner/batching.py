@@ -158,6 +158,8 @@ def rank_parts(rows: Sequence[TrainRow], indices: Sequence[int], size: int, shar
 
     With `shared`, what rows of a part have in common counts once. With fewer rows than `size` some parts are empty.
     """
+    if size == 1:
+        return [list(indices)]
     sequences = [tokens_of(rows[index]) for index in indices]
     order, common = in_order(sequences)
     lengths = np.asarray([len(sequences[place]) for place in order], np.int64)

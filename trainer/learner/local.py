@@ -44,8 +44,8 @@ from cotune.trainer.learner.loss import Tokens, policy_loss, token_weights
 from cotune.trainer.learner.memory.optimizer import build_optimizer, check_hardware, learning_rate
 from cotune.trainer.learner.memory.pass_size import choose_pass_size
 from cotune.trainer.learner.metric_sums import MetricSums
+from cotune.trainer.learner.mfu import model_utilization
 from cotune.trainer.learner.policy_model import PolicyModel
-from cotune.trainer.learner.utilization import model_utilization
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ matrix products take far longer than the system needs to hand out pages."""
 class PassSize:
     """The tokens per pass of a learner, which become fewer where memory runs out.
 
-
     There are passes of two kinds: plain ones, and those whose layers are computed again in the backward pass.
     """
 
