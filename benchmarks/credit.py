@@ -23,6 +23,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
+from benchmarks.kept_results import KeptResults, mean_share, over_seeds, success_cells
 from benchmarks.plan_path_agents import MAX_TOKENS, base, grid
-from benchmarks.selection import base_model, over_seeds
+from benchmarks.selection import base_model
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.prepare import prepare
 from cotune.algorithms.samples import Sample, TrainRow
@@ -265,9 +267,6 @@ def result(way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         curve.append([team.tokens, round(success, 3)])
     tokens = team.tokens
     return {
-        "way": way,
-        "seed": seed,
-        "settings": key(options),
         "tokens": tokens,
         "rows": rows,
         "reached": {**reached, "trained": evaluated(team, fresh)},
@@ -283,18 +282,6 @@ def evaluated(team: Team, tasks: Sequence[Mapping[str, Any]]) -> int:
     return sum(walk.at == walk.board.goal for walk in walks)
 
 
-def key(options: argparse.Namespace) -> dict[str, int]:
-    """What results depend on besides seed and way."""
-    return {name: getattr(options, name) for name in ("tokens", "tokens_per_step", "tasks")}
-
-
-def recorded(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Results done before under the same settings."""
-    path = options.out / "results.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return [line for line in map(json.loads, lines) if line["settings"] == key(options)]
-
-
 def main() -> None:
     """Do what is not recorded yet, and print all that is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -305,27 +292,23 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=1000, help="fresh tasks (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/credit"))
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    kept = KeptResults(options, "tokens", "tokens_per_step", "tasks")
     for seed in map(int, options.seeds.split(",")):
         for way in options.ways.split(","):
-            if not any((line["way"], line["seed"]) == (way, seed) for line in recorded(options)):
-                line = result(way, seed, options)
+            if line := kept.once(partial(result, way, seed, options), way=way, seed=seed):
                 console.print(f"seed {seed}: {way} reached {line['reached']} in {line['seconds']} s")
-                with (options.out / "results.jsonl").open("a") as file:
-                    file.write(json.dumps(line) + "\n")
     table = Table(title="Plan-Path: share of fresh tasks whose goal was reached, single samples at temperature 1")
     for title in ("way", "success", "95% interval", "by seed", "base", "rows trained on"):
         table.add_column(title)
     found = {}
     for way in WAYS:
-        if lines := [line for line in recorded(options) if line["way"] == way]:
+        if lines := kept.lines(way=way):
             rows = round(sum(line["rows"] for line in lines) / len(lines))
-            found[way] = row = {**over_seeds(lines, options.tasks), "rows": rows}
-            seeds = ", ".join(f"{value:.1%}" for value in row["seeds"].values())
-            interval = f"{row['low']:.1%} to {row['high']:.1%}"
-            table.add_row(way, f"{row['success']:.1%}", interval, seeds, f"{row['base']:.1%}", f"{rows:,}")
+            untrained = mean_share(lines, options.tasks, "base")
+            found[way] = row = {**over_seeds(lines, options.tasks), "base": untrained, "rows": rows}
+            table.add_row(way, *success_cells(row), f"{untrained:.1%}", f"{rows:,}")
     Console(width=130).print(table)
-    print(json.dumps({"settings": key(options), "ways": found}))
+    print(json.dumps({"settings": kept.settings, "ways": found}))
 
 
 if __name__ == "__main__":

@@ -21,14 +21,16 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.kept_results import KeptResults, mean_share, over_seeds, success_cells
 from benchmarks.plan_path_agents import MAX_TOKENS, WORKFLOWS, base, grid
-from benchmarks.selection import base_model, key, over_seeds, recorded
+from benchmarks.selection import base_model
 from cotune.storage.run_layout import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.evaluate import evaluate
@@ -103,9 +105,6 @@ def result(way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     report = evaluate(run, OUTCOME, fresh, modes=("base", "trained"), max_tokens=MAX_TOKENS)
     lines = list(read_metrics(run))
     return {
-        "way": way,
-        "seed": seed,
-        "settings": key(options),
         "tasks_per_step": count,
         "tokens": sampled_tokens(run),
         "rows": sum(line["rows"] for line in lines),
@@ -124,6 +123,7 @@ def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[
             continue
         found[way] = {
             **over_seeds(lines, tasks),
+            "base": mean_share(lines, tasks, "base"),
             "tokens": round(sum(line["tokens"] for line in lines) / len(lines)),
             "rows": round(sum(line["rows"] for line in lines) / len(lines)),
         }
@@ -136,17 +136,8 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     for title in ("way", "success", "95% interval", "by seed", "base", "sampled tokens", "rows trained on"):
         shown.add_column(title)
     for way, row in rows.items():
-        seeds = ", ".join(f"{value:.1%}" for value in row["seeds"].values())
-        interval = f"{row['low']:.1%} to {row['high']:.1%}"
-        shown.add_row(
-            way,
-            f"{row['success']:.1%}",
-            interval,
-            seeds,
-            f"{row['base']:.1%}",
-            f"{row['tokens']:,}",
-            f"{row['rows']:,}",
-        )
+        counts = f"{row['tokens']:,}", f"{row['rows']:,}"
+        shown.add_row(way, *success_cells(row), f"{row['base']:.1%}", *counts)
     return shown
 
 
@@ -161,17 +152,14 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=base.STEPS, help="steps of warm-up (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/replay"))
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    kept = KeptResults(options, "steps", "tasks_per_step", "tasks", "warm_up")
     for seed in map(int, options.seeds.split(",")):
         for way in options.ways.split(","):
-            if not any((line["way"], line["seed"]) == (way, seed) for line in recorded(options)):
-                line = result(way, seed, options)
+            if line := kept.once(partial(result, way, seed, options), way=way, seed=seed):
                 console.print(f"seed {seed}: {way} reached {line['reached']} with {line['tokens']:,} tokens")
-                with (options.out / "results.jsonl").open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-    rows = summary(list(recorded(options)), options.tasks)
+    rows = summary(kept.lines(), options.tasks)
     Console(width=130).print(table(rows))
-    print(json.dumps({"settings": key(options), "ways": rows}))
+    print(json.dumps({"settings": kept.settings, "ways": rows}))
 
 
 if __name__ == "__main__":

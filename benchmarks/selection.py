@@ -17,17 +17,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.kept_results import KeptResults, mean_share, over_seeds, success_cells
 from benchmarks.plan_path_agents import MAX_TOKENS, WORKFLOWS, base, grid
 from cotune.storage.run_layout import read_metrics
 from cotune.trainer.evaluation.evaluate import evaluate
-from cotune.trainer.evaluation.statistics import share
 from cotune.trainer.train import resume, train
 
 SELECTS = ("argmax", "sample", "first")
@@ -77,33 +78,7 @@ def result(select: str, seed: int, options: argparse.Namespace) -> dict[str, Any
     last = list(read_metrics(run))[-1]
     reached = {mode: sum(e.successes.values()) for mode, e in report.evaluations.items()}
     shown = {"path": last["outcome"].get("success"), "candidates": last["candidate_reward"]}
-    return {"select": select, "seed": seed, "settings": key(options), "reached": reached, "last_step": shown}
-
-
-def key(options: argparse.Namespace) -> dict[str, int]:
-    """What results depend on besides seed and way."""
-    return {name: getattr(options, name) for name in ("steps", "tasks_per_step", "tasks", "warm_up")}
-
-
-def recorded(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Results done before under the same settings."""
-    path = options.out / "results.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    yield from (line for line in map(json.loads, lines) if line["settings"] == key(options))
-
-
-def over_seeds(lines: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, Any]:
-    """Success of single samples over the seeds of one way, with its 95% interval, by seed, and before training."""
-    pooled = share(sum(line["reached"]["trained"] for line in lines), tasks * len(lines))
-    assert pooled is not None and pooled.low is not None and pooled.high is not None
-    ordered = sorted(lines, key=lambda line: line["seed"])
-    return {
-        "success": round(pooled.mean, 4),
-        "low": round(pooled.low, 4),
-        "high": round(pooled.high, 4),
-        "seeds": {str(line["seed"]): round(line["reached"]["trained"] / tasks, 4) for line in ordered},
-        "base": round(sum(line["reached"]["base"] for line in lines) / tasks / len(lines), 4),
-    }
+    return {"reached": reached, "last_step": shown}
 
 
 def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[str, Any]]:
@@ -115,7 +90,8 @@ def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[
             continue
         found[select] = {
             **over_seeds(lines, tasks),
-            "greedy": round(sum(line["reached"]["greedy"] for line in lines) / tasks / len(lines), 4),
+            "base": mean_share(lines, tasks, "base"),
+            "greedy": mean_share(lines, tasks, "greedy"),
             "path_in_last_step": round(sum(line["last_step"]["path"] or 0.0 for line in lines) / len(lines), 4),
         }
     return found
@@ -127,9 +103,8 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     for title in ("select", "single samples", "95% interval", "by seed", "greedy", "base", "selected path, last step"):
         shown.add_column(title)
     for select, row in rows.items():
-        seeds = ", ".join(f"{value:.1%}" for value in row["seeds"].values())
         shares = (f"{row[name]:.1%}" for name in ("greedy", "base", "path_in_last_step"))
-        shown.add_row(select, f"{row['success']:.1%}", f"{row['low']:.1%} to {row['high']:.1%}", seeds, *shares)
+        shown.add_row(select, *success_cells(row), *shares)
     return shown
 
 
@@ -143,17 +118,14 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=base.STEPS, help="steps of warm-up (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/selection"))
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    kept = KeptResults(options, "steps", "tasks_per_step", "tasks", "warm_up")
     for seed in map(int, options.seeds.split(",")):
         for select in SELECTS:
-            if not any((line["select"], line["seed"]) == (select, seed) for line in recorded(options)):
-                line = result(select, seed, options)
+            if line := kept.once(partial(result, select, seed, options), select=select, seed=seed):
                 console.print(f"seed {seed}: {select} reached {line['reached']}")
-                with (options.out / "results.jsonl").open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-    rows = summary(list(recorded(options)), options.tasks)
+    rows = summary(kept.lines(), options.tasks)
     Console(width=130).print(table(rows))
-    print(json.dumps({"settings": key(options), "selects": rows}))
+    print(json.dumps({"settings": kept.settings, "selects": rows}))
 
 
 if __name__ == "__main__":

@@ -20,15 +20,16 @@ import argparse
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.kept_results import KeptResults, over_seeds, success_cells
 from cotune.storage.run_layout import read_metrics
 from cotune.trainer.evaluation.evaluate import evaluate
-from cotune.trainer.evaluation.statistics import share
 from cotune.trainer.train import resume, train
 from examples.tool_agent import clerk_base
 from examples.tool_agent.distill import CONFIG, WORKFLOW, cotune, write_tasks
@@ -81,35 +82,7 @@ def result(seed: int, traced: Path, options: argparse.Namespace) -> dict[str, An
         for mode, found in evaluate(path, WORKFLOW, fresh, modes=modes).evaluations.items():
             reached["base" if mode == "base" else name] = sum(found.successes.values())
     curves = {name: [line["outcome"]["success"] for line in read_metrics(runs[name])] for name in ("rl", "warm")}
-    return {"seed": seed, "settings": key(options), "reached": reached, "best_of_8": curves}
-
-
-def key(options: argparse.Namespace) -> dict[str, int]:
-    """What results depend on besides the seed."""
-    return {name: getattr(options, name) for name in ("steps", "sft_steps", "tasks_per_step", "tasks")}
-
-
-def recorded(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Results done before under the same settings."""
-    path = options.out / "results.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return [line for line in map(json.loads, lines) if line["settings"] == key(options)]
-
-
-def summary(lines: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[str, Any]]:
-    """By row: success of single samples over all seeds with its 95% interval, and by seed."""
-    found = {}
-    for name in ROWS:
-        pooled = share(sum(line["reached"][name] for line in lines), tasks * len(lines))
-        assert pooled is not None and pooled.low is not None and pooled.high is not None
-        seeds = {str(line["seed"]): round(line["reached"][name] / tasks, 4) for line in lines}
-        found[name] = {
-            "success": round(pooled.mean, 4),
-            "low": round(pooled.low, 4),
-            "high": round(pooled.high, 4),
-            "seeds": seeds,
-        }
-    return found
+    return {"reached": reached, "best_of_8": curves}
 
 
 def main() -> None:
@@ -122,27 +95,24 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=500, help="fresh tasks (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/warm_start"))
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    kept = KeptResults(options, "steps", "sft_steps", "tasks_per_step", "tasks")
     traced = options.out / "traced"
     if not (traced / "records.db").is_file():
         listed = write_tasks(options.out / "recorded.jsonl", RECORDED, 0)
         with serving() as url:
             cotune(url, "trace", WORKFLOW, "--tasks", listed, "--out", str(traced))
     for seed in map(int, options.seeds.split(",")):
-        if not any(line["seed"] == seed for line in recorded(options)):
-            line = result(seed, traced, options)
+        if line := kept.once(partial(result, seed, traced, options), seed=seed):
             console.print(f"seed {seed}: {line['reached']} of {options.tasks}")
-            with (options.out / "results.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
-    found = summary(sorted(recorded(options), key=lambda line: int(line["seed"])), options.tasks)
+    lines = kept.lines()
+    found = {name: over_seeds(lines, options.tasks, name) for name in ROWS}
     table = Table(title="Tool-using example: share of fresh tasks solved, single samples at temperature 1")
     for title in ("policies", "success", "95% interval", "by seed"):
         table.add_column(title)
     for name, row in found.items():
-        seeds = ", ".join(f"{value:.1%}" for value in row["seeds"].values())
-        table.add_row(ROWS[name], f"{row['success']:.1%}", f"{row['low']:.1%} to {row['high']:.1%}", seeds)
+        table.add_row(ROWS[name], *success_cells(row))
     Console(width=130).print(table)
-    print(json.dumps({"settings": key(options), "rows": found}))
+    print(json.dumps({"settings": kept.settings, "rows": found}))
 
 
 if __name__ == "__main__":

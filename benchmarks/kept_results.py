@@ -1,0 +1,58 @@
+"""Results of a benchmark of many long runs: a line each in OUT/results.jsonl, done once under the same settings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cotune.trainer.evaluation.statistics import share
+
+
+class KeptResults:
+    """The results in `options.out` that were made with the same values of `settings`, which are names of options."""
+
+    def __init__(self, options: argparse.Namespace, *settings: str) -> None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        self.settings = {name: getattr(options, name) for name in settings}
+        self._path = options.out / "results.jsonl"
+
+    def lines(self, **which: Any) -> list[dict[str, Any]]:
+        """All results so far, or those with these values."""
+        lines = map(json.loads, self._path.read_text().splitlines() if self._path.is_file() else ())
+        wanted = {**which, "settings": self.settings}.items()
+        return [line for line in lines if all(line[name] == value for name, value in wanted)]
+
+    def once(self, compute: Callable[[], dict[str, Any]], **which: Any) -> dict[str, Any] | None:
+        """Compute a result and keep it; None where there is one with these values."""
+        if self.lines(**which):
+            return None
+        line = {**which, "settings": self.settings, **compute()}
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return line
+
+
+def over_seeds(lines: Sequence[Mapping[str, Any]], tasks: int, name: str = "trained") -> dict[str, Any]:
+    """Success over the seeds, of `name` in what was reached, with its 95% interval, and by seed."""
+    pooled = share(sum(line["reached"][name] for line in lines), tasks * len(lines))
+    assert pooled is not None and pooled.low is not None and pooled.high is not None
+    ordered = sorted(lines, key=lambda line: line["seed"])
+    return {
+        "success": round(pooled.mean, 4),
+        "low": round(pooled.low, 4),
+        "high": round(pooled.high, 4),
+        "seeds": {str(line["seed"]): round(line["reached"][name] / tasks, 4) for line in ordered},
+    }
+
+
+def mean_share(lines: Sequence[Mapping[str, Any]], tasks: int, name: str) -> float:
+    """The same share without an interval."""
+    return round(sum(line["reached"][name] for line in lines) / tasks / len(lines), 4)
+
+
+def success_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Success, its interval, and by seed, as a table shows them."""
+    seeds = ", ".join(f"{value:.1%}" for value in row["seeds"].values())
+    return f"{row['success']:.1%}", f"{row['low']:.1%} to {row['high']:.1%}", seeds
