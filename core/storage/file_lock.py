@@ -9,6 +9,17 @@ from cotune.errors import RunError
 from cotune.runtime.forks import survives_fork
 
 
+def is_held(path: Path) -> bool:
+    """Whether the process is there that a lock's side file names. Looks without taking the lock."""
+    try:
+        os.kill(int(path.read_text()), 0)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 class FileLock:
     """Holds an exclusive lock on a side file that names the holder's process id."""
 

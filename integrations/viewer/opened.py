@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cotune.errors import CotuneError, RunError
+from cotune.storage.file_lock import is_held
 from cotune.storage.run_layout import RECORDS, RunLayout, is_run, read_metrics, read_run_json
 from cotune.storage.sqlite_store import SqliteStore
 
@@ -85,7 +85,7 @@ class OpenedRun:
             return "finished"
         records_lock = self._records.with_name(f"{self._records.name}.lock")
         lock = self.path / "lock" if self.is_run else records_lock
-        if _alive(lock):
+        if is_held(lock):
             return "under way" if self.is_run else "recording"
         return "stopped" if self.is_run else "records"
 
@@ -157,14 +157,3 @@ def _stamp(file: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_size, found.st_mtime_ns
-
-
-def _alive(lock: Path) -> bool:
-    """Whether the process that a lock names is there."""
-    try:
-        os.kill(int(lock.read_text()), 0)
-    except PermissionError:
-        return True
-    except (OSError, ValueError):
-        return False
-    return True

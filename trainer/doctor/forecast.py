@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from cotune.integrations.samplers.transformers.wire import PREFIX_PART
 from cotune.runtime.memory import parse_size
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.doctor.model_size import ModelSize
@@ -21,8 +22,6 @@ LAYER = 2.0
 OPTIMIZERS = {"adamw": 8, "adamw8bit": 2}
 """Bytes of both moments of a trained parameter."""
 GRADIENT = 4
-PREFIX_PART = 32
-"""Of the memory there is, what the in-process sampler keeps of earlier prompts unless it is said."""
 LOGITS = 12
 """Bytes of a logit: three buffers in fp32."""
 

@@ -21,7 +21,7 @@ from cotune.integrations.samplers.transformers.batch import BASE, Batch, Job
 from cotune.integrations.samplers.transformers.cache import attention_only
 from cotune.integrations.samplers.transformers.lora import read_adapter
 from cotune.integrations.samplers.transformers.prefixes import PrefixCache
-from cotune.integrations.samplers.transformers.wire import Answer, Command, ModelSource
+from cotune.integrations.samplers.transformers.wire import PREFIX_PART, Answer, Command, ModelSource
 from cotune.integrations.samplers.versions import Version, Versions
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
@@ -30,8 +30,6 @@ from cotune.sampling.protocol import SamplerInfo, SamplingParams, Weights, finge
 
 PREFILL_TOKENS = 8192
 """Prompt tokens prefilled at most between two decode steps; one prompt always goes."""
-PREFIX_PART = 32
-"""The memory of the machine, or of the GPU, over this is what keys and values of known prefixes may take."""
 
 
 class DecodingEngine:

@@ -6,6 +6,9 @@ import pickle
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+PREFIX_PART = 32
+"""The memory of the machine, or of the GPU, over this is what keys and values of known prefixes may take."""
+
 
 class ModelSource(NamedTuple):
     """What the engine loads and its limits; see `TransformersSampler.open`. `model` may be a loaded model."""
