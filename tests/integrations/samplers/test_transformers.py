@@ -305,7 +305,7 @@ def test_random_numbers_depend_on_seed_candidate_and_position_only() -> None:
     assert np.abs(np.histogram(u, 20, (0, 1))[0] / len(u) - 0.05).max() < 0.01
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.3, 3.0])
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 1.0])
 def test_a_sampler_that_nobody_waits_for_leaves_no_process(tmp_path: Path, seconds: float) -> None:
     tiny_models.build("qwen3", tmp_path)
     before = set(psutil.Process().children())
