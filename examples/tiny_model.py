@@ -1,16 +1,63 @@
-"""The base models of the examples: a Qwen3 small enough for one CPU core, and its supervised warm-up."""
+"""The base models of the examples: a Qwen3 small enough for one CPU core, its tokenizer, and its supervised warm-up."""
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+SPECIAL = ("<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+Demonstration = tuple[list[dict[str, str]], str]
+"""Messages, and what is answered."""
 Row = tuple[list[int], list[int]]
 """The token ids of a text, and the same as labels: -100 where nothing is to be learned."""
 UNLABELLED = -100
+
+
+def word_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer with a chat template: a token for each of `words` (chat roles too), after `SPECIAL`."""
+    known = dict.fromkeys([*SPECIAL, *words])
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<|unk|>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens(list(SPECIAL))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<|pad|>", unk_token="<|unk|>", eos_token="<|im_end|>"
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def build_base(
+    folder: Path,
+    words: Iterable[str],
+    demonstrations: Sequence[Demonstration],
+    rng: random.Random,
+    *,
+    seed: int,
+    steps: int,
+    batch: int = 96,
+    lr: float = 3e-3,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
+    """Build, warm up and save a base model as a Hugging Face folder; the same for the same seed and demonstrations."""
+    torch.set_num_threads(1)
+    tokenizer = word_tokenizer(words)
+    model = build_model(tokenizer, seed)
+    warm_up(model, _tokenized(tokenizer, demonstrations), rng, steps=steps, batch=batch, lr=lr, report=report)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
@@ -59,6 +106,15 @@ def warm_up(
         optimizer.zero_grad()
         report(number + 1, loss.item())
     model.eval()
+
+
+def _tokenized(tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[Demonstration]) -> list[Row]:
+    """The ids of each demonstration, with labels where the answer is."""
+    texts = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m, _ in demonstrations]
+    prompts = tokenizer(texts)["input_ids"]
+    answers = tokenizer([f"{answer} {tokenizer.eos_token}" for _, answer in demonstrations])["input_ids"]
+    both = zip(prompts, answers, strict=True)
+    return [(prompt + answer, [UNLABELLED] * len(prompt) + answer) for prompt, answer in both]
 
 
 def _padded(rows: Sequence[Row], pad: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,17 +10,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from examples.plan_path.grid import (
     DRIVER,
@@ -39,7 +32,7 @@ from examples.plan_path.grid import (
     navigator_messages,
     step,
 )
-from examples.tiny_model import UNLABELLED, Row, build_model, warm_up
+from examples.tiny_model import Demonstration, build_base
 
 STEPS = 260
 BATCH = 96
@@ -55,45 +48,14 @@ ERRING_CONTROL = 0.1
 BAD_FORMAT = 0.12
 """Share of answers that neither role may give: too long, or in the other role's words."""
 
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-Demonstration = tuple[list[dict[str, str]], str]
 Demonstrator = Callable[[random.Random], Demonstration]
-
-
-def build_tokenizer(words: Iterable[str] = ()) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer over the words of the game and `words`, with a chat template."""
-    special = ["<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>"]
-    split = pre_tokenizers.WhitespaceSplit()
-    known = [
-        *MOVES,
-        *LETTERS,
-        *NEARBY,
-        "goal",
-        "walls",
-        "controls",
-        "said",
-        "go",
-        "press",
-        "system",
-        "user",
-        "assistant",
-    ]
-    known += [f"{move}={n}" for move in MOVES for n in range(SIZE)]
-    known += [f"{move}={letter}" for move in MOVES for letter in LETTERS]
-    known += [*f"{NAVIGATOR} {DRIVER}".split(), *words]
-    vocabulary = {word: i for i, word in enumerate(dict.fromkeys([*special, *known]))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
-    tokenizer.pre_tokenizer = split
-    tokenizer.add_special_tokens(special)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<|pad|>", unk_token="<|unk|>", eos_token="<|im_end|>"
-    )
-    fast.chat_template = TEMPLATE
-    return fast
+WORDS = (
+    *(*MOVES, *LETTERS, *NEARBY, "goal", "walls", "controls", "said", "go", "press", "system", "user", "assistant"),
+    *(f"{move}={n}" for move in MOVES for n in range(SIZE)),
+    *(f"{move}={letter}" for move in MOVES for letter in LETTERS),
+    *f"{NAVIGATOR} {DRIVER}".split(),
+)
+"""The words of the game, a token each."""
 
 
 def scene(rng: random.Random) -> tuple[Grid, Cell]:
@@ -154,15 +116,6 @@ TEAM: tuple[Demonstrator, ...] = (navigator_demonstration, driver_demonstration,
 """The driver has more to learn: to look a move up in a table."""
 
 
-def _tokenized(tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[Demonstration]) -> list[Row]:
-    """The ids of each demonstration, with labels where the answer is."""
-    texts = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m, _ in demonstrations]
-    prompts = tokenizer(texts)["input_ids"]
-    answers = tokenizer([f"{answer} {tokenizer.eos_token}" for _, answer in demonstrations])["input_ids"]
-    both = zip(prompts, answers, strict=True)
-    return [(prompt + answer, [UNLABELLED] * len(prompt) + answer) for prompt, answer in both]
-
-
 def build(
     folder: Path,
     *,
@@ -175,14 +128,9 @@ def build(
 ) -> None:
     """Build, warm up and save a base model as a Hugging Face folder; the same for the same seed. `words` are those that
     the demonstrations hold beyond the game's own."""
-    torch.set_num_threads(1)
-    tokenizer = build_tokenizer(words)
-    model = build_model(tokenizer, seed)
     rng = random.Random(f"demonstrations {seed}")
-    rows = _tokenized(tokenizer, [demonstrators[i % len(demonstrators)](rng) for i in range(count)])
-    warm_up(model, rows, rng, steps=steps, batch=BATCH, lr=LR, report=report)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    shown = [demonstrators[i % len(demonstrators)](rng) for i in range(count)]
+    build_base(folder, [*WORDS, *words], shown, rng, seed=seed, steps=steps, batch=BATCH, lr=LR, report=report)
 
 
 def main() -> None:

@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
 from examples.self_play import games
-from examples.tiny_model import UNLABELLED, build_model, warm_up
-
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|> {{ message['role'] }} {{ message['content'] }} <|im_end|> {% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
-)
-Demonstration = tuple[list[dict[str, str]], str]
+from examples.tiny_model import Demonstration, build_base
 
 LEFT = {"row": 0.85, "column": 0.15}
 """How often the base chooses left: far from the equilibrium."""
 MOVES, CHOICES = 6000, 400
 ILLEGAL = 0.05
 """Share of the moves on the board that name any cell."""
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer over the words of the games, with a chat template."""
-    words = {word: i for i, word in enumerate([*games.SPECIAL, *games.WORDS])}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<|unk|>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    inner.add_special_tokens(list(games.SPECIAL))
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<|pad|>", unk_token="<|unk|>", eos_token="<|im_end|>"
-    )
-    fast.chat_template = TEMPLATE
-    return fast
 
 
 def demonstrations(rng: random.Random, moves: int = MOVES) -> Iterator[Demonstration]:
@@ -59,15 +33,7 @@ def demonstrations(rng: random.Random, moves: int = MOVES) -> Iterator[Demonstra
 def build(folder: Path, *, seed: int = 0, steps: int = 400, moves: int = MOVES) -> Path:
     """Build, warm up and save the base as a Hugging Face folder; the same for the same seed. Without `moves` on the
     board it knows the matrix game alone."""
-    torch.set_num_threads(1)
-    tokenizer, rng = build_tokenizer(), random.Random(f"games {seed}")
-    rows = []
-    for messages, answer in demonstrations(rng, moves):
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        said = [*tokenizer.convert_tokens_to_ids([answer]), tokenizer.eos_token_id]
-        rows.append(([*prompt, *said], [UNLABELLED] * len(prompt) + said))
-    model = build_model(tokenizer, seed)
-    warm_up(model, rows, rng, steps=steps, batch=64, lr=3e-3, report=lambda step, loss: None)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    rng = random.Random(f"games {seed}")
+    shown = list(demonstrations(rng, moves))
+    build_base(folder, games.WORDS, shown, rng, seed=seed, steps=steps, batch=64)
     return folder

@@ -17,7 +17,7 @@ SADDLE: Payoff = ((-1.0, -2.0), (1.0, 2.0))
 """In equilibrium the row player chooses right, which is always better, and the column player left, as it does then."""
 
 CELLS = range(9)
-SPECIAL = ("<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>")
+SPECIAL_TOKENS = 4
 WORDS = (
     *("user", "assistant", "row", "column", "choose", *CHOICES, "x", "o"),
     *(str(cell + 1) for cell in CELLS),
@@ -35,7 +35,7 @@ def payoff_messages(seat: str) -> list[dict[str, str]]:
 
 def choices_only() -> dict[str, int]:
     """A `logit_bias` that leaves nothing but the choices."""
-    return {str(len(SPECIAL) + WORDS.index(word)): 50 for word in CHOICES}
+    return {str(SPECIAL_TOKENS + WORDS.index(word)): 50 for word in CHOICES}
 
 
 def exploitability(row: float, column: float, payoff: Payoff = PAYOFF) -> float:

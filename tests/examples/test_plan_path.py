@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.plan_path import base, grid, rewards
+from examples.tiny_model import word_tokenizer
 from tests.examples.applications import check_knows_nothing_of_cotune, imports_of
 
 FOLDER = Path(grid.__file__).parent
@@ -140,7 +141,7 @@ def test_the_application_knows_nothing_of_cotune(name: str) -> None:
 
 
 def test_the_words_of_the_game_are_all_in_the_vocabulary() -> None:
-    tokenizer = base.build_tokenizer()
+    tokenizer = word_tokenizer(base.WORDS)
     for task in grid.make_tasks(30, 3):
         board, at = grid.grid_of(task), grid.cell_of(task["start"])
         for messages in (grid.navigator_messages(board, at), grid.driver_messages(board, "up left")):
