@@ -63,7 +63,7 @@ test-fast: lint browser
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long
 
-# Each framework in its oldest and its newest supported version; the table goes into docs/versions.md.
+# Each framework in its oldest and its newest supported version; the table goes into docs/reference/versions.md.
 test-versions: $(STAMP)
 	$(BIN)/python tests/versions.py --write
 

@@ -67,7 +67,7 @@ def missing_hook(distribution: str, hook: str) -> UnsupportedVersion:
     """The error of an integration that does not find what it hooks into."""
     return UnsupportedVersion(
         f"{distribution} {version(distribution)} has no {hook}, which cotune records it by.",
-        f"Install a version of {distribution} that docs/versions.md names.",
+        f"Install a version of {distribution} that docs/reference/versions.md names.",
     )
 
 
@@ -76,7 +76,7 @@ def unhooked(distributions: Sequence[str], error: Exception) -> UnsupportedVersi
     found = ", ".join(f"{name} {version(name)}" for name in distributions)
     refused = UnsupportedVersion(
         f"{found} is not built as cotune knows it: {type(error).__name__}: {error}.",
-        "Install versions that docs/versions.md lists as tested.",
+        "Install versions that docs/reference/versions.md lists as tested.",
     )
     refused.__cause__ = error
     return refused

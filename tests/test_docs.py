@@ -77,28 +77,27 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 def test_index_lists_every_page() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
-    pages = [page.name for page in PAGES if page.parent.name == "docs"]
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
     assert [name for name in pages if name != "index.md" and f"({name})" not in index] == []
 
 
 def test_every_page_that_the_code_names_exists() -> None:
     folders = ("core", "integrations", "adapters", "trainer")
     text = "\n".join(file.read_text() for folder in folders for file in sorted((ROOT / folder).rglob("*.py")))
-    named = set(re.findall(r"\bdocs/\w+\.md\b", text))
+    named = set(re.findall(r"\bdocs/[\w/-]+\.md\b", text))
     assert named and {name for name in named if not (ROOT / name).is_file()} == set()
 
 
 def test_recipes_page_names_every_recipe() -> None:
-    rows = re.findall(
-        r"^\| `(\w+)` \| (any|tree|independent|replay) \|", (ROOT / "docs" / "recipes.md").read_text(), re.MULTILINE
-    )
+    page = ROOT / "docs" / "reference" / "recipes.md"
+    rows = re.findall(r"^\| `(\w+)` \| (any|tree|independent|replay) \|", page.read_text(), re.MULTILINE)
     assert {name for name, _ in rows} == set(RECIPES)
     assert all(plan in ("any", RECIPES[name].plan) for name, plan in rows)
 
 
 def documented(defaults: bool) -> dict[str, Any]:
-    """The first block of docs/config.md as a table: as it stands, or with the fields that have no default."""
-    text = blocks(ROOT / "docs" / "config.md", "toml")[0]
+    """The first block of the configuration page as a table: as it stands, or with the fields that have no default."""
+    text = blocks(ROOT / "docs" / "reference" / "configuration.md", "toml")[0]
     return tomllib.loads(text if defaults else re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE))
 
 
@@ -130,7 +129,7 @@ def test_config_page_states_the_defaults() -> None:
     assert convert({**documented(defaults=True), "model": "m"}) == TrainConfig(model="m")
 
 
-@pytest.mark.parametrize("text", blocks(ROOT / "docs" / "recipes.md", "toml"))
+@pytest.mark.parametrize("text", blocks(ROOT / "docs" / "reference" / "recipes.md", "toml"))
 def test_recipes_page_is_valid(text: str) -> None:
     config = convert({"model": "m", **tomllib.loads(text)})
     assert config.resolve_plan([])[1].name
@@ -138,5 +137,5 @@ def test_recipes_page_is_valid(text: str) -> None:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_config_page_is_valid(index: int) -> None:
-    text = blocks(ROOT / "docs" / "config.md", "toml")[index]
+    text = blocks(ROOT / "docs" / "reference" / "configuration.md", "toml")[index]
     assert convert({"model": "m", **tomllib.loads(text)}).model

@@ -3,7 +3,7 @@ on each supported Python, each in an environment of its own.
 
     python tests/versions.py [NAME ...] [--write]
 
-With --write the table goes into docs/versions.md. The last line is JSON: {"environments", "failed"}.
+With --write the table goes into docs/reference/versions.md. The last line is JSON: {"environments", "failed"}.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WHERE = ROOT / ".versions"
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "docs" / "reference" / "versions.md"
 SHOWN = ("openai", "langchain-core", "langgraph", "autogen-agentchat", "crewai", "openai-agents")
 
 
@@ -110,7 +110,7 @@ ENVIRONMENTS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENVIRONMENTS)}; default: all")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/versions.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/reference/versions.md")
     args = parser.parse_args()
     for unknown in set(args.names) - set(ENVIRONMENTS):
         parser.error(f"no environment is called {unknown!r}: choose from {', '.join(ENVIRONMENTS)}")

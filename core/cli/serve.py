@@ -149,7 +149,7 @@ def _add_identity(command: Any) -> None:
         "--roles",
         metavar="WHO",
         help="MODULE:FUNCTION or FILE.py:FUNCTION that names the role of a call from its messages, model and tools; or "
-        "model, for the name of the model that it asks; see docs/roles.md",
+        "model, for the name of the model that it asks; see docs/how-to/roles.md",
     )
     command.add_argument(
         "--role-header", default="", metavar="NAME", help="a header of the application's that says the role"

@@ -48,7 +48,7 @@ def add_check(commands: Any) -> None:
     command.add_argument("workflow", help=APP)
     command.add_argument("--tasks", required=True, help=TASKS)
     command.add_argument("--limit", type=int, default=1, help="take the first N tasks (default: %(default)s)")
-    command.add_argument("--config", help="TOML file of the training run; see docs/config.md")
+    command.add_argument("--config", help="TOML file of the training run; see docs/reference/configuration.md")
     tokens = "count tokens with this model's tokenizer; it is not loaded"
     add_fields(command, "model", "policies", "plan.kind", "plan.k", "recipe", "roles_by", model=tokens)
     command.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as in cotune train")
@@ -99,7 +99,7 @@ def add_doctor(commands: Any) -> None:
     text = "look at this machine or a Ray cluster and say whether a configuration fits; starts nothing"
     command = add_command(commands, "doctor", run, text, "cotune doctor --config train.toml --cluster local")
     add_trust(command)
-    command.add_argument("--config", help="TOML file of the training run; see docs/config.md")
+    command.add_argument("--config", help="TOML file of the training run; see docs/reference/configuration.md")
     add_fields(command, "model", "cluster.address")
     command.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as in cotune train")
     command.add_argument("--run", dest="run_folder", metavar="RUN", help="the configuration of this run")
@@ -162,7 +162,7 @@ def add_train(commands: Any) -> None:
     add_trust(command)
     command.add_argument("workflow", nargs="?", help=APP)
     command.add_argument("--tasks", help=TASKS)
-    command.add_argument("--config", help="TOML file; see docs/config.md. Flags go before it")
+    command.add_argument("--config", help="TOML file; see docs/reference/configuration.md. Flags go before it")
     add_fields(command, *RUN)
     command.add_argument(
         "--set",
@@ -177,7 +177,7 @@ def add_train(commands: Any) -> None:
         metavar="RUN",
         help="go on with a stopped, killed or finished run, under its own configuration; settings that are safe to "
         "change (--steps, --tasks-per-step, memory, machines, ...) may be given, others are refused; see "
-        "docs/run-folder.md",
+        "docs/reference/run-folder.md",
     )
 
 

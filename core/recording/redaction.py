@@ -18,7 +18,7 @@ from cotune.runtime.bounded_cache import BoundedCache
 from cotune.user_objects import load_object, takes
 
 Redactor = Callable[[dict[str, Any]], Mapping[str, Any]]
-"""A message in, the message to store out. What is no chat message comes as one too: see `docs/privacy.md`."""
+"""A message in, the message to store out. What is no chat message comes as one too: see `docs/how-to/privacy.md`."""
 
 _FINISHED = {"stop", "length", "tool_calls", "function_call", "content_filter", "interrupted", "unknown"}
 """Finish reasons that are none of a provider's own making."""

@@ -18,7 +18,9 @@ from cotune.replay.script import Replay, ScriptCall
 
 PATIENCE = 1.0
 """Seconds for which an answer waits for a call that had its own before it in the record and is not asked yet."""
-_CHANGED = "If the application was changed, record it anew; what else may differ from run to run is in docs/replay.md."
+_CHANGED = (
+    "If the application was changed, record it anew; what else may differ from run to run is in docs/how-to/replay.md."
+)
 
 _BY_CHANCE = (
     "Set replay.freeze = true, or record with: cotune trace --freeze. Then clock, uuid and random give again what they "

@@ -206,7 +206,7 @@ class SqliteStore:
         return {"lost": 0, "refused": 0, **dict(self.rows("SELECT name, value FROM counters"))}
 
     def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
-        """Rows of any SELECT, on a connection of its own that cannot write. The tables are in docs/records.md."""
+        """Rows of any SELECT, on a connection of its own that cannot write. Tables: docs/reference/records.md."""
         with self._reader() as db:
             try:
                 return db.execute(sql, parameters).fetchall()

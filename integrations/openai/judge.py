@@ -196,7 +196,7 @@ class Judge:
                 if self.role is None:
                     ledger.keep(key, self.key, asked.answer(tiers))
                 return tiers
-        raise JudgeError(f"{self} was asked twice in vain: {fault}.", "See docs/judges.md.")
+        raise JudgeError(f"{self} was asked twice in vain: {fault}.", "See docs/how-to/judges.md.")
 
     def _ask(self, episode: LiveEpisode | None) -> Ask:
         if self.role is None:

@@ -1,4 +1,4 @@
-"""The examples of docs/roles.md and docs/openai-agents.md, as they stand there, on real frameworks."""
+"""The examples of how-to/roles.md and frameworks/openai-agents.md in docs, as they stand there, on real frameworks."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def of_smolagents(call: LiveCall) -> Any:
 @pytest.mark.parametrize(
     ("page", "framework", "reply", "roles"),
     [
-        ("roles.md", "pydantic_ai", lambda call: "4", ["plan", "write"]),
-        ("roles.md", "smolagents", of_smolagents, ["manager", "searcher", "manager"]),
+        ("how-to/roles.md", "pydantic_ai", lambda call: "4", ["plan", "write"]),
+        ("how-to/roles.md", "smolagents", of_smolagents, ["manager", "searcher", "manager"]),
         (
-            "openai-agents.md",
+            "frameworks/openai-agents.md",
             "agents",
             lambda call: asks(tool_call("transfer_to_writer", {})) if call.role == "triage" else "4",
             ["triage", "writer"],

@@ -27,7 +27,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     address: str = ""
     """local: a Ray of its own on this machine, gone after the run | auto or HOST:PORT: a Ray cluster that is up |
-    empty: no Ray; see docs/cluster.md. A table without an address means local."""
+    empty: no Ray; see docs/how-to/cluster.md. A table without an address means local."""
     engine: str = "vllm"
     """What samples: vllm | vllm-url (a vLLM server that runs already, at engine_url) | transformers (the in-process
     sampler, in an actor) | module:function (an async function that opens a `Sampler` of your own, called with model and

@@ -11,7 +11,7 @@ from cotune.replay.forks import fork_rule
 
 
 class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[replay] Under `plan.kind = "replay"`: which calls of an episode are forked; see docs/replay.md."""
+    """[replay] Under `plan.kind = "replay"`: which calls of an episode are forked; see docs/how-to/replay.md."""
 
     forks: str = "all"
     """all | first:N (the first N calls) | every:N (each Nth) | entropy:N (the N of highest mean token entropy) |
@@ -36,7 +36,7 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     freeze: bool = False
     """Whether clock, uuid and random give, in the part of a branch that repeats its trunk, what they gave there: for
-    prompts that hold a date, an id or a random choice. See docs/replay.md for what is frozen."""
+    prompts that hold a date, an id or a random choice. See docs/how-to/replay.md for what is frozen."""
 
     def __post_init__(self) -> None:
         fork_rule(self.forks)

@@ -46,8 +46,8 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """[plan] How candidates come about."""
 
     kind: PlanKind | None = None
-    """tree | independent | replay (see docs/replay.md); without a value: replay for the recipe replay, tree when the
-    workflow has scorers and the recipe takes it, else independent."""
+    """tree | independent | replay (see docs/how-to/replay.md); without a value: replay for the recipe replay, tree when
+    the workflow has scorers and the recipe takes it, else independent."""
     k: int = 4
     """Candidates per call (tree), per forked call (replay), or episodes per task (independent)."""
     select: Select = "argmax"
@@ -98,16 +98,17 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     roles_by: str = ""
     """module:function or file.py:function that names the role of each call from its messages, model, tools and caller |
     caller: the name of the application's function that makes it | model: the name of the model that it asks; see
-    docs/roles.md."""
+    docs/how-to/roles.md."""
     tool_format: str = "auto"
     """How the model writes tool calls: auto (as its chat template does) | hermes | qwen3_coder | mistral |
     mistral_v11 | llama3_json | vllm:NAME (a tool parser of vLLM)."""
     recipe: str | None = None
     """at_grpo | dr_mas | replay | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system, see
-    docs/recipes.md; without a value: at_grpo under a tree plan, dr_mas under independent rollouts, replay under a
-    replay plan. sft | dpo learn from records, see docs/distillation.md."""
+    docs/reference/recipes.md; without a value: at_grpo under a tree plan, dr_mas under independent rollouts, replay
+    under a replay plan. sft | dpo learn from records, see docs/how-to/distillation.md."""
     init: str = ""
-    """Run or export whose policies this run starts from, instead of the untrained model; see docs/distillation.md."""
+    """Run or export whose policies this run starts from, instead of the untrained model; see
+    docs/how-to/distillation.md."""
     overrides: dict[str, Any] = {}
     """[overrides] Single settings of the recipe, such as clip_high or entropy."""
     alpha: float = 1.0
@@ -132,7 +133,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     that engine, network or store have failed has none."""
     redact: str = ""
     """module:function or file.py:function that sees each message before it is stored, and returns what to store, beside
-    the workflow's own redactors; see docs/privacy.md."""
+    the workflow's own redactors; see docs/how-to/privacy.md."""
     keep_token_ids: bool = False
     """Whether token ids of redacted messages are stored: needed to train on them, and readable as text."""
     seed: int = 0
@@ -141,7 +142,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """[prices] Money for a million prompt tokens and a million completion tokens, by model or policy: what cotune eval
     reckons with."""
     loggers: tuple[Tool, ...] = ()
-    """Experiment trackers that get each step too: tensorboard | wandb | mlflow | trackio; see docs/loggers.md."""
+    """Experiment trackers that get each step too: tensorboard | wandb | mlflow | trackio; see
+    docs/how-to/loggers.md."""
     project: str = "cotune"
     """The trackers' project or experiment, in which the run has the name of its folder."""
     checkpoint_every: int = 1
@@ -315,7 +317,7 @@ def read_toml(path: str | Path | None) -> dict[str, Any]:
         return {}
     path = Path(path)
     if not path.is_file():
-        raise ConfigError("config", str(path), "a TOML file", "See docs/config.md.")
+        raise ConfigError("config", str(path), "a TOML file", "See docs/reference/configuration.md.")
     try:
         return tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
@@ -344,7 +346,7 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
         elif message.startswith("Invalid enum value"):
             message = f"one of {', '.join(_choices(field))}"
         field = field or "config"
-        raise ConfigError(field, _lookup(table, field), message, "See docs/config.md.") from None
+        raise ConfigError(field, _lookup(table, field), message, "See docs/reference/configuration.md.") from None
 
 
 def assign(table: dict[str, Any], dotted: str, value: Any) -> None:
@@ -353,7 +355,8 @@ def assign(table: dict[str, Any], dotted: str, value: Any) -> None:
     for parent in parents:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
-            raise ConfigError(dotted, value, f"a field of the configuration; {parent} has none", "See docs/config.md.")
+            required = f"a field of the configuration; {parent} has none"
+            raise ConfigError(dotted, value, required, "See docs/reference/configuration.md.")
     table[leaf] = value
 
 

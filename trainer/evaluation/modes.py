@@ -37,7 +37,7 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How an evaluation is run. Raises ConfigError for a mode that is unknown, and for bounds of 0."""
 
     modes: Sequence[str] = USUAL
-    """Each runs every task once; see docs/evaluation.md."""
+    """Each runs every task once; see docs/how-to/evaluation.md."""
     limit: int | None = None
     """Take only the first so many tasks."""
     samples: int = 1

@@ -54,7 +54,7 @@ def prepare() -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("sampler", "vllm", "an installed vLLM", "See docs/vllm.md for how to install it.")
+        raise ConfigError("sampler", "vllm", "an installed vLLM", "See docs/how-to/vllm.md for how to install it.")
     require("vllm")
 
 

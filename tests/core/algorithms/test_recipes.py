@@ -262,7 +262,7 @@ def test_key_of_a_tree_must_hold_the_call():
 
 
 def test_documentation_names_every_recipe_setting_and_reason():
-    text = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "reference" / "recipes.md").read_text()
     settings = {name for part in (Attribution, Filters, LossSpec, Shaping, Term) for name in part.__struct_fields__}
     for name in {*RECIPES, *REASONS, *settings} - {"attribution", "weight"}:
         assert f"`{name}`" in text, name

@@ -162,7 +162,7 @@ def test_flags_of_train_become_its_configuration(trained, capsys):
             "train",
             "--policies {shared,lora,full} shared: one adapter for all roles | lora: one adapter per role | full:",
         ),
-        ("train", "--plan {tree,independent,replay} tree | independent | replay (see docs/replay.md); without"),
+        ("train", "--plan {tree,independent,replay} tree | independent | replay (see docs/how-to/replay.md); without"),
         ("train", "--lr LR learning rate of AdamW; without a value: 5e-6 for a LoRA, 1e-6 for all weights"),
         ("train", "--tasks-per-step N tasks of a step; recorded episodes with recipe sft or dpo (default: 32)"),
         ("train", "--eval-tasks FILE JSON-lines file of held-out tasks"),

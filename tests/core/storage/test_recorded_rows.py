@@ -94,7 +94,7 @@ def test_the_queries_of_the_documentation_work(store):
     ask(live, said="next").finish(answer((1, 2, 3, 4, 5), (6,), rewards=({"local": 1.0},)))
     live.end("ok")
     store.flush()
-    page = (Path(__file__).parents[3] / "docs" / "records.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "records.md").read_text()
     (block,) = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
     by_turn, slowest, size, _ = block.split(";\n")
     assert store.rows(by_turn) == [("r", 0, 1, 0.5), ("r", 1, 1, 1.0)]
