@@ -82,21 +82,8 @@ async def run_episode(
     if options.freeze:
         start_freezing()
     carry_context()
-    live = LiveEpisode(
-        sink,
-        task,
-        workflow=workflow.name,
-        responder=responder,
-        loop=asyncio.get_running_loop(),
-        phase=options.phase,
-        training_step=options.training_step,
-        rollout=options.rollout,
-        offline=options.offline,
-        redactors=tuple(workflow.redactors),
-        keep_token_ids=workflow.keep_token_ids,
-        parts=options.parts,
-        roles=workflow.roles,
-    )
+    live = live_episode(workflow, task, sink, options, responder)
+    live.loop = asyncio.get_running_loop()
     live.tape.frameworks = options.record_tools
     live.chance = Chance() if options.freeze else None
     try:
@@ -122,6 +109,26 @@ async def run_episode(
     except Exception as error:  # noqa: BLE001
         return _failed(live, _raised(workflow, error))
     return Outcome(live.end("ok", rewards=rewards, metrics=metrics), rewards, None, live)
+
+
+def live_episode(
+    workflow: Workflow, task: Task, sink: Sink, options: EpisodeOptions, responder: Responder | None = None
+) -> LiveEpisode:
+    """An episode of a workflow that begins now."""
+    return LiveEpisode(
+        sink,
+        task,
+        workflow=workflow.name,
+        responder=responder,
+        phase=options.phase,
+        training_step=options.training_step,
+        rollout=options.rollout,
+        offline=options.offline,
+        redactors=tuple(workflow.redactors),
+        keep_token_ids=workflow.keep_token_ids,
+        parts=options.parts,
+        roles=workflow.roles,
+    )
 
 
 def outcome_of(value: Any, source: str, *, some: bool = True) -> tuple[dict[str, float], dict[str, float]]:

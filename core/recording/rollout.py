@@ -42,6 +42,17 @@ class EpisodeBatch(msgspec.Struct, frozen=True, kw_only=True):
     on_episode: Callable[[Episode], None] | None = None
     """Called when an episode has ended."""
 
+    def options(self, number: int) -> EpisodeOptions:
+        """Those of the episodes with this number of rollout."""
+        return EpisodeOptions(
+            phase=self.phase,
+            training_step=self.training_step,
+            rollout=number,
+            timeout=self.timeout,
+            record_tools=self.record_tools,
+            freeze=self.freeze,
+        )
+
 
 async def rollout(workflow: Workflow, batch: EpisodeBatch, responder: Responder | None = None) -> list[Episode]:
     """Run a batch in this process; `responder` answers the calls in place of the application's provider.
@@ -59,14 +70,7 @@ async def rollout(workflow: Workflow, batch: EpisodeBatch, responder: Responder 
             task,
             sink=batch.sink,
             responder=answering,
-            options=EpisodeOptions(
-                phase=batch.phase,
-                training_step=batch.training_step,
-                rollout=number,
-                timeout=batch.timeout,
-                record_tools=batch.record_tools,
-                freeze=batch.freeze,
-            ),
+            options=batch.options(number),
         )
         return outcome.episode
 

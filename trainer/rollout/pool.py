@@ -241,11 +241,11 @@ class WorkerPool:
             return None
         text = f"its event loop was blocked for {heartbeat.blocked:.0f} s at {heartbeat.where}"
         if culprit := worker.running.get(heartbeat.culprit or ""):
-            limit, seconds = culprit.request.timeout, time.monotonic() - culprit.started
+            limit, seconds = culprit.request.options.timeout, time.monotonic() - culprit.started
             text += f", by the episode {culprit.name}, which has a time-out of {limit} s"
         else:
-            limits = [job.request.timeout for job in worker.running.values() if job.request.timeout is not None]
-            limit = min(limits, default=None if worker.running else self._limits.heartbeat)
+            limits = [job.request.options.timeout for job in worker.running.values()]
+            limit = min(filter(None, limits), default=None if worker.running else self._limits.heartbeat)
             seconds = heartbeat.blocked
         late = limit is not None and seconds > limit + _SLACK_SECONDS
         return Loss(text, culprit.request.id if culprit else None) if late else None

@@ -48,7 +48,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        return f"{self.request.task.id}/{self.request.rollout}"
+        return f"{self.request.task.id}/{self.request.options.rollout}"
 
 
 class JobQueue:

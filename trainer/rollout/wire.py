@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from cotune.recording.episodes import EpisodeOptions
 from cotune.recording.records import CallRecord, Episode, Message, Record, Task
 from cotune.replay.script import Replay
 from cotune.trainer.rollout.app_source import AppSource
@@ -35,18 +36,13 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One episode to run. `timeout` is in seconds; with a `replay` it repeats a recorded one."""
+    """One episode to run; with a `replay` it repeats a recorded one."""
 
     id: str
     task: Task
-    phase: str
-    training_step: int | None
-    rollout: int
-    timeout: float | None
+    options: EpisodeOptions
     responder: ResponderConfig | None
     replay: Replay | None = None
-    record_tools: bool = False
-    freeze: bool = False
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from typing import Any
 
 from cotune.context import current_episode
 from cotune.judging.ledger import run_folder
-from cotune.recording.episodes import EpisodeOptions, Outcome, activators, run_episode
+from cotune.recording.episodes import Outcome, activators, run_episode
 from cotune.recording.recorder import LiveEpisode, Responder
 from cotune.recording.records import Record
 from cotune.replay.repeat import repeating
@@ -131,14 +131,7 @@ class RolloutWorker:
                 request.task,
                 sink=sink,
                 responder=answering,
-                options=EpisodeOptions(
-                    phase=request.phase,
-                    training_step=request.training_step,
-                    rollout=request.rollout,
-                    timeout=request.timeout,
-                    record_tools=request.record_tools,
-                    freeze=request.freeze,
-                ),
+                options=request.options,
             )
         )
         await asyncio.wait({episode})

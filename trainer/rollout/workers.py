@@ -14,7 +14,8 @@ import msgspec
 from cotune.errors import ConfigError, CotuneError
 from cotune.ids import new_id
 from cotune.judging.ledger import run_folder
-from cotune.recording.recorder import LiveEpisode, Sink
+from cotune.recording.episodes import live_episode
+from cotune.recording.recorder import Sink
 from cotune.recording.records import Episode, Record, Task
 from cotune.recording.rollout import EpisodeBatch, run_batch
 from cotune.sampling.blame import Blame
@@ -102,14 +103,9 @@ class RolloutWorkers:
             request = EpisodeRequest(
                 id=new_id(),
                 task=task,
-                phase=batch.phase,
-                training_step=batch.training_step,
-                rollout=number,
-                timeout=batch.timeout,
+                options=batch.options(number),
                 responder=responder,
                 replay=batch.replays.get((task.id, number)),
-                record_tools=batch.record_tools,
-                freeze=batch.freeze,
             )
             return await self._episode(request, batch.sink)
 
@@ -157,16 +153,7 @@ class RolloutWorkers:
 
     def _failed(self, request: EpisodeRequest, sink: Sink, cause: str, blame: Blame) -> Episode:
         """The record of an episode that no worker brought to its end."""
-        live = LiveEpisode(
-            sink,
-            request.task,
-            workflow=self._workflow.name,
-            phase=request.phase,
-            training_step=request.training_step,
-            rollout=request.rollout,
-            redactors=tuple(self._workflow.redactors),
-            keep_token_ids=self._workflow.keep_token_ids,
-        )
+        live = live_episode(self._workflow, request.task, sink, request.options)
         return live.end("error", error=cause, blame=blame)
 
 

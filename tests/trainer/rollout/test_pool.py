@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cotune.recording.episodes import EpisodeOptions
 from cotune.recording.records import Episode, Task
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.rollout.app_source import AppSource
@@ -29,9 +30,8 @@ def pool() -> WorkerPool:
 
 def request(name: str, timeout: float | None = None) -> EpisodeRequest:
     task = Task(id=name, input={"secret": "hidden"})
-    return EpisodeRequest(
-        id=name, task=task, phase="train", training_step=2, rollout=1, timeout=timeout, responder=None
-    )
+    options = EpisodeOptions(phase="train", training_step=2, rollout=1, timeout=timeout)
+    return EpisodeRequest(id=name, task=task, options=options, responder=None)
 
 
 def worker(*jobs: tuple[str, float | None, float]) -> _Worker:

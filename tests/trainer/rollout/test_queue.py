@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from cotune.recording.episodes import EpisodeOptions
 from cotune.recording.records import Task
 from cotune.trainer.rollout.queue import Job, JobQueue
 from cotune.trainer.rollout.wire import EpisodeRequest
@@ -15,8 +16,7 @@ from cotune.trainer.rollout.wire import EpisodeRequest
 
 def job(name: str) -> Job:
     task = Task(id=name, input=None)
-    fields = {"phase": "train", "training_step": None, "rollout": 0, "timeout": None, "responder": None}
-    return Job(EpisodeRequest(id=name, task=task, **fields))
+    return Job(EpisodeRequest(id=name, task=task, options=EpisodeOptions(phase="train"), responder=None))
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3])
