@@ -19,7 +19,7 @@ ifneq ($(LINKS),)
 export UV_FIND_LINKS ?= $(LINKS)
 endif
 
-.PHONY: install browser demo demo-cluster demo-smollm test test-fast test-long test-versions lint lock clean
+.PHONY: install browser demo demo-cluster demo-smollm docs test test-fast test-long test-versions lint lock clean
 
 install: $(STAMP) browser
 
@@ -49,6 +49,11 @@ demo-cluster: $(STAMP)
 # The loop of `demo` with pretrained weights: SmolLM2-135M-Instruct. Run it again to go on where it was stopped.
 demo-smollm: $(STAMP)
 	$(BIN)/python -W ignore::SyntaxWarning -m examples.word_problems.demo
+
+# The documentation as a site, in build/site; `.venv/bin/mkdocs serve` shows it while it is written.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 # Two workers: one has all tests that use Ray or vLLM (see tests/conftest.py), the other the rest meanwhile.
 test: lint browser
