@@ -19,9 +19,9 @@ ifneq ($(LINKS),)
 export UV_FIND_LINKS ?= $(LINKS)
 endif
 
-.PHONY: install browser demo demo-cluster demo-smollm docs test test-fast test-long test-versions lint lock clean
+.PHONY: install browser bubblewrap demo demo-cluster demo-smollm docs test test-fast test-long test-versions lint lock clean
 
-install: $(STAMP) browser
+install: $(STAMP) browser bubblewrap
 
 # Chromium, for the viewer's tests.
 browser:
@@ -30,6 +30,14 @@ browser:
 		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
 			chromium chromium-driver; \
 	else echo "The viewer's tests need chromium and chromedriver. On Debian, as root: apt-get install chromium chromium-driver"; fi
+
+# What examples run the programs in that a model has written, and an interpreter that an unprivileged user can read.
+bubblewrap:
+	@if command -v bwrap > /dev/null && test -x /usr/bin/python3; then true; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
+			bubblewrap python3; \
+	else echo "The sandbox's tests need bubblewrap and python3. On Debian, as root: apt-get install bubblewrap python3"; fi
 
 $(STAMP):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -56,11 +64,11 @@ docs: $(STAMP)
 	@echo "build/site/index.html"
 
 # Two workers: one has all tests that use Ray or vLLM (see tests/conftest.py), the other the rest meanwhile.
-test: lint browser
+test: lint browser bubblewrap
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 # All that needs no Ray, vLLM or FSDP, no process of its own and no training by the hundred steps.
-test-fast: lint browser
+test-fast: lint browser bubblewrap
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not long and not slow"
 
 # What `make test` does in a small form, with 10,000 cases each: answers, requests, records, manifests, metrics, stress;
