@@ -46,6 +46,15 @@ class ConfigError(CotuneError):
         super().__init__(f"{field} = {value!r}: allowed is {allowed}.", remedy)
 
 
+def check_bounds(settings: object, *names: str, least: float | None = None, table: str = "") -> None:
+    """Raise ConfigError for a field of `settings` that is a number below `least`, or without it not above 0. `table` is
+    what the error says before the name, such as "cluster."."""
+    for name in names:
+        value = getattr(settings, name)
+        if isinstance(value, int | float) and not (value > 0 if least is None else value >= least):
+            raise ConfigError(table + name, value, "a number above 0" if least is None else f"{least:g} or more")
+
+
 class WorkflowError(CotuneError):
     """The user's workflow or scorer raised, or returned something that is not a reward."""
 

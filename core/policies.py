@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, check_bounds
 from cotune.recording.records import PolicyRef
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -40,6 +40,9 @@ class LoraSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The adapter's output is scaled by alpha / rank."""
     targets: tuple[str, ...] = ALL_LINEAR
     """Names of the linear layers that get an adapter."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "rank", table="lora.")
 
     @property
     def scale(self) -> float:

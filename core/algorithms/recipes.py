@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from cotune.algorithms.samples import KEY_FIELDS
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, check_bounds
 from cotune.sampling.plans import PlanKind
 
 Horizon = Literal["own_turn", "terminal", "reward_to_go", "mean_to_go"]
@@ -81,9 +81,7 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _within("gamma", self.gamma, 0.0, 1.0)
-        for name in ("overlong_buffer", "overlong_penalty", "timeout_penalty"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(name, getattr(self, name), "0 or more")
+        check_bounds(self, "overlong_buffer", "overlong_penalty", "timeout_penalty", least=0)
         if self.overlong_buffer and not self.overlong_penalty:
             raise ConfigError("overlong_buffer", self.overlong_buffer, "0, as overlong_penalty is 0", "Set both.")
         if self.timeout_penalty and not self.takes_outcome:
@@ -132,8 +130,7 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError("key", name, f"one of {', '.join(KEY_FIELDS)}")
         if self.ddof not in (0, 1):
             raise ConfigError("ddof", self.ddof, "0 (population) or 1 (sample standard deviation)")
-        if self.eps < 0:
-            raise ConfigError("eps", self.eps, "0 or more")
+        check_bounds(self, "eps", least=0)
         _within("decay", self.decay, 0.0, 1.0)
 
     @property
@@ -167,8 +164,7 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.top_entropy is not None and not 0.0 < self.top_entropy <= 1.0:
             raise ConfigError("top_entropy", self.top_entropy, "a share above 0 and up to 1, or nothing")
-        if self.align_to is not None and self.align_to < 1:
-            raise ConfigError("align_to", self.align_to, "1 or more calls, or nothing")
+        check_bounds(self, "align_to", least=1)
 
 
 class Shaping(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,27 +237,21 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _within("clip_low", self.clip_low, 0.0, 1.0)
-        for name, value, least in (("clip_high", self.clip_high, 0.0), ("kl", self.kl, 0.0)):
-            if not value >= least:
-                raise ConfigError(name, value, f"{least:g} or more")
+        check_bounds(self, "clip_high", "kl", least=0)
         _within("gae_gamma", self.gae_gamma, 0.0, 1.0)
         _within("gae_lambda", self.gae_lambda, 0.0, 1.0)
-        if not self.critic_lr > 0:
-            raise ConfigError("critic_lr", self.critic_lr, "a number above 0")
+        check_bounds(self, "critic_lr", "tis_cap")
         if self.critic_sees and not self.critic:
             raise ConfigError("critic_sees", self.critic_sees, "nothing without a critic", "Set critic = true too.")
         if self.dual_clip is not None and not self.dual_clip > 1.0:
             raise ConfigError("dual_clip", self.dual_clip, "a number above 1, or nothing")
-        if self.tis_cap is not None and not self.tis_cap > 0.0:
-            raise ConfigError("tis_cap", self.tis_cap, "a number above 0, or nothing")
         for name, bound in (("mask_low", self.mask_low), ("mask_high", self.mask_high)):
             if bound is not None and self.mask == "none":
                 raise ConfigError(name, bound, "nothing, as mask is none", "Set mask to token, sequence or geometric.")
         low, high = self.mask_bounds
         if not 0.0 <= low < high:
             raise ConfigError("mask_low", low, f"0 or more, and under mask_high ({high:g})")
-        if self.constant_length is not None and self.constant_length < 1:
-            raise ConfigError("constant_length", self.constant_length, "1 or more tokens, or nothing")
+        check_bounds(self, "constant_length", least=1)
 
     @property
     def mask_bounds(self) -> tuple[float, float]:

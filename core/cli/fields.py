@@ -40,30 +40,46 @@ RUN = {
 """By field of a run, its flag and what stands for its value."""
 _FLAGS = {
     **RUN,
-    "limit": ("--limit", "N"),
-    "samples": ("--samples", "N"),
+    "k": ("-k", "K"),
+    "episode": ("--episode", "ID"),
+    "answer": ("--answer", "TEXT"),
+    "temperature": ("--temperature", "T"),
     "timeout": ("--timeout", "SECONDS"),
     "out": ("--out", "DIR"),
     "records": ("--records", "RUN"),
+    "otlp": ("--otlp", "URL"),
 }
+"""Of other fields too; what is not here has the flag of its name."""
 
 
 def add_fields(command: Any, *names: str, table: type[msgspec.Struct] | None = None, **texts: str) -> None:
-    """Add the flags of these fields of `table` (default: a run's configuration); `texts` replace the help of some."""
+    """Add the flags of these fields of `table` (default: a run's configuration), which also documents those that
+    `table` does not; `texts` replace the help of some."""
     from cotune.trainer.config.train import TrainConfig
 
     for name in names:
         kind, default, text = _field(table or TrainConfig, name)
-        flag, stands_for = _FLAGS[name]
-        choices = next((get_args(part) for part in (kind, *get_args(kind)) if get_origin(part) is Literal), None)
-        number = next((part for part in (kind, *get_args(kind)) if part in (int, float)), None)
+        text = text or _field(TrainConfig, name)[2]
+        flag, stands_for = _FLAGS.get(name) or (f"--{name.replace('_', '-')}", None)
         text = texts.get(name, text.rstrip(".") if text[1:2].isupper() else f"{text[:1].lower()}{text[1:]}".rstrip("."))
-        text += "" if name in texts or default in (None, "", (), msgspec.NODEFAULT) else f" (default: {default})"
-        action = "append" if get_origin(kind) is tuple else "store"
-        command.add_argument(
-            flag, dest=name, type=number, choices=choices, metavar=stands_for, help=text, action=action
-        )
+        unsaid = name in texts or default is False or default in (None, "", (), msgspec.NODEFAULT)
+        text += "" if unsaid else f" (default: {default})"
+        command.add_argument(flag, dest=name, help=text, **_reading(kind, stands_for))
     command.set_defaults(fields=names)
+
+
+def _reading(kind: Any, stands_for: str | None) -> dict[str, Any]:
+    """How argparse reads a field of this type."""
+    if kind is bool:
+        return {"action": "store_true", "default": None}
+    parts = (kind, *get_args(kind))
+    number = next((part for part in parts if part in (int, float)), None)
+    return {
+        "action": "append" if get_origin(kind) is tuple else "store",
+        "type": number,
+        "choices": next((get_args(part) for part in parts if get_origin(part) is Literal), None),
+        "metavar": stands_for or ("N" if number is int else None),
+    }
 
 
 def given(a: argparse.Namespace) -> dict[str, Any]:
@@ -75,7 +91,7 @@ def _field(table: type[msgspec.Struct], name: str) -> tuple[Any, Any, str]:
     """Type, default and documentation of a field by its dotted name."""
     first, _, rest = name.partition(".")
     field = next(field for field in msgspec.structs.fields(table) if field.name == first)
-    return _field(field.type, rest) if rest else (field.type, field.default, _documentation(table)[first])
+    return _field(field.type, rest) if rest else (field.type, field.default, _documentation(table).get(first, ""))
 
 
 @cache

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
+from cotune.cli.options import TraceOptions
 from cotune.errors import RunError, WorkflowError
 from cotune.recording.records import Episode
 from cotune.recording.rollout import EpisodeBatch, rollout
@@ -20,32 +20,7 @@ from cotune.terminal import terminal
 from cotune.workflows import load_workflow
 
 
-@dataclass(frozen=True, kw_only=True)
-class TraceOptions:
-    """How episodes are traced."""
-
-    concurrency: int = 8
-    limit: int | None = None
-    """Most tasks."""
-    timeout: float | None = None
-    """Seconds that one episode may take."""
-    redact: str | None = None
-    """`module:function` that sees each message before it is stored."""
-    roles_by: str | None = None
-    """`module:function` that names the role of each call, or `caller`."""
-    otlp: str | None = None
-    """OTLP/HTTP endpoint that gets each episode as spans when it has ended."""
-    otlp_content: bool = False
-    """Whether the spans hold what messages say."""
-    record_tools: bool = False
-    """Whether what a framework's tools return is kept, for `cotune replay`."""
-    freeze: bool = False
-    """Whether what clock, uuid and random give is kept, for `cotune replay`."""
-
-
-def trace(
-    workflow: str, tasks: str, out: str, options: TraceOptions = TraceOptions(), console: Console | None = None
-) -> int:
+def trace(workflow: str, tasks: str, out: str, options: TraceOptions, console: Console | None = None) -> int:
     """Run every task once and record it in `out`; return 1 when every episode failed or records were lost."""
     from cotune.integrations.otel.exporter import LiveExport, otlp_exporter
     from cotune.integrations.otel.spans import Detail

@@ -17,6 +17,7 @@ from cotune.cli.command import (
     settings,
 )
 from cotune.cli.fields import RUN, add_fields, given
+from cotune.cli.options import TraceOptions
 from cotune.errors import ConfigError
 from cotune.storage.run_layout import read_run_json
 from cotune.terminal import tell, terminal
@@ -117,19 +118,9 @@ def add_trace(commands: Any) -> None:
     """Add `cotune trace`."""
 
     def run(a: argparse.Namespace) -> int:
-        from cotune.cli.trace import TraceOptions, trace
+        from cotune.cli.trace import trace
 
-        options = TraceOptions(
-            concurrency=a.concurrency,
-            limit=a.limit,
-            timeout=a.timeout,
-            otlp=a.otlp,
-            otlp_content=a.otlp_content,
-            record_tools=a.record_tools,
-            freeze=a.freeze,
-            **given(a),
-        )
-        return trace(a.workflow, a.tasks, a.out, options)
+        return trace(a.workflow, a.tasks, a.out, TraceOptions(**given(a)))
 
     text = "record episodes of an application with the model that it uses today"
     command = add_command(commands, "trace", run, text, "cotune trace app:solve --tasks tasks.jsonl --out runs/traced")
@@ -138,20 +129,7 @@ def add_trace(commands: Any) -> None:
     command.add_argument(
         "--out", default="runs/trace", help="run folder; records are added to it (default: %(default)s)"
     )
-    command.add_argument("--concurrency", type=int, default=8, help="episodes in flight (default: %(default)s)")
-    command.add_argument("--limit", type=int, help="take only the first N tasks")
-    command.add_argument("--timeout", type=float, default=600.0, help="seconds for one episode (default: %(default)s)")
-    add_fields(command, "redact", "roles_by")
-    command.add_argument(
-        "--record-tools",
-        action="store_true",
-        help="keep what a framework's tools return, for cotune replay to give back",
-    )
-    command.add_argument(
-        "--freeze", action="store_true", help="keep what clock, uuid and random give, for cotune replay to give again"
-    )
-    command.add_argument("--otlp", metavar="URL", help="also send each episode's spans to this OTLP/HTTP endpoint")
-    command.add_argument("--otlp-content", action="store_true", help="with --otlp, send messages and task inputs too")
+    add_fields(command, *TraceOptions.__struct_fields__, table=TraceOptions)
 
 
 def add_train(commands: Any) -> None:

@@ -86,13 +86,10 @@ class Judge:
 
         Raises ConfigError for what does not fit.
         """
-        _check(rubric, model, role, passes, price, max_cost)
-        for field, number in {"max_calls": max_calls, "concurrency": concurrency, "max_tokens": max_tokens}.items():
-            if number is not None and number < 1:
-                raise ConfigError(f"Judge.{field}", number, "a whole number of at least 1")
-        for field, amount in {"max_cost": max_cost, "timeout": timeout}.items():
-            if amount is not None and not amount > 0:
-                raise ConfigError(f"Judge.{field}", amount, "a number above 0")
+        _check(rubric, model, role, price, max_cost)
+        for field, number in {"passes": passes, "max_tokens": max_tokens}.items():
+            if number < 1:
+                raise ConfigError(f"Judge.{field}", number, "1 or more")
         if role is not None and (max_calls, max_cost, price, base_url, api_key) != (None,) * 5:
             fields = "max_calls, max_cost, price, base_url and api_key"
             raise ConfigError("Judge.role", role, f"given without {fields}: a policy of the run answers")
@@ -262,7 +259,6 @@ def _check(
     rubric: str,
     model: str | None,
     role: str | None,
-    passes: int,
     price: tuple[float, float] | None,
     max_cost: float | None,
 ) -> None:
@@ -270,8 +266,6 @@ def _check(
         raise ConfigError("Judge.rubric", rubric, "a text that says what makes an answer better")
     if (model is None) == (role is None):
         raise ConfigError("Judge.model", model, "given where role is not", "Name a model, or a role of the run.")
-    if passes < 1:
-        raise ConfigError("Judge.passes", passes, "a whole number of at least 1")
     if price is not None and (len(price) != 2 or not all(number >= 0 for number in price)):
         raise ConfigError("Judge.price", price, "prices of a million prompt and completion tokens, such as (0.15, 0.6)")
     if max_cost is not None and price is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cotune.errors import JudgeError
+from cotune.errors import JudgeError, check_bounds
 from cotune.ids import canonical
 from cotune.judging.ledger import Ledger
 
@@ -34,6 +34,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     price: tuple[float, float]
     concurrency: int
     timeout: float
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "max_calls", "concurrency", least=1, table="Judge.")
+        check_bounds(self, "max_cost", "timeout", table="Judge.")
 
 
 class Endpoint:

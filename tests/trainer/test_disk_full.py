@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from cotune.algorithms.recipes import LossSpec
+from cotune.cli.options import TraceOptions
 from cotune.cli.trace import trace
 from cotune.errors import RunError
 from cotune.policies import policies_for
@@ -79,7 +80,12 @@ def test_tracing_into_a_place_that_cannot_be_written_names_it(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     (tmp_path / "tasks.jsonl").write_text('{"id": "a"}\n')
     with pytest.raises(RunError, match=f"{tmp_path}/file/runs cannot be written: Not a directory"):
-        trace("tests.trainer.worker_app:solve", str(tmp_path / "tasks.jsonl"), str(tmp_path / "file" / "runs"))
+        trace(
+            "tests.trainer.worker_app:solve",
+            str(tmp_path / "tasks.jsonl"),
+            str(tmp_path / "file" / "runs"),
+            TraceOptions(),
+        )
 
 
 def test_records_that_cannot_be_written_stop_the_run_before_it_trains(tiny_base: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, check_bounds
 
 Pools = Literal["shared", "per_policy"]
 Placement = Literal["pack", "spread"]
@@ -73,15 +73,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """[cluster.runtime_env] Ray's runtime environment of the rollout workers, such as working_dir or pip."""
 
     def __post_init__(self) -> None:
-        for name in ("engines", "learners", "rollout_workers", "min_engines"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("gpus_per_engine", "gpus_per_learner", "engine_restarts", "learner_restarts", "episode_retries"):
-            _at_least(name, getattr(self, name), 0)
-        for name in ("cpus_per_engine", "cpus_per_learner", "cpus_per_rollout_worker"):
-            _at_least(name, getattr(self, name), 0)
-        for name in ("engine_timeout", "learner_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"cluster.{name}", getattr(self, name), "a number above 0")
+        check_bounds(self, "engines", "learners", "rollout_workers", "min_engines", least=1, table="cluster.")
+        shares = [f"{unit}_per_{part}" for unit in ("cpus", "gpus") for part in ("engine", "learner")]
+        retries = ("engine_restarts", "learner_restarts", "episode_retries")
+        check_bounds(self, *shares, "cpus_per_rollout_worker", *retries, least=0, table="cluster.")
+        check_bounds(self, "engine_timeout", "learner_timeout", table="cluster.")
         if self.engine not in ("vllm", "vllm-url", "transformers") and ":" not in self.engine:
             raise ConfigError("cluster.engine", self.engine, "vllm, vllm-url, transformers or module:function")
         self._check_url()
@@ -131,8 +127,3 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             Demand("learner", self.learners * pools, self.cpus_per_learner, learner),
             Demand("rollout worker", self.rollout_workers, self.cpus_per_rollout_worker, 0),
         )
-
-
-def _at_least(name: str, value: float, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"cluster.{name}", value, f"a number of at least {least}")

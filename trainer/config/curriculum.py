@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, check_bounds
 
 
 class CurriculumConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,7 +21,6 @@ class CurriculumConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Mean reward of a task's episodes from which on it is easy."""
 
     def __post_init__(self) -> None:
-        if self.level_steps < 1:
-            raise ConfigError("curriculum.level_steps", self.level_steps, "1 or more")
+        check_bounds(self, "level_steps", least=1, table="curriculum.")
         if self.k_easy is not None and self.k_easy < 2:
             raise ConfigError("curriculum.k_easy", self.k_easy, "2 or more: a group of one has no baseline")

@@ -8,7 +8,7 @@ import re
 import msgspec
 
 from cotune.algorithms.from_records import FROM_RECORDS
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, check_bounds
 from cotune.trainer.config.learner import LearnerSettings
 
 
@@ -29,12 +29,10 @@ class RecordsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Recipe sft: compute the turns of a conversation as one row where each goes on from the one before."""
 
     def __post_init__(self) -> None:
-        if self.best_of is not None and self.best_of < 1:
-            raise ConfigError("records.best_of", self.best_of, "1 or more")
+        check_bounds(self, "best_of", least=1, table="records.")
+        check_bounds(self, "patience", least=0, table="records.")
         if not 0.0 <= self.held_out < 1.0:
             raise ConfigError("records.held_out", self.held_out, "0 or more, and below 1")
-        if self.patience < 0:
-            raise ConfigError("records.patience", self.patience, "0 (never) or more")
         if self.min_reward is not None and not math.isfinite(self.min_reward):
             raise ConfigError("records.min_reward", self.min_reward, "a finite number")
 
@@ -66,12 +64,9 @@ class DistillConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Most requests to a server at once."""
 
     def __post_init__(self) -> None:
-        if not self.timeout > 0:
-            raise ConfigError("distill.timeout", self.timeout, "a number above 0")
-        if self.retries < 0:
-            raise ConfigError("distill.retries", self.retries, "0 or more")
-        if self.concurrency < 1:
-            raise ConfigError("distill.concurrency", self.concurrency, "1 or more")
+        check_bounds(self, "timeout", table="distill.")
+        check_bounds(self, "retries", least=0, table="distill.")
+        check_bounds(self, "concurrency", least=1, table="distill.")
         if re.fullmatch(r"(?!https?://)[^/]+:\d+(/.*)?", self.teacher):
             raise ConfigError("distill.teacher", self.teacher, "an address with http:// or https:// before it")
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from cotune.errors import ConfigError
+from cotune.errors import check_bounds
 
 
 class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,7 +25,5 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Collapsed is a role on whose tokens sampler and learner disagree by more, in nats."""
 
     def __post_init__(self) -> None:
-        if self.window < 2:
-            raise ConfigError("guard.window", self.window, "2 steps or more")
-        if not self.reward_drop > 0:
-            raise ConfigError("guard.reward_drop", self.reward_drop, "a number above 0")
+        check_bounds(self, "window", least=2, table="guard.")
+        check_bounds(self, "reward_drop", table="guard.")

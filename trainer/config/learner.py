@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from cotune.algorithms.recipes import LossSpec
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, check_bounds
 from cotune.runtime.memory import parse_size
 
 LORA_LR = 5e-6
@@ -85,18 +85,12 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """CPU threads of torch; None leaves torch's own setting."""
 
     def __post_init__(self) -> None:
-        positive = {"mini_batch": self.mini_batch, "epochs": self.epochs, "micro_batch_tokens": self.micro_batch_tokens}
-        for field, value in positive.items():
-            if value != "auto" and value < 1:
-                raise ConfigError(f"learner.{field}", value, "an integer of at least 1")
-        if self.lr is not None and not self.lr > 0:
-            raise ConfigError("learner.lr", self.lr, "a number above 0", "Leave it out for the default.")
-        if not self.grad_clip >= 0:
-            raise ConfigError("learner.grad_clip", self.grad_clip, "0 (no clipping) or a number above 0")
+        counts = ("mini_batch", "epochs", "micro_batch_tokens", "threads")
+        check_bounds(self, *counts, least=1, table="learner.")
+        check_bounds(self, "lr", table="learner.")
+        check_bounds(self, "grad_clip", least=0, table="learner.")
         if self.memory:
             _check_memory(self.memory)
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError("learner.threads", self.threads, "an integer of at least 1")
 
 
 def _check_memory(memory: str) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from cotune.errors import ConfigError
+from cotune.errors import check_bounds
 from cotune.replay.forks import fork_rule
 
 
@@ -40,5 +40,4 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         fork_rule(self.forks)
-        if self.forks_per_episode < 1:
-            raise ConfigError("replay.forks_per_episode", self.forks_per_episode, "1 or more")
+        check_bounds(self, "forks_per_episode", least=1, table="replay.")

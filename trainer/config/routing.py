@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, check_bounds
 
 
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,9 +23,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Versions from one that is kept to the next."""
 
     def __post_init__(self) -> None:
-        for name in ("swap_every", "pool", "pool_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"routing.{name}", getattr(self, name), "1 or more")
+        check_bounds(self, "swap_every", "pool", "pool_every", least=1, table="routing.")
         if len(self.swap) == 1 or len(set(self.swap)) < len(self.swap):
             raise ConfigError("routing.swap", list(self.swap), "two or more roles, each once")
         if both := sorted(set(self.swap) & set(self.past)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, check_bounds
 from cotune.runtime.memory import parse_size
 
 
@@ -24,6 +24,7 @@ class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     without a value a 32nd of the machine's, or of the GPU's."""
 
     def __post_init__(self) -> None:
+        check_bounds(self, "temperature", "max_tokens", table="sampling.")
         try:
             self.prefix_bytes()
         except ValueError:

@@ -15,7 +15,7 @@ from cotune.algorithms.catalogue import RECIPES, recipe, takes_a_tree
 from cotune.algorithms.collect import failure_reward
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import USUAL, Recipe
-from cotune.errors import ConfigError, field_and_fault
+from cotune.errors import ConfigError, check_bounds, field_and_fault
 from cotune.integrations.chat.tool_formats import check_tool_format
 from cotune.integrations.trackers.tracker import Tool
 from cotune.policies import LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
@@ -79,6 +79,13 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     of a role's scorer | roles: each policy by what the scorers give its own roles."""
     patience: int | None = None
     """End the run after so many evaluations without a better one."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "every", "limit", "patience", table="evaluation.")
+        for name in ("keep_best", "patience"):
+            if getattr(self, name) and not self.tasks:
+                allowed = "given with evaluation.tasks"
+                raise ConfigError(f"evaluation.{name}", getattr(self, name), allowed, "Pass --eval-tasks FILE.")
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -167,18 +174,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     distill: DistillConfig = DistillConfig()
 
     def __post_init__(self) -> None:
-        for name in ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "max_staleness"):
-            _positive(name, getattr(self, name))
-        _positive("sampling.temperature", self.sampling.temperature)
-        _positive("sampling.max_tokens", self.sampling.max_tokens)
-        _positive("lora.rank", self.lora.rank)
-        _positive("evaluation.every", self.evaluation.every)
-        _positive("evaluation.limit", 1 if self.evaluation.limit is None else self.evaluation.limit)
-        _positive("evaluation.patience", 1 if self.evaluation.patience is None else self.evaluation.patience)
-        if (self.evaluation.keep_best or self.evaluation.patience) and not self.evaluation.tasks:
-            asking = "keep_best" if self.evaluation.keep_best else "patience"
-            value = self.evaluation.keep_best or self.evaluation.patience
-            raise ConfigError(f"evaluation.{asking}", value, "given with evaluation.tasks", "Pass --eval-tasks FILE.")
+        counts = ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "max_staleness")
+        check_bounds(self, *counts)
         _failure("on_failure", self.on_failure)
         check_tool_format(self.tool_format)
         if self.cluster.colocate and self.mode != "sync":
@@ -384,8 +381,3 @@ def _failure(name: str, value: str) -> None:
         failure_reward(value)
     except ValueError:
         raise ConfigError(name, value, "lowest, exclude or reward:<number>", "For example: reward:-1") from None
-
-
-def _positive(name: str, value: float) -> None:
-    if value <= 0:
-        raise ConfigError(name, value, "a number above 0")

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, check_bounds
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import UNSHAPED
 
@@ -67,10 +67,7 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_modes(self.modes)
-        for name in ("limit", "samples", "timeout", "concurrency"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(name, value, "a number above 0")
+        check_bounds(self, "limit", "samples", "timeout", "concurrency")
 
 
 @dataclass(frozen=True)

@@ -27,45 +27,9 @@ from cotune.runtime.run_sync import run_sync
 from cotune.storage.run_layout import RunLayout, is_run, read_run_json
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.replay.answering import Answering, answering
+from cotune.trainer.replay.options import ReplayOptions
 from cotune.trainer.resume import relocated
 from cotune.workflows import Workflow, load_workflow
-
-
-class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is run again and how. Either `episode` or `all` names what. Raises ConfigError for what does not fit."""
-
-    episode: str | None = None
-    all: bool = False
-    call: int | None = None
-    """The call from which on it is new, by its step."""
-    k: int = 1
-    """How often, each with its own random numbers."""
-    answer: str | None = None
-    """What is said at the call: a text, or an assistant message as JSON."""
-    workflow: str | None = None
-    """Where the records do not say: module:attribute or file.py:attribute."""
-    roles_by: str | None = None
-    model: str | None = None
-    limit: int | None = None
-    temperature: float | None = None
-    max_tokens: int = 256
-    concurrency: int = 8
-    timeout: float = 600.0
-    out: str | None = None
-
-    def __post_init__(self) -> None:
-        if (self.episode is None) == (not self.all):
-            raise ConfigError("episode", self.episode, "an episode's id, or else --all", "See cotune show RUN.")
-        if self.all and (self.answer is not None or self.k != 1):
-            name = "answer" if self.answer is not None else "k"
-            raise ConfigError(name, getattr(self, name), "given with --episode only", "Leave out --all.")
-        if self.answer is not None and (self.call is None or self.k != 1):
-            raise ConfigError(
-                "answer", self.answer, "given with --call, and without -k", "Name the call that it answers."
-            )
-        for name in ("k", "limit", "max_tokens", "concurrency", "timeout"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise ConfigError(name, value, "a number above 0")
 
 
 class Seen(msgspec.Struct, frozen=True):

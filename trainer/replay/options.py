@@ -1,0 +1,53 @@
+"""What `cotune replay` is asked for; its flags are these fields."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cotune.errors import ConfigError, check_bounds
+
+
+class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is run again and how. Either `episode` or `all` names what. Raises ConfigError for what does not fit."""
+
+    episode: str | None = None
+    """The episode to run again; cotune show RUN lists them."""
+    all: bool = False
+    """Every recorded episode; the exit status is 1 where one diverges or newly fails."""
+    call: int | None = None
+    """The call from which on it is new, by its number in cotune show --episode; calls before it are answered from the
+    record. Without it all are, or with --model none."""
+    k: int = 1
+    """Run it so often, each time with other random numbers."""
+    answer: str | None = None
+    """What is said at the call: a text, or an assistant message as JSON."""
+    workflow: str | None = None
+    """MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of a @cotune.workflow; without it the run's own."""
+    model: str | None = None
+    """What answers new calls: a run, an export, or a model (untrained, for all roles); without it the newest checkpoint
+    of RUN, or where there is none the application's own provider, which is asked and paid as ever."""
+    temperature: float | None = None
+    """Of new calls; without it what the application asks."""
+    max_tokens: int = 256
+    """Most new tokens of an answer where the application names no limit."""
+    limit: int | None = None
+    """With --all, only the first N episodes."""
+    concurrency: int = 8
+    """Episodes in flight."""
+    timeout: float = 600.0
+    """Seconds for one episode."""
+    out: str | None = None
+    """Also write the records to this new folder."""
+    roles_by: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.episode is None) == (not self.all):
+            raise ConfigError("episode", self.episode, "an episode's id, or else --all", "See cotune show RUN.")
+        if self.all and (self.answer is not None or self.k != 1):
+            name = "answer" if self.answer is not None else "k"
+            raise ConfigError(name, getattr(self, name), "given with --episode only", "Leave out --all.")
+        if self.answer is not None and (self.call is None or self.k != 1):
+            raise ConfigError(
+                "answer", self.answer, "given with --call, and without -k", "Name the call that it answers."
+            )
+        check_bounds(self, "k", "limit", "max_tokens", "concurrency", "timeout")
