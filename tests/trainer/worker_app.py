@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.trainer.tiny_app import application, ask, client, letters
+from tests.trainer.tiny_app import application, ask, client, converse, letters
 
 _warm = client("http://127.0.0.1:9/v1").chat.completions  # imports now what the SDK imports at the first call
 
@@ -30,3 +30,6 @@ async def _late(task: Mapping[str, str]) -> float:
 
 late = application(_late)
 """A role that only the task `late` knows."""
+
+judged = application(converse)
+"""No scorer: the outcome is all there is."""

@@ -230,10 +230,6 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         name = self.recipe or USUAL[kind]
         chosen = recipe(name, **{"plan": kind, "alpha": self.alpha, **self.overrides})
         check_anchor(self.learner, chosen.loss)
-        if chosen.loss.critic and self.cluster.address:
-            raise ConfigError(
-                "cluster.address", self.cluster.address, "nothing with a critic, which one process trains"
-            )
         if kind == "replay":
             why = "a call is judged by the outcome of the episode that goes on from it"
         elif scorers:

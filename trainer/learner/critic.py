@@ -10,16 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cotune.algorithms.attribution import Floats
 from cotune.algorithms.gae import gae, whitened
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
-from cotune.trainer.learner.files import restoring
+from cotune.trainer.learner.batching import lengths_of
+from cotune.trainer.learner.dist import ProcessGroup, SingleProcess
+from cotune.trainer.learner.files import read_critic, restoring, write_critic
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.protocol import LearnerAround
 
 EPOCHS = 8
 """Steps that the value head takes on the rows of an update."""
-FILE = "critic.safetensors"
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class CriticLearner(LearnerAround):
@@ -27,17 +30,19 @@ class CriticLearner(LearnerAround):
     train on them; then the value heads learn what they should have said.
 
     A value head is linear in the policy's last hidden state, which gets no gradient from it, and begins at 0. It is in
-    the checkpoints and nowhere else.
+    the checkpoints and nowhere else. In a process group of several all ranks have the same heads: each computes the
+    values and gradients of the rows that are its part, and their sums go to all.
     """
 
-    def __init__(self, inner: LocalLearner, loss: LossSpec) -> None:
+    def __init__(self, inner: LocalLearner, loss: LossSpec, group: ProcessGroup | None = None) -> None:
         super().__init__(inner)
         self._inner = inner
         self._loss = loss
+        self._group = group or SingleProcess()
         self._heads: dict[str, nn.Linear] = {}
         self._optimizers: dict[str, torch.optim.AdamW] = {}
-        for name, width in inner.widths().items():
-            head = nn.Linear(width, 1)
+        for name, policy in inner.policies.items():
+            head = nn.Linear(policy.width, 1)
             nn.init.zeros_(head.weight)
             nn.init.zeros_(head.bias)
             self._heads[name] = head
@@ -48,19 +53,18 @@ class CriticLearner(LearnerAround):
         `explained_variance`, 1 - var(target - value) / var(target)."""
         seen = [msgspec.structs.replace(row, prompt_ids=row.privileged + row.prompt_ids) for row in rows]
         states = self._inner.states(policy, seen)
-        with torch.no_grad():
-            values = [self._values(policy, own).numpy().astype(np.float64) for own in states]
+        values = self._values(policy, rows, states)
         loss = self._loss
         raw = [gae(v, row.advantage, loss.gae_gamma, loss.gae_lambda) for v, row in zip(values, rows, strict=True)]
-        targets = np.concatenate([a + v for a, v in zip(raw, values, strict=True)])
-        errors = targets - np.concatenate(values)
+        targets = [a + v for a, v in zip(raw, values, strict=True)]
         weighed = [
             msgspec.structs.replace(row, advantages=tuple(own.tolist()))
             for row, own in zip(rows, whitened(raw), strict=True)
         ]
         figures = self._inner.update(policy, weighed, lr_scale=lr_scale)
-        self._learn(policy, torch.cat(list(states)), torch.from_numpy(targets).float())
-        spread = float(targets.var())
+        self._learn(policy, states, targets)
+        aims = np.concatenate(targets)
+        errors, spread = aims - np.concatenate(values), float(aims.var())
         return {
             **figures,
             "value_loss": float(np.square(errors).mean()),
@@ -69,46 +73,68 @@ class CriticLearner(LearnerAround):
 
     def save(self, folder: Path) -> None:
         """What the inner learner saves, and the value heads with their optimizers."""
-        from safetensors.torch import save_file
-
         self._inner.save(folder)
-        save_file({name: tensor.contiguous() for name, tensor in self._state().items()}, folder / FILE)
+        self._save_heads(folder)
+
+    def save_policies(self, folder: Path) -> None:
+        """What `save` writes of each policy."""
+        self._inner.save_policies(folder)
+        self._save_heads(folder)
 
     def load(self, folder: Path, new: Collection[str] = ()) -> None:
-        """Restore what `save` wrote; heads of policies that are `new` begin at 0. Raises RunError as the inner one."""
-        from safetensors.torch import load_file
-
+        """Restore what `save` wrote, here or in a learner of several processes; heads of policies that are `new` begin
+        at 0. Raises RunError as the inner one."""
         self._inner.load(folder, new)
+        self._load_heads(folder, new)
+
+    def load_policies(self, folder: Path, new: Collection[str] = ()) -> None:
+        """What `load` restores of each policy."""
+        self._inner.load_policies(folder, new)
+        self._load_heads(folder, new)
+
+    def _save_heads(self, folder: Path) -> None:
+        if self._group.rank == 0:
+            for name, policy in self._inner.policies.items():
+                write_critic(folder, policy, self._state(name))
+
+    def _load_heads(self, folder: Path, new: Collection[str]) -> None:
         with restoring(folder):
-            found = load_file(folder / FILE)
-            for name, head in self._heads.items():
-                if name in new:
-                    continue
-                head.load_state_dict({key: found[f"{name}/{key}"] for key in ("weight", "bias")})
-                optimizer = self._optimizers[name]
-                for key, parameter in (("weight", head.weight), ("bias", head.bias)):
-                    kept = {
-                        k: found[at] for k in ("step", "exp_avg", "exp_avg_sq") if (at := f"{name}/{key}/{k}") in found
-                    }
-                    if kept:
+            for name, policy in self._inner.policies.items():
+                if name not in new:
+                    found = read_critic(folder, policy)
+                    head, optimizer = self._heads[name], self._optimizers[name]
+                    head.load_state_dict({key: found[key] for key in ("weight", "bias")})
+                    for key, parameter in head.named_parameters():
+                        kept = {k: found[at] for k in _MOMENTS if (at := f"{k}/{key}") in found}
                         optimizer.state[parameter] = kept
 
-    def _state(self) -> dict[str, Tensor]:
+    def _state(self, policy: str) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for name, head in self._heads.items():
-            for key, parameter in (("weight", head.weight), ("bias", head.bias)):
-                found[f"{name}/{key}"] = parameter.detach()
-                moments = self._optimizers[name].state.get(parameter, {})
-                found |= {f"{name}/{key}/{k}": tensor for k, tensor in moments.items()}
+        for key, parameter in self._heads[policy].named_parameters():
+            found[key] = parameter.detach()
+            moments = self._optimizers[policy].state.get(parameter, {})
+            found |= {f"{k}/{key}": tensor for k, tensor in moments.items()}
         return found
 
-    def _values(self, policy: str, states: Tensor) -> Tensor:
-        values: Tensor = self._heads[policy](states).squeeze(-1)
-        return values
+    def _values(self, policy: str, rows: Sequence[TrainRow], states: Mapping[int, Tensor]) -> list[Floats]:
+        """[tokens of the row] of each row, of which `states` has those of this rank's part."""
+        lengths = lengths_of(rows)
+        found = torch.zeros(sum(lengths))
+        parts = found.split(lengths)
+        with torch.no_grad():
+            for number, own in states.items():
+                parts[number].copy_(self._heads[policy](own).squeeze(-1))
+        return [part.numpy().astype(np.float64) for part in self._group.sum(found).split(lengths)]
 
-    def _learn(self, policy: str, states: Tensor, targets: Tensor) -> None:
-        optimizer = self._optimizers[policy]
+    def _learn(self, policy: str, states: Mapping[int, Tensor], targets: Sequence[Floats]) -> None:
+        """Steps on the mean squared error over the tokens of all rows; `states` are of this rank's part of them."""
+        head, optimizer = self._heads[policy], self._optimizers[policy]
+        tokens = sum(map(len, targets))
+        inputs = torch.cat([torch.empty(0, head.in_features), *states.values()])
+        aims = torch.from_numpy(np.concatenate([np.empty(0), *(targets[number] for number in states)])).float()
         for _ in range(EPOCHS):
             optimizer.zero_grad()
-            (self._values(policy, states) - targets).square().mean().backward()
+            ((head(inputs).squeeze(-1) - aims).square().sum() / tokens).backward()
+            for parameter in head.parameters():
+                parameter.grad = self._group.sum(parameter.grad)
             optimizer.step()

@@ -6,6 +6,7 @@
 | `<i>.safetensors` | weights of the i-th trained policy, whole |
 | `<i>.optimizer.safetensors` or `<i>.optimizer/` | its optimizer state: of a learner of one process, or in parts |
 | `<i>.progress.safetensors` | the state of its row order, and how many steps it has made |
+| `<i>.critic.safetensors` | its value head and that one's optimizer state, where the recipe has a critic |
 
 All are JSON or safetensors, so that reading a file that someone else made runs no code.
 """
@@ -101,6 +102,17 @@ def read_progress(folder: Path, policy: PolicyModel, order: torch.Generator) -> 
     found = load_file(folder / f"{policy.index}.progress.safetensors")
     order.set_state(found["order"])
     return int(found["steps"])
+
+
+def write_critic(folder: Path, policy: PolicyModel, tensors: Mapping[str, Tensor]) -> None:
+    _write(folder / f"{policy.index}.critic.safetensors", tensors)
+
+
+def read_critic(folder: Path, policy: PolicyModel) -> dict[str, Tensor]:
+    """What `write_critic` wrote."""
+    from safetensors.torch import load_file
+
+    return dict(load_file(folder / f"{policy.index}.critic.safetensors"))
 
 
 @contextmanager

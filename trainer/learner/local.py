@@ -191,21 +191,18 @@ class LocalLearner:
             found = self._passes.fitting(lambda: self._logprobs(model, rows, [range(len(rows))]), lambda: None)
             return [part.cpu().numpy() for part in found]
 
-    def widths(self) -> dict[str, int]:
-        """The size of each policy's hidden state."""
-        return {name: model.network.config.get_text_config().hidden_size for name, model in self._policies.items()}
+    @property
+    def policies(self) -> Mapping[str, PolicyModel]:
+        """Those that it trains, by name."""
+        return self._policies
 
-    def states(self, policy: str, rows: Sequence[TrainRow]) -> list[Tensor]:
-        """[tokens of the row, hidden] for each row: the last hidden states that predict its response, on the CPU."""
+    def states(self, policy: str, rows: Sequence[TrainRow]) -> dict[int, Tensor]:
+        """[tokens of the row, hidden] by the row's number: the last hidden states that predict its response, on the
+        CPU. Of several ranks each has a part of the rows. Raises LearnerError for a row that fits into no memory."""
         with self._lock:
             check_rows(rows)
-            model, lengths = self._model(policy), lengths_of(rows)
-            found: list[Tensor] = [torch.empty(0)] * len(rows)
-            for micro in self._micro_batches(model, rows, range(len(rows))):
-                parts = model.states([rows[i] for i in micro]).cpu().split([lengths[i] for i in micro])
-                for index, part in zip(micro, parts, strict=True):
-                    found[index] = part
-            return found
+            self._passes.check(rows)
+            return self._passes.fitting(partial(self._states, self._model(policy), rows), lambda: None)
 
     def weights(self, policy: str) -> Weights:
         """Trainable weights as fp32 arrays: PEFT state-dict names for a LoRA, model parameter names else."""
@@ -290,6 +287,13 @@ class LocalLearner:
             for index, value in zip(micro, values.split([lengths[i] for i in micro]) if micro else (), strict=True):
                 parts[index].copy_(value)
         return list(self._group.sum(found).split(lengths))
+
+    def _states(self, model: PolicyModel, rows: Sequence[TrainRow]) -> dict[int, Tensor]:
+        lengths, found = lengths_of(rows), dict[int, Tensor]()
+        for micro in self._micro_batches(model, rows, range(len(rows))):
+            states = model.states([rows[i] for i in micro]).cpu()
+            found.update(zip(micro, states.split([lengths[i] for i in micro]) if micro else (), strict=True))
+        return found
 
     def _backward(self, update: _Update, batch: Sequence[int], *, first: bool) -> float:
         """Gradients of one mini-batch (indices of rows); returns this rank's part of its loss."""

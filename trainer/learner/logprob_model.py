@@ -55,7 +55,7 @@ FILLER = TrainRow(id="filler", role="", prompt_ids=(0,), response_ids=(0, 0), lo
 
 
 class LogprobModel(nn.Module):  # type: ignore[misc]
-    """Rows in, log-probabilities out. FSDP gathers the network's weights for `forward` only."""
+    """Rows in, log-probabilities out. FSDP gathers the network's weights for `forward` and `states` only."""
 
     sharded = False
     """Set by FSDP's wrapping."""
@@ -80,12 +80,16 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         targets = torch.from_numpy(np.concatenate([np.asarray(r.response_ids, np.int64) for r in rows])).to(device)
         temperature = torch.tensor([row.temperature for row in rows], device=device)
         lengths = torch.tensor([len(row.response_ids) for row in rows], device=device)
-        hidden = self.states(rows, shared=shared, dtype=dtype)
+        hidden = self._states(rows, shared=shared, dtype=dtype)
         shaping = self.sampled_distribution.of(rows, head.weight.shape[0], device)
         return token_logprobs(hidden, head.weight, head.bias, targets, temperature.repeat_interleave(lengths), shaping)
 
     def states(self, rows: Sequence[TrainRow], *, shared: bool, dtype: str) -> Tensor:
-        """[tokens, hidden] the last hidden states that predict the response tokens, rows in order."""
+        """[tokens, hidden] the last hidden states that predict the response tokens, rows in order. No rows: those of
+        `FILLER`."""
+        return self._states(rows or [FILLER], shared=shared, dtype=dtype)
+
+    def _states(self, rows: Sequence[TrainRow], *, shared: bool, dtype: str) -> Tensor:
         with _precision(self.network.get_output_embeddings().weight.device, dtype):
             if shared:
                 return tree_states(self.network, rows)

@@ -44,6 +44,11 @@ class PolicyModel:
         return self.network.get_input_embeddings().weight.device
 
     @property
+    def width(self) -> int:
+        """The size of the hidden states."""
+        return int(self.network.config.get_text_config().hidden_size)
+
+    @property
     def shares_prompts(self) -> bool:
         """Whether rows compute what they have in common once: asked for, and possible with this model."""
         return self.settings.shared_prompts and self.logprob_model.shares
@@ -74,7 +79,9 @@ class PolicyModel:
         """[tokens, hidden] what the policy's last layer makes of all before each response token, without gradients."""
         self.activate()
         with torch.no_grad():
-            return self.logprob_model.states(rows, shared=self.shares_prompts, dtype=self.settings.dtype).float()
+            found = self.logprob_model.states(rows, shared=self.shares_prompts, dtype=self.settings.dtype).float()
+        self.logprob_model.release()
+        return found
 
     def reference_logprobs(self, rows: Sequence[TrainRow]) -> Tensor:
         """Log-probabilities of the same tokens under the untrained model, without gradients."""

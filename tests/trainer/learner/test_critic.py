@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.gae import gae, whitened
@@ -13,9 +17,10 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, RunError
 from cotune.policies import LoraSpec, policies_for
 from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.config.train import convert
 from cotune.trainer.learner.critic import CriticLearner
 from cotune.trainer.learner.local import LocalLearner
+from tests.trainer import worker_app
+from tests.trainer.learner.learner_rows import change, make_rows
 from tests.trainer.tiny_app import application, converse
 
 LOSS = msgspec.structs.replace(recipe("cory").loss, kl=0.0)
@@ -90,7 +95,7 @@ def test_a_checkpoint_holds_the_value_heads_and_their_optimizers(base, learner, 
     one, other = (it.update("a", rows([0.0, 1.0])) for it in (learner, again))
     assert one["value_loss"] == other["value_loss"]
     assert torch.equal(learner._heads["a"].weight, again._heads["a"].weight)
-    (tmp_path / "critic.safetensors").unlink()
+    (tmp_path / "0.critic.safetensors").unlink()
     with pytest.raises(RunError, match="Cannot restore the learner"):
         again.load(tmp_path)
 
@@ -153,7 +158,58 @@ def test_a_critic_takes_the_reward_as_it_is():
         recipe("cory", gae_lambda=2)
 
 
-def test_a_cluster_has_no_critic():
-    config = convert({"model": "m", "recipe": "cory", "cluster": {}})
-    with pytest.raises(ConfigError, match=r"cluster.address = 'local': allowed is nothing with a critic"):
-        config.resolve_plan([])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_two_workers_judge_and_learn_as_one_and_go_on_from_each_other(base, two_ranks, tmp_path, kind):
+    """With privileged text; 11 rows, then fewer rows than workers."""
+    loss = msgspec.structs.replace(LOSS, kl=0.01, kl_in="reward")
+    settings = change(SETTINGS, eps=1e-6, mini_batch=4, micro_batch_tokens=30)
+    policies = policies_for(kind, ["a", "b"], LoraSpec(rank=4))
+
+    def shown(groups: int, k: int) -> list[TrainRow]:
+        made = make_rows(groups=groups, k=k, response=(1, 6))[1 if k > 1 else 0 :]
+        return [msgspec.structs.replace(row, privileged=(2, 5 + i % 2)) for i, row in enumerate(made)]
+
+    local = CriticLearner(LocalLearner.open(base, policies, settings, loss), loss)
+    ranks = two_ranks.learner(base, policies, settings, loss)
+    batches = [shown(3, 4)] * 3 + [shown(1, 1)]
+
+    def compare(policy: str, batch: list[TrainRow]) -> None:
+        expected, found = (it.update(policy, batch) for it in (local, ranks))
+        assert expected.keys() == found.keys()
+        for name in ("value_loss", "explained_variance", "loss", "grad_norm", "kl", "steps"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+        one, other = local.weights(policy), ranks.weights(policy)
+        assert max(np.abs(one[name] - other[name]).max() for name in one) < 1e-5
+
+    def saved(learner: Any, name: str) -> Path:
+        (tmp_path / name).mkdir()
+        learner.save(tmp_path / name)
+        return tmp_path / name
+
+    for policy in ("a", "b"):
+        for batch in batches:
+            compare(policy, batch)
+    folders = [saved(local, "local"), saved(ranks, "ranks")]
+    for policy in ("0", "1"):
+        heads = [load_file(folder / f"{policy}.critic.safetensors") for folder in folders]
+        assert heads[0].keys() == heads[1].keys()
+        assert len(heads[0]) == 8
+        assert all(torch.allclose(heads[0][name], heads[1][name], rtol=0, atol=1e-5) for name in heads[0])
+        assert heads[0]["weight"].abs().max() > 0
+    local.load(folders[1])
+    ranks.load(folders[0])
+    compare("a", batches[0])
+
+
+@pytest.mark.slow
+def test_a_run_on_a_cluster_has_a_critic_that_sees_the_reference(ray_runtime, trainer):
+    tasks = [{"id": x, "letter": x, "reference": f"say {x}"} for x in "abc"]
+    cluster = {"address": "local", "engine": "transformers", "learners": 2, "rollout_workers": 1}
+    settings = {"recipe": "sweet_rl", "policies": "lora", "cluster": cluster}
+    assert trainer(worker_app.judged, tasks, steps=2, **settings).finished
+    for line in trainer.metrics():
+        assert {"value_loss", "explained_variance"} <= line["policies"]["first"].keys()
+        assert line["policies"]["first"]["steps"] > 0
+    found = load_file(next((trainer.folder / "run" / "checkpoints" / "step-000002").rglob("0.critic.safetensors")))
+    assert found["step/weight"] == 16

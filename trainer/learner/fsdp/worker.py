@@ -16,13 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_rank, get_world_size
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.policies import Policies
 from cotune.sampling.protocol import Weights
 from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.learner.critic import CriticLearner
 from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.logprob_model import LogprobModel
@@ -67,6 +73,7 @@ def _shard(model: LogprobModel, mesh: DeviceMesh, dtype: str) -> None:
     for layer in _layers(model.network):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
+    register_fsdp_forward_method(model, "states")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -84,7 +91,7 @@ def _layers(network: Any) -> list[Any]:
 class FsdpWorker:
     """All ranks are called with the same arguments, in the same order. Rows come packed (`pack_rows`)."""
 
-    _learner: LocalLearner
+    _learner: LocalLearner | CriticLearner
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -116,7 +123,9 @@ class FsdpWorker:
         whole = msgspec.structs.replace(settings, device="cpu")
         opened = open_policy_models(model, policies, whole, reference=loss.needs_untrained, names=names)
         shard(opened.values(), init_device_mesh(self._device, (self._size,)), settings.dtype)
-        self._learner = LocalLearner(opened, settings, loss, TorchProcessGroup())
+        group = TorchProcessGroup()
+        learner = LocalLearner(opened, settings, loss, group)
+        self._learner = CriticLearner(learner, loss, group) if loss.critic else learner
 
     def update(self, policy: str, rows: bytes, lr_scale: float) -> dict[str, float]:
         done = dict(self._learner.update(policy, unpack_rows(rows), lr_scale=lr_scale))
