@@ -1,0 +1,124 @@
+"""A LangGraph application that answers questions from documents: a query writer, a reader, an answerer.
+
+The writer says what to search for, the reader notes what the best document has to do with the question, up to three
+times; the answerer answers from the notes alone.
+
+    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python -m examples.search.app --tasks 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from typing import TypedDict
+
+from langchain_openai import ChatOpenAI
+from langgraph.graph import END, START, StateGraph
+
+from examples.search.index import Index
+from examples.search.tasks import Document, Question, make_tasks
+
+TURNS = 3
+"""Searches for a question."""
+WRITER, READER, ANSWERER = "Write a query.", "Note what helps.", "Answer from the notes."
+TEMPERATURE = float(os.environ.get("SEARCH_TEMPERATURE", "1"))
+API_KEY = os.environ.get("OPENAI_API_KEY", "none")
+
+
+class State(TypedDict, total=False):
+    """State of a question: its corpus, the document found last, titles of all that were found, notes, the answer."""
+
+    question: str
+    index: Index
+    found: Document
+    retrieved: list[str]
+    notes: list[str]
+    searches: int
+    answer: str
+
+
+def model(role: str, max_tokens: int) -> ChatOpenAI:
+    """The chat model that plays a role; served under the role's name."""
+    return ChatOpenAI(model=role, temperature=TEMPERATURE, api_key=API_KEY, max_tokens=max_tokens)
+
+
+writer_model, reader_model, answerer_model = model("writer", 12), model("reader", 12), model("answerer", 12)
+
+
+async def writer(state: State) -> State:
+    """Search for what is missing."""
+    reply = await writer_model.ainvoke(_asked(WRITER, state, notes(state)))
+    found = state["index"].best(reply.text)
+    searches = state["searches"] + 1
+    if found is None:
+        return {"searches": searches, "found": {"title": "", "text": "nothing found"}}
+    return {"searches": searches, "found": found, "retrieved": [*state["retrieved"], found["title"]]}
+
+
+async def reader(state: State) -> State:
+    """Note what the document has to do with the question."""
+    reply = await reader_model.ainvoke(_asked(READER, state, f"passage {state['found']['text']}"))
+    return {"notes": [*state["notes"], f"{state['found']['title']} says {reply.text.strip()}"]}
+
+
+async def answerer(state: State) -> State:
+    """Answer."""
+    reply = await answerer_model.ainvoke(_asked(ANSWERER, state, notes(state)))
+    return {"answer": reply.text.strip()}
+
+
+def onward(state: State) -> str:
+    """Another search, until the searches are over."""
+    return "answerer" if state["searches"] >= TURNS else "writer"
+
+
+def notes(state: State) -> str:
+    """The notes so far, a line each."""
+    return "\n".join(["notes", *state["notes"]])
+
+
+def _asked(system: str, state: State, known: str) -> list[dict[str, str]]:
+    content = f"question {state['question']}\n{known}"
+    return [{"role": "system", "content": system}, {"role": "user", "content": content}]
+
+
+builder = StateGraph(State)
+for node in (writer, reader, answerer):
+    builder.add_node(node.__name__, node)
+builder.add_edge(START, "writer")
+builder.add_edge("writer", "reader")
+builder.add_conditional_edges("reader", onward, ["writer", "answerer"])
+builder.add_edge("answerer", END)
+graph = builder.compile()
+
+
+async def solve(task: Question) -> State:
+    """Answer one question."""
+    begin: State = {
+        "question": task["question"],
+        "index": Index(task["documents"]),
+        "retrieved": [],
+        "notes": [],
+        "searches": 0,
+    }
+    end: State = await graph.ainvoke(begin)
+    return end
+
+
+async def main() -> None:
+    """Answer some questions with whatever OPENAI_BASE_URL points at, and print how many answers are right."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--tasks", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    tasks = list(make_tasks(options.tasks, options.seed))
+    states = await asyncio.gather(*(solve(task) for task in tasks))
+    for task, state in zip(tasks, states, strict=True):
+        print(f"{task['question']} {state['answer']} (from {', '.join(state['retrieved']) or 'nothing'})")
+    right = sum(state["answer"] == task["answer"] for task, state in zip(tasks, states, strict=True))
+    print(f"{right} of {len(tasks)} are right")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,80 @@
+"""Builds a base model that knows the words of the corpus and, mostly, what each role is for: warmed up on imperfect
+demonstrations.
+
+    python -m examples.search.base --out runs/search/base --seed 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from examples.search.app import ANSWERER, READER, WRITER
+from examples.search.tasks import GOODS, PEOPLE, PROVINCES, QUESTIONS, SIGHTS, TOWNS, TRADES, Question, make_tasks
+from examples.tiny_model import Demonstration, build_base
+
+STEPS, DEMONSTRATIONS = 400, 12000
+ERRING = {"writer": 0.45, "reader": 0.4, "answerer": 0.4}
+"""Share of a role's answers that name anything that was mentioned."""
+NAMES = (*PEOPLE, *TRADES, *TOWNS, *SIGHTS, *PROVINCES, *GOODS)
+_SENTENCES = (
+    *(*QUESTIONS, WRITER, READER, ANSWERER, "system user assistant question notes says passage nothing found"),
+    *(document["text"] for task in make_tasks(1, 0) for document in task["documents"]),
+)
+WORDS = tuple(dict.fromkeys([*NAMES, *(word for text in _SENTENCES for word in text.split())]))
+"""The words of the corpus and of the prompts, a token each."""
+
+
+def demonstration(rng: random.Random, task: Question, role: str) -> Demonstration:
+    """A role's answer at a random moment of a question that goes well so far."""
+    known = rng.randrange(len(task["facts"])) if role == "writer" else len(task["facts"])
+    texts = {document["title"]: document["text"] for document in task["documents"]}
+    noted = [f"{title} says {fact}" for title, fact in zip(task["evidence"], task["facts"], strict=True)][:known]
+    if role == "reader":
+        hop = rng.randrange(len(task["facts"]))
+        seen, right = f"passage {texts[task['evidence'][hop]]}", task["facts"][hop]
+    else:
+        seen = "\n".join(["notes", *noted])
+        right = task["evidence"][known] if role == "writer" else task["answer"]
+    mentioned = [word for word in f"{task['question']} {seen}".split() if word in NAMES]
+    answer = rng.choice(mentioned) if rng.random() < ERRING[role] else right
+    system = {"writer": WRITER, "reader": READER, "answerer": ANSWERER}[role]
+    content = f"question {task['question']}\n{seen}"
+    return [{"role": "system", "content": system}, {"role": "user", "content": content}], answer
+
+
+def build(
+    folder: Path,
+    *,
+    seed: int = 0,
+    steps: int = STEPS,
+    count: int = DEMONSTRATIONS,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
+    """Build, warm up and save a base model as a Hugging Face folder; the same for the same seed."""
+    rng = random.Random(f"search demonstrations {seed}")
+    tasks, roles = list(make_tasks(count, seed + 1000)), list(ERRING)
+    shown = [demonstration(rng, task, roles[number % len(roles)]) for number, task in enumerate(tasks)]
+    build_base(folder, WORDS, shown, rng, seed=seed, steps=steps, report=report)
+
+
+def main() -> None:
+    """Build the base model."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    options = parser.parse_args()
+
+    def report(step: int, loss: float) -> None:
+        if step % 50 == 0 or step == options.steps:
+            print(f"warm-up {step}/{options.steps}: loss {loss:.3f}", flush=True)
+
+    build(options.out, seed=options.seed, steps=options.steps, report=report)
+    print(f"base model saved in {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Builds a base model that knows the words and, mostly, the rules of Sokoban: warmed up on imperfect demonstrations.
+
+python -m examples.sokoban.base --out runs/sokoban/base --seed 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from examples.sokoban.game import (
+    EXECUTOR,
+    MOVES,
+    PLANNER,
+    Floor,
+    Position,
+    best_push,
+    carried_out,
+    deadlocked,
+    executor_sees,
+    parsed,
+    planner_sees,
+    solved,
+    way_to_push,
+)
+from examples.sokoban.tasks import SIZE, make_tasks
+from examples.tiny_model import Demonstration, build_base
+
+STEPS, DEMONSTRATIONS, LEVELS = 900, 24000, 1500
+ERRING_PUSH, ERRING_MOVE = 0.4, 0.12
+"""Share of the planner's pushes, and of the executor's moves, that are random."""
+BAD_FORMAT = 0.05
+"""Share of answers that neither role may give."""
+CELLS = [f"{x},{y}" for x in range(SIZE + 1) for y in range(SIZE + 1)]
+WORDS = (
+    *("system", "user", "assistant", *MOVES, "player", "boxes", "goals", "walls", "size", "said", *CELLS),
+    *f"{PLANNER} {EXECUTOR}".split(),
+)
+"""The words of the game, a token each."""
+
+
+def scene(rng: random.Random, levels: list[tuple[Floor, Position]]) -> tuple[Floor, Position]:
+    """A level some random moves after its start, neither solved nor beyond it."""
+    while True:
+        floor, start = rng.choice(levels)
+        position, _ = carried_out(floor, start, rng.choices(list(MOVES), k=rng.randrange(12)))
+        if not (solved(floor, position) or deadlocked(floor, position)):
+            return floor, position
+
+
+def planner_demonstration(rng: random.Random, floor: Floor, position: Position) -> Demonstration:
+    """The next push or two of a shortest solution, or a random one."""
+    (x, y), push = best_push(floor, position)
+    if rng.random() < ERRING_PUSH:
+        push = rng.choice(list(MOVES))
+    pushes = [push] * rng.choice((1, 1, 2))
+    return _messages(PLANNER, planner_sees(floor, position)), spoiled(rng, f"{x},{y} {' '.join(pushes)}")
+
+
+def executor_demonstration(rng: random.Random, floor: Floor, position: Position) -> Demonstration:
+    """The shortest way to push as said, with random moves in between."""
+    moves, said = None, ""
+    while moves is None:
+        (x, y), pushes = rng.choice(sorted(position.boxes)), [rng.choice(list(MOVES))] * rng.choice((1, 1, 2))
+        moves, said = way_to_push(floor, position, (x, y), pushes), f"{x},{y} {' '.join(pushes)}"
+    erring = [rng.choice(list(MOVES)) if rng.random() < ERRING_MOVE else move for move in moves]
+    return _messages(EXECUTOR, executor_sees(floor, position, said)), spoiled(rng, " ".join(erring))
+
+
+def spoiled(rng: random.Random, answer: str) -> str:
+    """Break the format now and then."""
+    if rng.random() >= BAD_FORMAT:
+        return answer
+    return " ".join(rng.choices([*MOVES, *CELLS], k=rng.randrange(1, 5)))
+
+
+def _messages(system: str, seen: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": seen}]
+
+
+def build(
+    folder: Path,
+    *,
+    seed: int = 0,
+    steps: int = STEPS,
+    count: int = DEMONSTRATIONS,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
+    """Build, warm up and save a base model as a Hugging Face folder; the same for the same seed."""
+    rng = random.Random(f"sokoban demonstrations {seed}")
+    levels = [parsed(task["rows"]) for task in make_tasks(min(LEVELS, count), seed + 1000)]
+    team = (planner_demonstration, executor_demonstration, executor_demonstration)
+    shown = [team[i % len(team)](rng, *scene(rng, levels)) for i in range(count)]
+    build_base(folder, WORDS, shown, rng, seed=seed, steps=steps, report=report)
+
+
+def main() -> None:
+    """Build the base model."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    options = parser.parse_args()
+
+    def report(step: int, loss: float) -> None:
+        if step % 50 == 0 or step == options.steps:
+            print(f"warm-up {step}/{options.steps}: loss {loss:.3f}", flush=True)
+
+    build(options.out, seed=options.seed, steps=options.steps, report=report)
+    print(f"base model saved in {options.out}")
+
+
+if __name__ == "__main__":
+    main()
