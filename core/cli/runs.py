@@ -82,10 +82,10 @@ def figure(value: float, percent: bool = False) -> str:
 
 def _change(change: Change) -> str:
     first, last = change.first, change.last
-    said = f"{change.name} {figure(first.value, change.percent)}"
+    said = f"{change.name} {figure(first.mean, change.percent)}"
     end = last or first
     if last:
-        said += f" to {figure(last.value, change.percent)}"
+        said += f" to {figure(last.mean, change.percent)}"
     if end.low is not None and end.high is not None:
         said += f" [{figure(end.low, change.percent)}, {figure(end.high, change.percent)}]"
     return said

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -81,26 +83,21 @@ _MOST_LEFT_OUT = 6
 
 def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
     """All charts that some of these runs have figures for."""
-    several = len(runs) > 1
     found = [
         _held_out(runs, "success", "Success on held-out tasks", True),
         _held_out(runs, "reward", "Reward on held-out tasks", False),
         *_outcomes(runs),
     ]
-    for metric in BY_ROLE:
-        found.append(_by_name(runs, "roles", metric, "Roles", several))
-    for metric in BY_POLICY:
-        found.append(_by_name(runs, "policies", metric, "Policies", several))
+    found += [_by_name(runs, "roles", metric, "Roles") for metric in BY_ROLE]
+    found += [_by_name(runs, "policies", metric, "Policies") for metric in BY_POLICY]
     found += [
-        _table(runs, "seconds", "Seconds by phase", "Where the time of a step goes.", "The run", several),
+        _table(runs, "seconds", "Seconds by phase", "Where the time of a step goes."),
         _figure(runs, "tokens_per_s", "Tokens per second", "Sampled tokens of trained roles, over the whole step."),
         _table(
             runs,
             "left_out",
             "Left out, by reason",
             "Candidates that were not trained on. The page of groups explains the reasons.",
-            "The run",
-            several,
             most=_MOST_LEFT_OUT,
         ),
         _figure(runs, "failed", "Failed episodes", "Episodes that ended in an error."),
@@ -109,9 +106,7 @@ def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
     return [chart for chart in found if chart is not None]
 
 
-def _chart(
-    runs: Sequence[OpenedRun], lines: Iterable[tuple[str, OpenedRun, Mapping[int, Any]]], **about: Any
-) -> Chart | None:
+def _chart(lines: Iterable[tuple[str, OpenedRun, Mapping[int, Any]]], **about: Any) -> Chart | None:
     """A chart of lines, each a label, its run and values by step; None where no value is a number."""
     known = [(label, run, found) for label, run, by_step in lines if (found := _numbers(by_step))]
     steps = sorted({step for _, _, found in known for step in found})
@@ -123,47 +118,40 @@ def _chart(
     return Chart(id=_id(about["section"], about["title"]), steps=steps, series=series, **about)
 
 
-def _held_out(runs: Sequence[OpenedRun], name: str, title: str, percent: bool) -> Chart | None:
-    def values(run: OpenedRun, key: str) -> dict[int, float]:
-        return _numbers({line["step"]: line.get("held_out", {}).get(key) for line in run.metrics})
+def _one_line_each(runs: Sequence[OpenedRun], *keys: str, **about: Any) -> Chart | None:
+    """A chart with one line for each run, of the figure that these keys lead to in a line of its metrics."""
+    several = len(runs) > 1
+    return _chart([(run.name if several else keys[-1], run, _by_step(run, *keys)) for run in runs], **about)
 
+
+def _by_step(run: OpenedRun, *keys: str) -> dict[int, Any]:
+    return {line["step"]: functools.reduce(lambda found, key: found.get(key, {}), keys, line) for line in run.metrics}
+
+
+def _held_out(runs: Sequence[OpenedRun], name: str, title: str, percent: bool) -> Chart | None:
     text = "One episode for each held-out task, single samples, nothing selected; the band is its 95% interval."
-    chart = _chart(
-        runs,
-        [(run.name if len(runs) > 1 else name, run, values(run, name)) for run in runs],
-        title=title,
-        help=text,
-        section="Outcome",
-        percent=percent,
-        phase="eval",
-    )
+    about = {"title": title, "help": text, "section": "Outcome", "percent": percent, "phase": "eval"}
+    chart = _one_line_each(runs, "held_out", name, **about)
     if chart is None:
         return None
     bands = []
     by_name = {run.name: run for run in runs}
     for series in chart.series:
-        low, high = (values(by_name[series.run], f"{name}_{end}") for end in ("low", "high"))
-        bounds = {end: [of.get(s) for s in chart.steps] for end, of in (("low", low), ("high", high))}
-        bands.append(msgspec.structs.replace(series, **bounds) if low and high else series)
+        run = by_name[series.run]
+        ends = {end: _numbers(_by_step(run, "held_out", f"{name}_{end}")) for end in ("low", "high")}
+        bounds = {end: [values.get(step) for step in chart.steps] for end, values in ends.items()}
+        bands.append(msgspec.structs.replace(series, **bounds) if all(ends.values()) else series)
     return msgspec.structs.replace(chart, series=bands)
 
 
 def _outcomes(runs: Sequence[OpenedRun]) -> Iterable[Chart | None]:
-    names = sorted(
-        {name for run in runs for line in run.metrics for name in line["outcome"]}, key=lambda n: (n != "success", n)
-    )
-    for name in names:
-        path = next((line["path"] for run in runs for line in run.metrics if line.get("path")), "single samples")
-        yield _chart(
+    names = {name for run in runs for line in run.metrics for name in line["outcome"]}
+    path = next((line["path"] for run in runs for line in run.metrics if line.get("path")), "single samples")
+    for name in sorted(names, key=lambda name: (name != "success", name)):
+        yield _one_line_each(
             runs,
-            [
-                (
-                    run.name if len(runs) > 1 else name,
-                    run,
-                    {line["step"]: line["outcome"].get(name) for line in run.metrics},
-                )
-                for run in runs
-            ],
+            "outcome",
+            name,
             title=f"{name.capitalize()} in training",
             help=f"Mean over the step's episodes, of {path}; failed ones count.",
             section="Outcome",
@@ -171,42 +159,33 @@ def _outcomes(runs: Sequence[OpenedRun]) -> Iterable[Chart | None]:
         )
 
 
-def _by_name(runs: Sequence[OpenedRun], table: str, metric: Metric, section: str, several: bool) -> Chart | None:
+def _by_name(runs: Sequence[OpenedRun], table: str, metric: Metric, section: str) -> Chart | None:
     lines = []
     for run in runs:
         for name in sorted({name for line in run.metrics for name in line.get(table, {})}):
-            by_step = {line["step"]: line.get(table, {}).get(name, {}).get(metric.name) for line in run.metrics}
-            lines.append((f"{run.name} · {name}" if several else name, run, by_step))
-    chart = _chart(runs, lines, title=metric.title, help=metric.help, section=section, percent=metric.percent)
-    return None if chart is None or _all_zero(chart) else chart
+            label = f"{run.name} · {name}" if len(runs) > 1 else name
+            lines.append((label, run, _by_step(run, table, name, metric.name)))
+    return _unless_zero(_chart(lines, title=metric.title, help=metric.help, section=section, percent=metric.percent))
 
 
-def _table(
-    runs: Sequence[OpenedRun], name: str, title: str, text: str, section: str, several: bool, most: int | None = None
-) -> Chart | None:
+def _table(runs: Sequence[OpenedRun], name: str, title: str, text: str, most: int | None = None) -> Chart | None:
     lines = []
     for run in runs:
-        totals: dict[str, float] = {}
+        totals: Counter[str] = Counter()
         for line in run.metrics:
-            for key, value in line.get(name, {}).items():
-                totals[key] = totals.get(key, 0) + value
-        for key in sorted(totals, key=lambda key: -totals[key])[:most]:
+            totals.update(line.get(name, {}))
+        for key, _ in totals.most_common(most):
             by_step = {line["step"]: line.get(name, {}).get(key, 0) for line in run.metrics}
-            lines.append((f"{run.name} · {key}" if several else key, run, by_step))
-    return _chart(runs, lines, title=title, help=text, section=section)
+            lines.append((f"{run.name} · {key}" if len(runs) > 1 else key, run, by_step))
+    return _chart(lines, title=title, help=text, section="The run")
 
 
 def _figure(runs: Sequence[OpenedRun], name: str, title: str, text: str) -> Chart | None:
-    lines = [
-        (run.name if len(runs) > 1 else name, run, {line["step"]: line.get(name) for line in run.metrics})
-        for run in runs
-    ]
-    chart = _chart(runs, lines, title=title, help=text, section="The run")
-    return None if chart is None or _all_zero(chart) else chart
+    return _unless_zero(_one_line_each(runs, name, title=title, help=text, section="The run"))
 
 
-def _all_zero(chart: Chart) -> bool:
-    return not any(value for series in chart.series for value in series.values)
+def _unless_zero(chart: Chart | None) -> Chart | None:
+    return chart if chart and any(value for series in chart.series for value in series.values) else None
 
 
 def _numbers(by_step: Mapping[int, Any]) -> dict[int, float]:

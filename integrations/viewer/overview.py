@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,20 +12,10 @@ import msgspec
 from cotune.algorithms.recipes import USUAL
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.integrations.viewer.queries import SUCCESS
+from cotune.intervals import Interval, share
 
 Prices = Mapping[str, tuple[float, float]]
 """Money per million tokens of prompts and completions, by model."""
-_Z = 1.959964
-"""Two-sided 95% of the normal distribution."""
-
-
-class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """A figure with its 95% interval, and of how many episodes it is; `low` and `high` None where unknown."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-    n: int | None = None
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,8 +23,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     what: str
-    first: Share
-    last: Share | None = None
+    first: Interval
+    last: Interval | None = None
     percent: bool = False
 
 
@@ -94,14 +83,6 @@ class Totals:
         self._until = until
 
 
-def wilson(successes: float, n: int) -> Share:
-    """A share of `n` with its 95% Wilson score interval (Wilson 1927, JASA 22, 209-212)."""
-    p, z2 = successes / n, _Z * _Z
-    centre, half = p + z2 / (2 * n), _Z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
-    low, high = (centre - half) / (1 + z2 / n), (centre + half) / (1 + z2 / n)
-    return Share(value=p, low=max(0.0, low), high=min(1.0, high), n=n)
-
-
 def headline(run: OpenedRun) -> list[Change]:
     """What a run comes to, the most telling first. The outcome of a path chosen among candidates is not that of
     one sample, and stands last."""
@@ -111,26 +92,22 @@ def headline(run: OpenedRun) -> list[Change]:
     return found or _recorded(run)
 
 
+def _change(name: str, what: str, known: Sequence[Interval], *, percent: bool = False) -> list[Change]:
+    """From the first to the last of a figure's values, if there are any."""
+    last = known[-1] if len(known) > 1 else None
+    return [Change(name=name, what=what, first=known[0], last=last, percent=percent)] if known else []
+
+
 def _held_out(run: OpenedRun) -> list[Change]:
     lines = [line["held_out"] for line in run.metrics if line.get("held_out")]
-    what = {"success": "share of held-out tasks solved", "reward": "mean reward on held-out tasks"}
     found = []
-    for name, text in what.items():
-        having = [line for line in lines if name in line]
-        if having:
-            shares = [
-                Share(
-                    value=line[name],
-                    low=line.get(f"{name}_low"),
-                    high=line.get(f"{name}_high"),
-                    n=int(line["episodes"]),
-                )
-                for line in (having[0], having[-1])
-            ]
-            last = shares[1] if len(having) > 1 else None
-            found.append(
-                Change(name=f"held-out {name}", what=text, first=shares[0], last=last, percent=name == "success")
-            )
+    for name, what in (("success", "share of held-out tasks solved"), ("reward", "mean reward on held-out tasks")):
+        known = [
+            Interval(mean=line[name], low=line.get(f"{name}_low"), high=line.get(f"{name}_high"), n=line["episodes"])
+            for line in lines
+            if name in line
+        ]
+        found += _change(f"held-out {name}", what, known, percent=name == "success")
     return found
 
 
@@ -139,31 +116,26 @@ def _outcomes(run: OpenedRun) -> list[Change]:
     if not lines:
         return []
     found = []
-    names = [name for name in lines[-1]["outcome"] if lines[-1]["outcome"][name] is not None]
+    what = f"in training, of {lines[-1].get('path') or 'single samples'}"
+    names = [name for name, value in lines[-1]["outcome"].items() if value is not None]
     for name in sorted(names, key=lambda name: name != "success"):
-        having = [line for line in lines if line["outcome"].get(name) is not None]
-        shares = [_outcome_share(name, line) for line in (having[0], having[-1])]
-        path = lines[-1].get("path") or "single samples"
-        what = f"in training, of {path}"
-        last = shares[1] if len(having) > 1 else None
-        found.append(Change(name=name, what=what, first=shares[0], last=last, percent=name == "success"))
+        known = [_outcome(name, line) for line in lines if line["outcome"].get(name) is not None]
+        found += _change(name, what, known, percent=name == "success")
     return found
 
 
-def _outcome_share(name: str, line: Mapping[str, Any]) -> Share:
+def _outcome(name: str, line: Mapping[str, Any]) -> Interval:
     value, n = float(line["outcome"][name]), int(line["episodes"])
-    return wilson(value * n, n) if name == "success" and n and 0 <= value <= 1 else Share(value=value, n=n)
+    solved = share(value * n, n) if name == "success" and 0 <= value <= 1 else None
+    return solved or Interval(mean=value, n=n)
 
 
 def _role_rewards(run: OpenedRun) -> list[Change]:
-    lines = run.metrics
     found = []
-    for role in sorted({role for line in lines for role in line["roles"]}):
-        having = [line["roles"][role]["reward"] for line in lines if "reward" in line["roles"].get(role, {})]
-        if having:
-            last = Share(value=having[-1]) if len(having) > 1 else None
-            what = "mean reward of the role's candidates"
-            found.append(Change(name=f"reward of {role}", what=what, first=Share(value=having[0]), last=last))
+    for role in sorted({role for line in run.metrics for role in line["roles"]}):
+        figures = [line["roles"].get(role, {}) for line in run.metrics]
+        known = [Interval(mean=figure["reward"]) for figure in figures if "reward" in figure]
+        found += _change(f"reward of {role}", "mean reward of the role's candidates", known)
     return found
 
 
@@ -172,15 +144,13 @@ def _recorded(run: OpenedRun) -> list[Change]:
     sql = f"SELECT sum({SUCCESS}), sum({SUCCESS} IS NOT NULL) FROM episodes WHERE status != 'cancelled'"
     found = []
     for good, n in run.rows(sql):
-        if n:
-            what = "share of recorded episodes that solved their task"
-            found.append(Change(name="success", what=what, first=wilson(float(good), n), percent=True))
+        known = [solved] if n and (solved := share(float(good), n)) else []
+        found += _change("success", "share of recorded episodes that solved their task", known, percent=True)
     sql = """SELECT name, avg(value), count(*) FROM episodes JOIN rewards ON target = episodes.id
              GROUP BY name ORDER BY name LIMIT 4"""
     for name, value, n in run.rows(sql):
-        if value is not None:
-            what = "mean reward of recorded episodes"
-            found.append(Change(name=str(name), what=what, first=Share(value=value, n=n)))
+        known = [] if value is None else [Interval(mean=value, n=n)]
+        found += _change(str(name), "mean reward of recorded episodes", known)
     return found
 
 

@@ -12,6 +12,7 @@ import msgspec
 from scipy import stats
 
 from cotune.errors import ConfigError, WorkflowError
+from cotune.intervals import Interval, wilson
 from cotune.judging.episodes import outcomes_of
 from cotune.judging.ledger import run_folder, totals_of
 from cotune.judging.rescore import score_calls
@@ -22,7 +23,7 @@ from cotune.storage.run_layout import RunLayout, read_run
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tables import grid
 from cotune.trainer.evaluation.labels import EXAMPLE, labelled, load_labels
-from cotune.trainer.evaluation.statistics import LEVEL, Interval, mean
+from cotune.trainer.evaluation.statistics import mean
 from cotune.workflows import Workflow, load_workflow
 
 if TYPE_CHECKING:
@@ -111,14 +112,12 @@ def clustered_share(clusters: Sequence[tuple[float, int]]) -> Interval | None:
         return None
     p = sum(got for got, _ in clusters) / trials
     if count == 1:
-        return Interval(mean=p, low=None, high=None, n=trials)
+        return Interval(mean=p, n=trials)
     spread = count / (count - 1) * sum((got - p * n) ** 2 for got, n in clusters) / trials**2
     binomial = p * (1 - p) / max(trials - 1, 1)
     n = trials / max(1.0, spread / binomial if binomial else 1.0)
-    z = float(stats.norm.ppf(0.5 + LEVEL / 2))
-    centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-    return Interval(mean=p, low=max(centre - half, 0.0), high=min(centre + half, 1.0), n=trials)
+    low, high = wilson(p, n)
+    return Interval(mean=p, low=low, high=high, n=trials)
 
 
 def _right(group: Compared) -> tuple[float, int]:

@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from cotune.errors import WorkflowError
+from cotune.intervals import Interval
 from cotune.sampling.responder import PolicyResponder
 from cotune.tables import grid
 from cotune.trainer.evaluation.run import Evaluation
-from cotune.trainer.evaluation.statistics import Interval, paired_difference, paired_shares
+from cotune.trainer.evaluation.statistics import paired_difference, paired_shares
 from cotune.trainer.evaluation.verdict import tasks_for_share, verdict_on_reward, verdict_on_success
 
 SHOWN = 3

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from cotune.intervals import Interval, share
 from cotune.recording.rollout import EpisodeBatch, rollout
 from cotune.sampling.responder import PolicyResponder
 from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.sink import Ending, EvaluationSink, RoleStatistics, Use, total_use
-from cotune.trainer.evaluation.statistics import Interval, mean, pass_at, share
+from cotune.trainer.evaluation.statistics import mean, pass_at
 from cotune.workflows import Workflow
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from cotune.intervals import Interval
 from cotune.recording.recorder import Sink
 from cotune.recording.records import CallRecord, Episode, Record, RewardRecord, candidate_id
 from cotune.trainer.evaluation.modes import Prices
-from cotune.trainer.evaluation.statistics import Interval, mean
+from cotune.trainer.evaluation.statistics import mean
 
 MILLION = 1_000_000
 

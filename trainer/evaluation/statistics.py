@@ -1,4 +1,4 @@
-"""95% intervals: Wilson for shares, Student's t for means and for differences over the same tasks."""
+"""95% intervals: Student's t for means, and for differences over the same tasks."""
 
 from __future__ import annotations
 
@@ -9,24 +9,7 @@ import msgspec
 import numpy as np
 from scipy import stats
 
-LEVEL = 0.95
-
-
-class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """An estimate with its 95% interval. `low` and `high` are None where `n` is too small to tell."""
-
-    mean: float
-    low: float | None
-    high: float | None
-    n: int
-
-
-def share(successes: int, n: int) -> Interval | None:
-    """Share of successes with its Wilson score interval; None without observations."""
-    if n == 0:
-        return None
-    bounds = stats.binomtest(successes, n).proportion_ci(LEVEL, method="wilson")
-    return Interval(mean=successes / n, low=float(bounds.low), high=float(bounds.high), n=n)
+from cotune.intervals import LEVEL, Interval, wilson
 
 
 def mean(values: Sequence[float]) -> Interval | None:
@@ -37,7 +20,7 @@ def mean(values: Sequence[float]) -> Interval | None:
     array = np.asarray(values, dtype=np.float64)
     centre = float(array.mean())
     if n == 1:
-        return Interval(mean=centre, low=None, high=None, n=1)
+        return Interval(mean=centre, n=1)
     half = float(stats.t.ppf(0.5 + LEVEL / 2, n - 1) * array.std(ddof=1) / np.sqrt(n))
     return Interval(mean=centre, low=centre - half, high=centre + half, n=n)
 
@@ -79,8 +62,7 @@ def paired_shares(after: Mapping[str, bool], before: Mapping[str, bool]) -> Inte
 def _newcombe(both: int, gained: int, lost: int, neither: int) -> tuple[float, float, float]:
     n = both + gained + lost + neither
     p1, p2 = (both + gained) / n, (both + lost) / n
-    low1, high1 = stats.binomtest(both + gained, n).proportion_ci(LEVEL, method="wilson")
-    low2, high2 = stats.binomtest(both + lost, n).proportion_ci(LEVEL, method="wilson")
+    (low1, high1), (low2, high2) = wilson(p1, n), wilson(p2, n)
     product = (both + gained) * (lost + neither) * (both + lost) * (gained + neither)
     cross = float(both * neither - gained * lost)
     if cross > 0:

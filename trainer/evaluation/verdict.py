@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from scipy import stats
 
-from cotune.trainer.evaluation.statistics import LEVEL, Interval
+from cotune.intervals import LEVEL, Interval
 
 POWER = 0.8
 """Chance that so many tasks show the difference."""

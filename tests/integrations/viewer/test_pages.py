@@ -13,14 +13,12 @@ import pytest
 
 from cotune.errors import ConfigError, RunError
 from cotune.integrations.viewer.opened import OpenedRun, open_runs
-from cotune.integrations.viewer.overview import wilson
 from cotune.integrations.viewer.server import viewing
 from cotune.integrations.viewer.step_groups import step_groups
 from cotune.integrations.viewer.timeline import TimedCall, timeline
 from cotune.recording.records import Candidate, Episode, Message, RewardRecord, Task
 from cotune.storage.run_layout import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.evaluation.statistics import share
 from tests.integrations.viewer.conftest import STEPS
 
 
@@ -332,9 +330,3 @@ def test_calls_in_time_lie_beside_each_other_with_arrows_from_what_they_read():
     ]
     assert [(lane.role, lane.height) for lane in drawn.lanes] == [("planner", 26), ("coder", 52)]
     assert len(drawn.reads) == 3 and [tick.text for tick in drawn.ticks] == ["0 ms", "1.0 s", "2.0 s", "3.0 s", "4.0 s"]
-
-
-def test_wilson_intervals_are_those_of_the_evaluation():
-    for successes, n in ((0, 5), (2, 3), (48, 50)):
-        one, other = wilson(successes, n), share(successes, n)
-        assert (one.value, one.low, one.high) == pytest.approx((other.mean, other.low, other.high), abs=1e-6)

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from cotune.context import current_episode
 from cotune.errors import ConfigError, WorkflowError
+from cotune.intervals import Interval
 from cotune.policies import UNTRAINED
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import Nowhere
@@ -22,7 +23,6 @@ from cotune.trainer.evaluation.evaluate import evaluate_modes
 from cotune.trainer.evaluation.modes import Lineup, lineups, swap
 from cotune.trainer.evaluation.report import render
 from cotune.trainer.evaluation.run import evaluate_episodes
-from cotune.trainer.evaluation.statistics import Interval
 from cotune.workflows import Workflow
 
 ASKER, SOLVER = PolicyRef("asker", 3), PolicyRef("solver", 3)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.trainer.evaluation.statistics import Interval, mean, paired_difference, paired_shares, pass_at, share
+from cotune.intervals import Interval, share
+from cotune.trainer.evaluation.statistics import mean, paired_difference, paired_shares, pass_at
 
 
 def bounds(interval: Interval | None) -> tuple[float, float]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cotune.trainer.evaluation.statistics import Interval
+from cotune.intervals import Interval
 from cotune.trainer.evaluation.verdict import tasks_for_mean, tasks_for_share, verdict_on_reward, verdict_on_success
 
 

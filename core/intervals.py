@@ -1,0 +1,37 @@
+"""Estimates with their 95% intervals, as far as they need no statistics package."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import msgspec
+
+LEVEL = 0.95
+Z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
+"""Two-sided quantile of the normal distribution."""
+
+
+class Interval(msgspec.Struct, frozen=True, kw_only=True):
+    """An estimate with its 95% interval. `low` and `high` are None where `n` is too small to tell; `n` is 0 where it is
+    not known."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+
+
+def share(successes: float, n: int) -> Interval | None:
+    """Share of successes with its Wilson score interval; None without observations."""
+    if n == 0:
+        return None
+    low, high = wilson(successes / n, n)
+    return Interval(mean=successes / n, low=low, high=high, n=n)
+
+
+def wilson(p: float, n: float) -> tuple[float, float]:
+    """Bounds of a share `p` of `n` trials (Wilson 1927, JASA 22, 209-212)."""
+    centre = (p + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    half = Z / (1 + Z**2 / n) * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
+    return max(centre - half, 0.0), min(centre + half, 1.0)
