@@ -41,6 +41,12 @@ def deployed(
 
     A `with` covers the code inside it, and threads and tasks started there. Elsewhere in the process (a web
     server's request handlers) use `with deployment.here():`. Raises AdapterError, ConfigError, SyncError.
+
+    ```python
+    with cotune.deployed("adapters/") as deployment:
+        graph.invoke({"question": "2 + 2"})
+    print(deployment.served)
+    ```
     """
     override = {"temperature": temperature, "max_tokens": max_tokens}
     given = {name: value for name, value in override.items() if value is not None}

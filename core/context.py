@@ -75,7 +75,13 @@ def called_by(caller: CallerContext | None) -> Iterator[None]:
 
 @contextmanager
 def role(name: str) -> Iterator[None]:
-    """Attribute every call made inside to the role `name`, whatever framework makes it."""
+    """Attribute every call made inside to the role `name`, whatever framework makes it.
+
+    ```python
+    with cotune.role("planner"):
+        answer = client.chat.completions.create(model="gpt-4o-mini", messages=messages)
+    ```
+    """
     token = _override.set(name)
     try:
         yield

@@ -8,7 +8,15 @@ from typing import Any
 
 
 class CotuneError(Exception):
-    """Base of all cotune errors. `cause` is what happened, `remedy` what the user can do about it."""
+    """Base of all cotune errors. `cause` is what happened, `remedy` what the user can do about it.
+
+    ```python
+    try:
+        cotune.train(solve, "tasks.jsonl", model="no/such-model")
+    except cotune.CotuneError as error:
+        print(error.cause, error.remedy)
+    ```
+    """
 
     def __init__(self, cause: str, remedy: str = "") -> None:
         self.cause = cause

@@ -36,6 +36,7 @@ class LoraSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """[lora] Shape of a LoRA adapter: W + (alpha / rank) * B A on each target module."""
 
     rank: int = 16
+    """Rows of A and columns of B."""
     alpha: float = 32.0
     """The adapter's output is scaled by alpha / rank."""
     targets: tuple[str, ...] = ALL_LINEAR

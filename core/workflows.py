@@ -160,9 +160,21 @@ def workflow(
     A function (sync or async) is returned as it is, with `.scorer`, `.judge` and `.cotune` attached: it behaves as
     before. For a graph, `inputs(task)` gives the graph's input (the task itself without it) and `reward(state, task)`
     the outcome from its final state. An outcome is a number (the reward `team`), a bool (the same, and the metric
-    `success`), or a dict of named numbers. `roles` names the role of each call, see `cotune.roles`: a function of a
+    `success`), or a dict of named numbers. `roles` names the role of each call: a function of a
     CallRequest, or `"caller"` for the name of the application's function that makes it. Raises WorkflowError for
     anything else.
+
+    ```python
+    @cotune.workflow
+    async def solve(task):
+        state = await graph.ainvoke({"question": task["question"]})
+        return state["answer"] == task["answer"]
+
+
+    @solve.scorer("tester")
+    def runs(candidate, call, task):
+        return float("assert" in candidate.text)
+    ```
     """
     naming = roles_function(roles)
     if app is _ABSENT:

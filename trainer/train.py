@@ -57,6 +57,11 @@ def train(
     `workflow` is a decorated function or "module:attribute", `tasks` a JSON-lines file or values, None with recipes
     that learn from records; `config` and `settings` are fields of TrainConfig. Raises CotuneError subclasses before
     work starts for bad input.
+
+    ```python
+    summary = cotune.train(solve, "tasks.jsonl", model="Qwen/Qwen3-1.7B", run="runs/r1", steps=100, plan={"k": 8})
+    print(summary.path, summary.finished, summary.rewards)
+    ```
     """
     flow = workflow_of(workflow)
     chosen = _config(config, settings)

@@ -91,11 +91,11 @@ def _field(table: type[msgspec.Struct], name: str) -> tuple[Any, Any, str]:
     """Type, default and documentation of a field by its dotted name."""
     first, _, rest = name.partition(".")
     field = next(field for field in msgspec.structs.fields(table) if field.name == first)
-    return _field(field.type, rest) if rest else (field.type, field.default, _documentation(table).get(first, ""))
+    return _field(field.type, rest) if rest else (field.type, field.default, documentation(table).get(first, ""))
 
 
 @cache
-def _documentation(table: type[msgspec.Struct]) -> Mapping[str, str]:
+def documentation(table: type[msgspec.Struct]) -> Mapping[str, str]:
     """The text below each field of a class, on one line."""
     (made,) = ast.parse(textwrap.dedent(inspect.getsource(table))).body
     assert isinstance(made, ast.ClassDef)

@@ -68,7 +68,7 @@ class Trace:
     With a `path`, into that records file (or `records.db` in that folder), to which it adds; without one in memory.
     `task` names what is being done: a text, or any JSON value as in a tasks file. Inside an episode, calls belong to
     the episode as they did before, and are recorded here as well. `roles` names the role of each call: a function of
-    a CallRequest (see `cotune.roles`), or `"caller"` for the name of the function of yours that makes it. Raises
+    a CallRequest, or `"caller"` for the name of the function of yours that makes it. Raises
     RunError for a file that cannot be used, WorkflowError for what is no roles function.
     """
 
@@ -177,6 +177,17 @@ class Trace:
 
 
 trace = Trace
+"""Opens a `Trace`, which records every LLM call made inside a `with` or `async with` block:
+
+```python
+with cotune.trace("records.db", task={"question": "2 + 2"}) as t:
+    graph.invoke({"question": "2 + 2"})
+    t.reward(1.0)
+
+for call in t.calls:
+    print(call.role, call.turn, call.status, call.answer)
+```
+"""
 
 
 class Within(LiveEpisode):

@@ -23,6 +23,12 @@ def recorded(fn: F) -> F:
     repeats the record it does not run. Results must be JSON values; others are not kept (counted as `unrecorded_tool`)
     and the function runs again, as it does after an exception. Outside an episode it is as before. Raises
     WorkflowError for a generator.
+
+    ```python
+    @cotune.recorded
+    def charge(order: str, cents: int) -> dict[str, int]:
+        return shop.charge(order, cents)
+    ```
     """
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise WorkflowError(f"{fn.__name__} is a generator, which cannot be recorded.", "Return a list instead.")

@@ -156,6 +156,15 @@ def gateway(upstream: str | None = None) -> Iterator[Gate]:
     policy answers go to `upstream` (without it, to the environment's OPENAI_BASE_URL, else the OpenAI API; those of
     Anthropic's interface to its ANTHROPIC_BASE_URL, else Anthropic's API). One server per provider runs in a background
     thread, on loopback, for the life of the process. Raises WorkflowError outside an episode.
+
+    ```python
+    @cotune.workflow
+    def solve(task):
+        with cotune.gateway() as gate:
+            environment = {**os.environ, "PLANNER_URL": gate.role_url("planner")}
+            answer = subprocess.check_output(["node", "app.mjs", task["question"]], env=environment, text=True)
+        return answer.strip() == task["answer"]
+    ```
     """
     episode = current_episode.get()
     if episode is None:

@@ -37,6 +37,11 @@ class Judge:
     for the best, 0 for the last. Equal answers get equal rewards without being told apart. An answer that cannot be
     used, and a request that fails or takes too long, is asked again once; else the siblings get no reward and are left
     out, counted. Answers are kept by content in the run folder, and never asked for twice.
+
+    ```python
+    rubric = "Prefer the reply that answers the question, then the shorter one."
+    solve.scorer("writer", group=True)(cotune.Judge(model="gpt-4o-mini", rubric=rubric, max_calls=1000))
+    ```
     """
 
     def __init__(

@@ -35,9 +35,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     engine_url: str = ""
     """Address of the server of engine = "vllm-url", such as http://10.0.0.5:8000. Its key is read from VLLM_API_KEY."""
     engines: int = 1
+    """Engines that sample, in all or of each policy that trains all weights."""
     gpus_per_engine: int = 0
     """GPUs of one engine; above 1 it is tensor parallel. 0: the CPU build of vLLM."""
     cpus_per_engine: float = 1.0
+    """CPUs that Ray counts for an engine."""
     min_engines: int = 1
     """Below this many healthy engines the run pauses until restarts bring them back."""
     engine_restarts: int = 3
@@ -52,7 +54,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pools: Pools = "shared"
     """shared: one pool trains all policies, in turn | per_policy: a pool for each, in parallel."""
     gpus_per_learner: int = 0
+    """GPUs of each FSDP worker; 0: it trains on the CPU."""
     cpus_per_learner: float = 1.0
+    """CPUs that Ray counts for an FSDP worker."""
     learner_timeout: float = 1800.0
     """Seconds that one update, checkpoint or start of a learner may take; then it counts as lost."""
     learner_restarts: int = 3
@@ -60,6 +64,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     rollout_workers: int = 1
     """Processes that run the application; one that crashes costs its episodes only."""
     cpus_per_rollout_worker: float = 1.0
+    """CPUs that Ray counts for a rollout worker."""
     episode_retries: int = 1
     """How often an episode whose worker died is run again; then it counts as failed, if it ran alone the last time."""
     colocate: bool = False

@@ -36,7 +36,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """[[policy]] One policy and the roles it plays; replaces the layout in `policies`."""
 
     name: str
+    """Its name in records, metrics and the export."""
     roles: tuple[str, ...]
+    """The roles that it plays."""
     kind: PolicyKind = "lora"
     """lora | full | frozen (the untrained model) | provider (whatever the application uses today)."""
     lora: LoraSpec = LoraSpec()
@@ -156,6 +158,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     checkpoint_every: int = 1
     """Steps between checkpoints; Ctrl-C saves one too."""
     keep_checkpoints: int = 2
+    """Newest checkpoints that are kept."""
     probe_bound: float = 0.05
     """Largest mean gap between sampler and learner log-probabilities after a publish, in nats."""
     lora: LoraSpec = LoraSpec()

@@ -51,6 +51,11 @@ def evaluate(
     `workflow` is a workflow or its name (`app:solve`); `tasks` a file of JSON lines or a sequence; `settings` are
     fields of `options`. Raises CotuneError subclasses for bad input, before any model is loaded, and WorkflowError when
     every episode failed.
+
+    ```python
+    report = cotune.evaluate("runs/r1", solve, "held_out.jsonl", modes=("base", "trained"))
+    print(report.evaluations["trained"].success, report.comparisons)
+    ```
     """
     chosen = msgspec.structs.replace(options or EvaluationOptions(), **settings)
     out = None if chosen.out is None else RunLayout(Path(chosen.out).absolute())

@@ -1,0 +1,111 @@
+"""The reference holds every public name, flag, field and reason: it is made from them, and loses none on the way."""
+
+from __future__ import annotations
+
+import argparse
+import html
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import cotune
+import cotune.types
+from cotune.algorithms.filters import REASONS
+from cotune.algorithms.recipes import Attribution, Filters, LossSpec, Shaping, Term
+from cotune.cli.main import parser
+from cotune.trainer.config.train import PolicyConfig, TrainConfig
+
+
+def page(site: Path, name: str) -> str:
+    return (site / "reference" / f"{name}.html").read_text()
+
+
+def section(text: str, heading: str) -> str:
+    """What stands below a heading of the third level, up to the next one."""
+    return re.split(r"<h[23][ >]", text.partition(f'<h3 id="{heading}"')[2])[0]
+
+
+def codes(text: str) -> set[str]:
+    """What stands in code."""
+    return {html.unescape(found) for found in re.findall(r"<code>([^<]+)</code>", text)}
+
+
+NAMES = [f"{module.__name__}.{name}" for module in (cotune, cotune.types) for name in module.__all__]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_is_there_with_what_it_says(site: Path, name: str) -> None:
+    text = re.sub(r"<[^>]+>", "", section(page(site, "api"), name))
+    assert len(text.split()) > 10
+
+
+@pytest.mark.parametrize("name", cotune.__all__)
+def test_every_function_is_there_with_its_signature_and_an_example(site: Path, name: str) -> None:
+    text = section(page(site, "api"), f"cotune.{name}")
+    assert "doc-signature" in text
+    assert 'class="highlight"' in text
+
+
+def commands(command: argparse.ArgumentParser, words: str = "cotune") -> Iterator[tuple[str, argparse.Action]]:
+    """Every argument and flag, with the words of its command."""
+    for action in command._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield from commands(below, f"{words} {name}")
+        elif words != "cotune" and action.dest != "help":
+            yield words, action
+
+
+def test_every_flag_is_there_with_its_help(site: Path) -> None:
+    text = page(site, "cli")
+    found = list(commands(parser()))
+    for words, action in found:
+        below = section(text, words.replace(" ", "-"))
+        terms = {word for term in re.findall(r"<dt><code>([^<]+)</code>", below) for word in re.split(r"[ ,]+", term)}
+        assert terms.issuperset(action.option_strings or [action.metavar or action.dest]), (words, action.dest)
+        assert action.help, (words, action.dest)
+    assert {"cotune train", "cotune otel import", "cotune report"} <= {words for words, _ in found}
+
+
+def fields(kind: Any, prefix: str = "") -> Iterator[str]:
+    for field in msgspec.structs.fields(kind):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from fields(field.type, f"{field.encode_name}.")
+        else:
+            yield prefix + field.encode_name
+
+
+def test_every_field_is_there(site: Path) -> None:
+    terms = re.findall(r"<dt><code>([^<]+)</code>", page(site, "configuration"))
+    policy = [name for name in fields(PolicyConfig, "policy.") if name.startswith("policy.")]
+    assert sorted(terms) == sorted([*fields(TrainConfig), *policy])
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("plan.k", "integer, default 4"),
+        ("plan.select", '"argmax" | "sample" | "first", default "argmax"'),
+        ("model", "text, required"),
+        ("learner.lr", "Allowed: a number above 0."),
+        ("steps", "Allowed: a number above 0."),
+        ("learner.betas", "2 of number, default [0.9, 0.999]"),
+        ("on_failure", "reward:<number>"),
+    ],
+)
+def test_a_field_says_its_type_default_and_what_is_allowed(site: Path, field: str, said: str) -> None:
+    entry = page(site, "configuration").partition(f"<dt><code>{field}</code>")[2].partition("</dd>")[0]
+    assert said in " ".join(html.unescape(re.sub(r"<[^>]+>", "", entry)).split())
+
+
+def test_every_setting_of_a_recipe_is_there(site: Path) -> None:
+    settings = {name for part in (Attribution, Filters, LossSpec, Shaping, Term) for name in part.__struct_fields__}
+    assert settings - {"attribution"} <= codes(page(site, "configuration"))
+
+
+def test_every_reason_is_there(site: Path) -> None:
+    assert set(REASONS) <= codes(page(site, "metrics"))
