@@ -72,8 +72,10 @@ test-fast: lint browser bubblewrap
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not long and not slow"
 
 # What `make test` does in a small form, with 10,000 cases each: answers, requests, records, manifests, metrics, stress;
-# more random faults for the router, two examples that learn, and MLflow as a backend of the export.
+# more random faults for the router, two examples that learn, MLflow as a backend of the export, and llama.cpp, which is
+# built for it.
 test-long: $(STAMP)
+	$(BIN)/python -m pip install -q -r requirements/llama-cpp.txt
 	$(BIN)/python -m pytest -m long
 
 # Each framework in its oldest and its newest supported version; the table goes into docs/reference/versions.md.

@@ -1,10 +1,12 @@
-"""Exports: trained policies as folders that PEFT, transformers and vLLM load, with a roles.json beside them."""
+"""Exports: trained policies as folders that PEFT, transformers and vLLM load, or as GGUF files for llama.cpp and
+Ollama, with a roles.json beside them."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,24 +31,27 @@ from cotune.adapters.manifest import (
 )
 from cotune.errors import AdapterError, ConfigError, RunError
 from cotune.integrations.models.folder import locate_model, write_adapter, write_merged, write_model
+from cotune.integrations.models.to_gguf import Precision, check_gguf, write_gguf
 from cotune.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
 from cotune.storage.run_layout import RunDescription, RunLayout, newest_checkpoint, read_best, read_policies, read_run
 
 
-def export_run(run: str | Path, to: str | Path, *, best: bool = False, merge: bool = False) -> Manifest:
+def export_run(
+    run: str | Path, to: str | Path, *, best: bool = False, merge: bool = False, gguf: Precision | None = None
+) -> Manifest:
     """Export the newest checkpoint of a run, or each policy at its `best` held-out evaluation.
 
-    With `merge` an adapter is added to its base model: each policy is a whole model.
+    With `merge` an adapter is added to its base model: each policy is a whole model. With `gguf` that model is one file
+    for llama.cpp and Ollama, its matrices in this precision.
 
     Raises RunError, ConfigError, AdapterError.
     """
     policies = best_policies(run) if best else latest_policies(run)
     config = read_run(run).config
     name = Path(run).resolve().name
-    return write_export(
-        to, policies, run=name, other_roles=config.other_roles, tool_format=config.tool_format, merge=merge
-    )
+    form: dict[str, Any] = {"merge": merge, "gguf": gguf}
+    return write_export(to, policies, run=name, other_roles=config.other_roles, tool_format=config.tool_format, **form)
 
 
 def write_export(
@@ -57,15 +62,20 @@ def write_export(
     other_roles: OtherRoles = "provider",
     tool_format: str = "auto",
     merge: bool = False,
+    gguf: Precision | None = None,
 ) -> Manifest:
     """Write policies to a new folder, or in place of an earlier export.
 
     `other_roles` is what plays a role that none of them does, `tool_format` how the model writes tool calls; with
-    `merge` an adapter is added to its base model. The folder
-    appears complete or not at all. Raises ConfigError when `to` holds anything but an export.
+    `merge` an adapter is added to its base model, with `gguf` the whole is one GGUF file of this precision. The folder
+    appears complete or not at all. Raises ConfigError when `to` holds anything but an export, and for a model that
+    cannot be written as GGUF.
     """
     target = Path(to).absolute()
     _check_target(target)
+    if gguf is not None:
+        for model in {policy.model for policy in policies if policy.kind in ("lora", "full") and policy.model}:
+            check_gguf(locate_model(model))
     if not any(policy.roles for policy in policies):
         raise ConfigError("policies", [], "at least one policy that plays a role", "Train a run first.")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +83,7 @@ def write_export(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        manifest = _write(partial, policies, run, merge, other_roles=other_roles, tool_format=tool_format)
+        manifest = _write(partial, policies, run, merge, gguf, other_roles=other_roles, tool_format=tool_format)
         _sync(partial)
         _put_in_place(partial, target)
     finally:
@@ -88,12 +98,19 @@ def _check_target(target: Path) -> None:
         raise ConfigError("to", str(target), "a new or empty folder, or an earlier export", "Choose another folder.")
 
 
-def _write(folder: Path, policies: Sequence[TrainedPolicy], run: str | None, merge: bool, **settings: Any) -> Manifest:
+def _write(
+    folder: Path,
+    policies: Sequence[TrainedPolicy],
+    run: str | None,
+    merge: bool,
+    gguf: Precision | None,
+    **settings: Any,
+) -> Manifest:
     bases: dict[str, Base] = {}
     exported: list[ExportedPolicy] = []
     for policy in policies:
         base = _base(policy.model, bases) if policy.kind != "provider" and policy.model else None
-        exported.append(_write_policy(folder, policy, base, [p.folder for p in exported if p.folder], merge))
+        exported.append(_write_policy(folder, policy, base, [p.folder for p in exported if p.folder], merge, gguf))
     roles = tuple(
         ExportedRole(role=role, policy=policy.name, metrics=dict(policy.metrics.get(role, {})))
         for policy in policies
@@ -123,7 +140,7 @@ def _base(model: str, known: dict[str, Base]) -> Base:
 
 
 def _write_policy(
-    folder: Path, policy: TrainedPolicy, base: Base | None, taken: list[str], merge: bool
+    folder: Path, policy: TrainedPolicy, base: Base | None, taken: list[str], merge: bool, gguf: Precision | None
 ) -> ExportedPolicy:
     if policy.kind in ("frozen", "provider"):
         return ExportedPolicy(name=policy.name, kind=policy.kind, version=policy.version, base=base)
@@ -131,26 +148,40 @@ def _write_policy(
         raise AdapterError(f"Policy {policy.name!r} has no weights or no base model.", "Export a trained checkpoint.")
     name = _folder_name(policy.name, taken)
     (folder / name).mkdir()
-    kind, weights = policy.kind, policy.weights
-    if policy.kind == "lora":
-        if policy.lora is None:
-            raise AdapterError(f"Policy {policy.name!r} is a LoRA without its shape.", "Give its LoraSpec.")
-        if merge:
-            kind, weights = "full", write_merged(locate_model(base.model), policy.weights, policy.lora, folder / name)
-        else:
-            write_adapter(folder / name, policy.weights, policy.lora, base.model)
-    else:
-        write_model(locate_model(base.model), policy.weights, folder / name)
+    weights = _write_weights(folder / name, policy, base, merge, gguf)
     return ExportedPolicy(
         name=policy.name,
-        kind=kind,
+        kind="full" if merge or gguf else policy.kind,
         version=policy.version,
         base=base,
         folder=name,
         files=hashes_of(folder / name),
         fingerprint=fingerprint(weights),
-        lora=policy.lora if kind == "lora" else None,
+        lora=None if merge or gguf else policy.lora,
+        gguf=gguf,
     )
+
+
+def _write_weights(folder: Path, policy: TrainedPolicy, base: Base, merge: bool, gguf: Precision | None) -> Weights:
+    """Write a policy into its folder, in the form that is asked for; return its weights in that form, in fp32."""
+    model, weights = locate_model(base.model), policy.weights
+    assert weights is not None
+    if gguf is not None:
+        with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as merged:
+            found = _write_weights(Path(merged), policy, base, True, None)
+            name = f"{policy.name} of {Path(base.model).name}"
+            write_gguf(Path(merged), folder / f"{folder.name}.gguf", gguf, name=name, base=base.model)
+        (folder / "Modelfile").write_text(f"FROM ./{folder.name}.gguf\n")
+        return found
+    if policy.kind == "full":
+        write_model(model, weights, folder)
+        return weights
+    if policy.lora is None:
+        raise AdapterError(f"Policy {policy.name!r} is a LoRA without its shape.", "Give its LoraSpec.")
+    if merge:
+        return write_merged(model, weights, policy.lora, folder)
+    write_adapter(folder, weights, policy.lora, base.model)
+    return weights
 
 
 def _folder_name(policy: str, taken: list[str]) -> str:

@@ -29,7 +29,8 @@ class ExportedPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     `folder` is relative to the export; None for policies without trained weights. `files` maps all files in it to
     their SHA-256, `fingerprint` is that of the weights in memory (`cotune.sampling.protocol.fingerprint`). `base` is
-    None for a provider policy.
+    None for a provider policy. `gguf` is the precision of a policy that is a GGUF file; the fingerprint is then that of
+    the weights in fp32 which it was made from.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ExportedPolicy(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, str] = {}
     fingerprint: str | None = None
     lora: LoraSpec | None = None
+    gguf: str | None = None
 
     @property
     def ref(self) -> PolicyRef:

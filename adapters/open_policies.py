@@ -221,6 +221,11 @@ def load_export(folder: str | Path, base: str | Path | None = None, *, roles: Se
         manifest.policy(role)
     for policy in manifest.policies:
         _check_files(path, policy)
+        if policy.gguf is not None:
+            raise AdapterError(
+                f"{path} holds GGUF files, which are for llama.cpp, Ollama and their like.",
+                "Export without --gguf for cotune.",
+            )
     return Export(path, manifest, _model_folder(path, manifest, base))
 
 

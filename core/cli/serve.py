@@ -24,7 +24,7 @@ def add_export(commands: Any) -> None:
 
         if a.push:
             check_repository(a.push)
-        manifest = export_run(a.run_folder, a.to, best=a.best, merge=a.merge)
+        manifest = export_run(a.run_folder, a.to, best=a.best, merge=a.merge, gguf=a.gguf)
         checkpoint, steps = newest_checkpoint(RunLayout(a.run_folder).checkpoints), read_run(a.run_folder).config.steps
         done = 0 if checkpoint is None else steps_of(checkpoint)
         kinds = {entry.role: manifest.policy(entry.role).kind for entry in manifest.roles}
@@ -39,7 +39,8 @@ def add_export(commands: Any) -> None:
             tell(f"no folder for {role}: its policy is {_UNTRAINED[kinds[role]]}")
         if a.push:
             tell(f"pushed to {push(Path(a.to), a.push, private=a.private)}")
-        tell(f"next: cotune serve {a.to}")
+        how = "README.md there has the commands for llama.cpp and Ollama" if a.gguf else f"cotune serve {a.to}"
+        tell(f"next: {how}")
         return 0
 
     text = "write the trained policies as PEFT folders (or models) with roles.json and a model card"
@@ -52,6 +53,13 @@ def add_export(commands: Any) -> None:
     )
     command.add_argument(
         "--merge", action="store_true", help="add each adapter to its base model: a whole model for each policy"
+    )
+    command.add_argument(
+        "--gguf",
+        nargs="?",
+        const="f16",
+        choices=("f16", "bf16", "f32", "q8_0"),
+        help="the same as one GGUF file each, for llama.cpp, Ollama and LM Studio, in this precision (default: f16)",
     )
     command.add_argument("--push", metavar="USER/NAME", help="then upload the folder to the Hugging Face Hub")
     command.add_argument("--private", action="store_true", help="make that repository a private one, where it is new")
