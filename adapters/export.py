@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from cotune.adapters.background import Background, read_background
+from cotune.adapters.card import CURVE, write_card
 from cotune.adapters.fingerprint import base_fingerprint, changed, hashes_of
 from cotune.adapters.manifest import (
     FORMAT,
@@ -25,7 +27,6 @@ from cotune.adapters.manifest import (
     ExportedRole,
     Manifest,
     is_export,
-    model_card,
     serve_commands,
     write_manifest,
 )
@@ -38,19 +39,26 @@ from cotune.storage.run_layout import RunDescription, RunLayout, newest_checkpoi
 
 
 def export_run(
-    run: str | Path, to: str | Path, *, best: bool = False, merge: bool = False, gguf: Precision | None = None
+    run: str | Path,
+    to: str | Path,
+    *,
+    best: bool = False,
+    merge: bool = False,
+    gguf: Precision | None = None,
+    evaluation: str | Path | None = None,
 ) -> Manifest:
     """Export the newest checkpoint of a run, or each policy at its `best` held-out evaluation.
 
     With `merge` an adapter is added to its base model: each policy is a whole model. With `gguf` that model is one file
-    for llama.cpp and Ollama, its matrices in this precision.
+    for llama.cpp and Ollama, its matrices in this precision. The card has the figures of `evaluation`, a folder that
+    `cotune eval --out` wrote; by default of the newest one that lies in a folder of the run.
 
     Raises RunError, ConfigError, AdapterError.
     """
+    config, background = read_run(run).config, read_background(Path(run), Path(evaluation) if evaluation else None)
     policies = best_policies(run) if best else latest_policies(run)
-    config = read_run(run).config
     name = Path(run).resolve().name
-    form: dict[str, Any] = {"merge": merge, "gguf": gguf}
+    form: dict[str, Any] = {"merge": merge, "gguf": gguf, "background": background}
     return write_export(to, policies, run=name, other_roles=config.other_roles, tool_format=config.tool_format, **form)
 
 
@@ -63,6 +71,7 @@ def write_export(
     tool_format: str = "auto",
     merge: bool = False,
     gguf: Precision | None = None,
+    background: Background | None = None,
 ) -> Manifest:
     """Write policies to a new folder, or in place of an earlier export.
 
@@ -84,6 +93,7 @@ def write_export(
     partial.mkdir()
     try:
         manifest = _write(partial, policies, run, merge, gguf, other_roles=other_roles, tool_format=tool_format)
+        write_card(partial, manifest, background)
         _sync(partial)
         _put_in_place(partial, target)
     finally:
@@ -127,7 +137,6 @@ def _write(
     )
     manifest = msgspec.structs.replace(manifest, serve=serve_commands(manifest))
     write_manifest(folder, manifest)
-    (folder / "README.md").write_text(model_card(manifest))
     return manifest
 
 
@@ -187,7 +196,7 @@ def _write_weights(folder: Path, policy: TrainedPolicy, base: Base, merge: bool,
 def _folder_name(policy: str, taken: list[str]) -> str:
     name = stem = re.sub(r"[^\w.-]+", "_", policy).lstrip(".") or "policy"
     number = 1
-    while name in taken or name in ("README.md", "roles.json"):
+    while name in taken or name in ("README.md", "roles.json", CURVE):
         number += 1
         name = f"{stem}-{number}"
     return name

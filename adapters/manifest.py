@@ -149,6 +149,17 @@ def _check_policy(policy: ExportedPolicy, path: Path, remedy: str) -> None:
 def serve_commands(manifest: Manifest) -> dict[str, list[str]]:
     """Command lines by server, to be run in the folder of the export; model names are the roles."""
     vllm: list[str] = []
+    files = [policy for policy in manifest.policies if policy.gguf]
+    if files:
+        names = {policy.name: [e.role for e in manifest.roles if e.policy == policy.name] for policy in files}
+        return {
+            "llama.cpp": [_llama_server(policy, names[policy.name], 8001 + i) for i, policy in enumerate(files)],
+            "ollama": [
+                shlex.join(["ollama", "create", role, "-f", f"{policy.folder}/Modelfile"])
+                for policy in files
+                for role in names[policy.name]
+            ],
+        }
     adapters: dict[str, list[tuple[ExportedRole, ExportedPolicy]]] = {}
     for entry in manifest.roles:
         policy = manifest.policy(entry.role)
@@ -164,50 +175,14 @@ def serve_commands(manifest: Manifest) -> dict[str, list[str]]:
     return {"cotune": ["cotune serve ."], "vllm": vllm}
 
 
+def _llama_server(policy: ExportedPolicy, roles: list[str], port: int) -> str:
+    file = f"{policy.folder}/{policy.folder}.gguf"
+    return shlex.join(["llama-server", "-m", file, "--jinja", "--alias", ",".join(roles), "--port", str(port)])
+
+
 def _vllm_adapters(base: str, played: list[tuple[ExportedRole, ExportedPolicy]]) -> str:
     rank = max(policy.lora.rank for _, policy in played if policy.lora)
     ceiling = next((r for r in (8, 16, 32, 64, 128, 256, 320, 512) if r >= rank), rank)
     modules = [f"{entry.role}=./{policy.folder}" for entry, policy in played]
     options = ["--enable-lora", "--max-loras", str(len(played)), "--max-lora-rank", str(ceiling)]
     return shlex.join(["vllm", "serve", base, *options, "--lora-modules", *modules])
-
-
-def model_card(manifest: Manifest) -> str:
-    """A short model card in Markdown."""
-    bases = list(dict.fromkeys(policy.base.model for policy in manifest.policies if policy.base))
-    lora = any(policy.kind == "lora" for policy in manifest.policies)
-    head = ["---", *(f"base_model: {base}" for base in bases[:1])]
-    head += ["library_name: peft" if lora else "library_name: transformers", "tags: [cotune, reinforcement-learning]"]
-    rows = [_row(manifest, entry) for entry in manifest.roles]
-    commands = "\n".join(manifest.serve["vllm"])
-    vllm = f"\nWith vLLM (one server per line):\n\n```\n{commands}\n```\n" if commands else ""
-    return f"""{chr(10).join(head)}
----
-
-# Role policies{f" of run {manifest.run}" if manifest.run else ""}
-
-| role | policy | version | kind | folder | base | weights SHA-256 |
-|---|---|---|---|---|---|---|
-{chr(10).join(rows)}
-
-Model names of a server are the roles; `roles.json` holds hashes, versions and metrics. In this folder:
-
-```
-cotune serve .
-```
-{vllm}
-In process, around an unchanged application:
-
-```python
-with cotune.deployed("PATH/TO/THIS/FOLDER"):
-    graph.invoke(...)
-```
-"""
-
-
-def _row(manifest: Manifest, entry: ExportedRole) -> str:
-    policy = manifest.policy(entry.role)
-    digest = next(iter(policy.files.values()), "")[:12]
-    base = policy.base.model if policy.base else "the application's own provider"
-    cells = (entry.role, policy.name, str(policy.version), policy.kind, policy.folder or "", base, digest)
-    return f"| {' | '.join(cells)} |"

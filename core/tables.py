@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
@@ -10,6 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 GOOD, BAD, QUIET, NAME = "green", "red", "dim", "cyan"
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 24
+"""Signs of a curve; where a run has more steps, several share one."""
 
 
 def snippet(value: Any, size: int = 160) -> str:
@@ -59,3 +62,22 @@ def warn(count: int) -> Text:
 def plural(count: int, one: str, many: str | None = None) -> str:
     """`count` with the right form of a noun."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def sparkline(values: Sequence[float | None]) -> str:
+    """A curve on one line, from its lowest to its highest value; a blank where there is none."""
+    size = max(1, -(-len(values) // _WIDTH))
+    parts = [[v for v in values[i : i + size] if v is not None] for i in range(0, len(values), size)]
+    means = [sum(part) / len(part) if part else None for part in parts]
+    known = [mean for mean in means if mean is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    span = high - low
+    top = len(_BARS) - 1
+    return "".join(
+        " " if mean is None else _BARS[round((mean - low) / span * top) if span else top // 2] for mean in means
+    )
+
+
+def figure(value: float, percent: bool = False) -> str:
+    """A figure with about three digits that matter."""
+    return f"{value:.1%}" if percent else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

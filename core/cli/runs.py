@@ -10,15 +10,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cotune.errors import RunError
-from cotune.tables import BAD, GOOD, NAME, QUIET, cells, grid, plural, warn
+from cotune.tables import BAD, GOOD, NAME, QUIET, cells, figure, grid, plural, sparkline, warn
 
 if TYPE_CHECKING:
     from cotune.integrations.viewer.opened import OpenedRun
     from cotune.integrations.viewer.overview import Change
 
-_BARS = "▁▂▃▄▅▆▇█"
-_WIDTH = 24
-"""Signs of a curve; where a run has more steps, several share one."""
 _STATES = {"finished": GOOD, "under way": "yellow", "recording": "yellow", "stopped": BAD}
 _ROLES = 3
 """Roles that have a column of their own in the table of steps."""
@@ -59,25 +56,6 @@ def show_steps(path: Path | str, limit: int) -> Group:
         return Group(curves, "", *_steps(run, limit))
     finally:
         run.close()
-
-
-def sparkline(values: Sequence[float | None]) -> str:
-    """A curve on one line, from its lowest to its highest value; a blank where there is none."""
-    size = max(1, -(-len(values) // _WIDTH))
-    parts = [[v for v in values[i : i + size] if v is not None] for i in range(0, len(values), size)]
-    means = [sum(part) / len(part) if part else None for part in parts]
-    known = [mean for mean in means if mean is not None]
-    low, high = min(known, default=0.0), max(known, default=0.0)
-    span = high - low
-    top = len(_BARS) - 1
-    return "".join(
-        " " if mean is None else _BARS[round((mean - low) / span * top) if span else top // 2] for mean in means
-    )
-
-
-def figure(value: float, percent: bool = False) -> str:
-    """A figure with about three digits that matter."""
-    return f"{value:.1%}" if percent else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _change(change: Change) -> str:

@@ -24,7 +24,8 @@ def add_export(commands: Any) -> None:
 
         if a.push:
             check_repository(a.push)
-        manifest = export_run(a.run_folder, a.to, best=a.best, merge=a.merge, gguf=a.gguf)
+        form = {"merge": a.merge, "gguf": a.gguf, "evaluation": a.evaluation}
+        manifest = export_run(a.run_folder, a.to, best=a.best, **form)
         checkpoint, steps = newest_checkpoint(RunLayout(a.run_folder).checkpoints), read_run(a.run_folder).config.steps
         done = 0 if checkpoint is None else steps_of(checkpoint)
         kinds = {entry.role: manifest.policy(entry.role).kind for entry in manifest.roles}
@@ -60,6 +61,11 @@ def add_export(commands: Any) -> None:
         const="f16",
         choices=("f16", "bf16", "f32", "q8_0"),
         help="the same as one GGUF file each, for llama.cpp, Ollama and LM Studio, in this precision (default: f16)",
+    )
+    command.add_argument(
+        "--evaluation",
+        metavar="DIR",
+        help="folder that cotune eval --out wrote: its figures go into the README (default: the newest one in RUN)",
     )
     command.add_argument("--push", metavar="USER/NAME", help="then upload the folder to the Hugging Face Hub")
     command.add_argument("--private", action="store_true", help="make that repository a private one, where it is new")

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from cotune.cli.main import main
-from cotune.cli.runs import sparkline
 from cotune.recording.records import CallRecord, Candidate, Episode, Message, RewardRecord, Task
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.tables import sparkline
 
 LONG = "a prompt of many words " * 20
 

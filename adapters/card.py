@@ -1,0 +1,199 @@
+"""README.md of an export, its card on the Hub: what it is, how it came about, what it reaches, how to serve it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cotune.adapters.background import Background, Interval
+from cotune.adapters.manifest import ExportedRole, Manifest
+from cotune.tables import figure, sparkline
+
+CURVE = "curve.svg"
+"""Image beside the card."""
+_PORT, _GGUF_PORT = 8000, 8001
+_TITLES = {"cotune": "cotune", "vllm": "vLLM, one server per line", "llama.cpp": "llama.cpp", "ollama": "Ollama"}
+_OLLAMA = (
+    "Ollama listens on port 11434. It has chat templates of its own and takes the one that it knows for the model's: "
+    "compare `ollama show --template ROLE` with the model's own; where they differ, add a `TEMPLATE` to the Modelfile."
+)
+
+
+def write_card(folder: Path, manifest: Manifest, background: Background | None) -> None:
+    """Write README.md into an export, and the image of its curves where there are any."""
+    from cotune.adapters.curve import svg
+
+    if background is not None and _has_image(background):
+        (folder / CURVE).write_text(svg(background.charts), encoding="utf-8")
+    (folder / "README.md").write_text(card(manifest, background), encoding="utf-8")
+
+
+def card(manifest: Manifest, background: Background | None) -> str:
+    """The card in Markdown, with the front matter that the Hub reads."""
+    parts = [
+        f"---\n{_front_matter(manifest)}\n---",
+        f"# Role policies{f' of run {manifest.run}' if manifest.run else ''}",
+        "Each role of a multi-agent application has its policy, trained with cotune. "
+        "`roles.json` holds hashes, versions and metrics.",
+        _roles(manifest),
+    ]
+    if background is not None:
+        parts += [*_curves(background), *_evaluation(background), *_bill(background)]
+    parts += [*_serve(manifest), *_in_an_application(manifest)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _front_matter(manifest: Manifest) -> str:
+    from huggingface_hub import ModelCardData
+
+    bases = dict.fromkeys(policy.base.model for policy in manifest.policies if policy.base)
+    ids = [base for base in bases if base == _name(base)]
+    lora, gguf = (any(getattr(policy, name) for policy in manifest.policies) for name in ("lora", "gguf"))
+    tags = ["cotune", "reinforcement-learning", *(["lora"] if lora else []), *(["gguf"] if gguf else [])]
+    data = ModelCardData(
+        base_model=ids or None,
+        library_name="peft" if lora else None if gguf else "transformers",
+        pipeline_tag="text-generation",
+        tags=tags,
+    )
+    return data.to_yaml()
+
+
+def _roles(manifest: Manifest) -> str:
+    heads = ("role", "policy", "version", "kind", "folder", "base", "weights SHA-256")
+    return _table(heads, [_role(manifest, entry) for entry in manifest.roles])
+
+
+def _role(manifest: Manifest, entry: ExportedRole) -> Sequence[str]:
+    policy = manifest.policy(entry.role)
+    digest = next((digest for name, digest in policy.files.items() if name.endswith((".safetensors", ".gguf"))), "")
+    base = _name(policy.base.model) if policy.base else "the application's own provider"
+    kind = f"GGUF, {policy.gguf}" if policy.gguf else policy.kind
+    return (entry.role, policy.name, str(policy.version), kind, policy.folder or "", base, digest[:12])
+
+
+def _name(base: str) -> str:
+    """What a base model is called elsewhere: of a folder of this machine, its name alone."""
+    return Path(base).name if Path(base).is_absolute() else base
+
+
+def _has_image(about: Background) -> bool:
+    """Whether there is a line to draw: a single step is a figure."""
+    return any(len(chart.steps) > 1 for chart in about.charts)
+
+
+def _curves(about: Background) -> Iterator[str]:
+    if not about.charts:
+        return
+    steps = f"{about.steps} steps" if about.steps else "Training"
+    yield "## Training"
+    yield f"{steps}{f' of recipe `{about.recipe}`' if about.recipe else ''}, {about.seconds / 60:,.1f} minutes."
+    if _has_image(about):
+        yield f"![{' and '.join(chart.title for chart in about.charts)}, by step]({CURVE})"
+    rows = []
+    for chart in about.charts:
+        for line in chart.series:
+            known = [value for value in line.values if value is not None]
+            first, last = (figure(value, chart.percent) for value in (known[0], known[-1]))
+            rows.append((chart.title, line.label, first, last, sparkline(line.values)))
+    yield _table(("", "of", "first", "last", "steps"), rows)
+
+
+def _evaluation(about: Background) -> Iterator[str]:
+    if about.evaluated is None:
+        return
+    yield "## Evaluation"
+    yield "On held-out tasks, with 95% intervals. `base` is untrained, `swapped` gives each role another's policy."
+    rows = [
+        (mode, _interval(found.success, True), _interval(found.reward), str(found.episodes))
+        for mode, found in about.evaluated.evaluations.items()
+    ]
+    yield _table(("", "success", "reward", "episodes"), rows)
+    if verdicts := [f"- {compared.verdict}" for compared in about.evaluated.comparisons if compared.verdict]:
+        yield "\n".join(verdicts)
+
+
+def _interval(found: Interval | None, percent: bool = False) -> str:
+    if found is None:
+        return ""
+    text = figure(found.mean, percent)
+    if found.low is None or found.high is None:
+        return text
+    return f"{text} [{figure(found.low, percent)}, {figure(found.high, percent)}]"
+
+
+def _bill(about: Background) -> Iterator[str]:
+    """Tokens, and money where every model has a price: those of `[prices]` of the run, or of its evaluation."""
+    rows = [
+        (f"training: {role}", f"{use.calls:,}", f"{use.prompt:,}", f"{use.completion:,}", _money(use.cost))
+        for role, use in about.uses.items()
+    ]
+    if about.judge_cost:
+        rows.append(("training: judges", "", "", "", _money(about.judge_cost)))
+    for mode, found in (about.evaluated.evaluations if about.evaluated else {}).items():
+        cost = None if found.use.unpriced else found.use.cost
+        per = "" if cost is None else f" ({1000 * cost / max(found.episodes, 1):.4g} per 1,000 tasks)"
+        tokens = (f"{found.use.prompt_tokens:,}", f"{found.use.completion_tokens:,}")
+        rows.append((f"evaluation: {mode}", "", *tokens, _money(cost) + per))
+    if rows:
+        yield "## What it took"
+        priced = 5 if any(row[-1] for row in rows) else 4
+        heads = ("", "calls", "prompt tokens", "completion tokens", "cost")
+        yield _table(heads[:priced], [row[:priced] for row in rows])
+
+
+def _money(cost: float | None) -> str:
+    return "" if cost is None else f"{cost:.4g}"
+
+
+def _serve(manifest: Manifest) -> Iterator[str]:
+    yield "## Serve"
+    yield "In this folder; the model names of a server are the roles."
+    for server, commands in manifest.serve.items():
+        if commands:
+            yield f"{_TITLES[server]}:"
+            yield "```sh\n" + "\n".join(commands) + "\n```"
+    if "ollama" in manifest.serve:
+        yield _OLLAMA
+    if any(policy.kind == "lora" for policy in manifest.policies):
+        yield "For llama.cpp and Ollama export the run with `--gguf`."
+
+
+def _in_an_application(manifest: Manifest) -> Iterator[str]:
+    role = json.dumps(manifest.roles[0].role)
+    gguf = any(policy.gguf for policy in manifest.policies)
+    url = f"http://127.0.0.1:{_GGUF_PORT if gguf else _PORT}/v1"
+    yield "## In an application"
+    if not gguf:
+        yield "In its process, unchanged; every role is answered by its policy:"
+        yield '```python\nimport cotune\n\nwith cotune.deployed("PATH/TO/THIS/FOLDER"):\n    graph.invoke(...)\n```'
+    yield "From a server, as any OpenAI-compatible model:"
+    yield f"""```python
+# LangGraph, LangChain
+from langchain_openai import ChatOpenAI
+
+model = ChatOpenAI(model={role}, base_url="{url}", api_key="none")
+```"""
+    yield f"""```python
+# AutoGen
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+client = OpenAIChatCompletionClient(
+    model={role},
+    base_url="{url}",
+    api_key="none",
+    model_info=dict(family="unknown", function_calling=True, json_output=True, structured_output=True, vision=False),
+)
+```"""
+    yield f"""```python
+# CrewAI
+from crewai import LLM
+
+llm = LLM(model="openai/" + {role}, base_url="{url}", api_key="none")
+```"""
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

@@ -1,0 +1,152 @@
+"""The README of an export: front matter for the Hub, the run's figures, and settings that its reader can paste."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from huggingface_hub import ModelCard
+
+from cotune.adapters.export import TrainedPolicy, export_run, write_export
+from cotune.adapters.serving import serving
+from cotune.cli.main import main
+from cotune.errors import ConfigError
+from cotune.runtime.run_sync import run_sync
+from cotune.storage.run_layout import RunLayout
+from tests.adapters.test_export import write_run
+from tests.adapters.test_gguf import build, full
+
+
+def line(step: int, success: float, reward: float) -> dict[str, Any]:
+    counts = {"calls": 8, "candidates": 32, "groups": 8, "episodes": 4, "left_out": {}}
+    roles = {"planner": {"reward": reward}}
+    return {"step": step, "outcome": {"success": success}, "roles": roles, "seconds": {"rollout": 30.0}, **counts}
+
+
+def interval(mean: float, low: float, high: float) -> dict[str, Any]:
+    return {"mean": mean, "low": low, "high": high, "n": 100}
+
+
+def mode(success: dict[str, Any], cost: float | None) -> dict[str, Any]:
+    use = {"prompt_tokens": 1000, "completion_tokens": 200, "cost": cost, "unpriced": 0}
+    return {"episodes": 100, "success": success, "reward": None, "use": use}
+
+
+EVALUATION = {
+    "evaluations": {
+        "base": mode(interval(0.1, 0.055, 0.174), None),
+        "trained": mode(interval(0.64, 0.542, 0.727), 0.05),
+    },
+    "comparisons": [{"verdict": "trained is better than base"}],
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path, base: Path, policies: list[TrainedPolicy]) -> Path:
+    folder = tmp_path / "run"
+    assert policies[0].lora is not None and policies[0].weights is not None
+    write_run(folder, base, policies[0].lora, policies[0].weights)
+    (folder / "run.json").write_text(json.dumps({"model": str(base), "config": {"steps": 2, "recipe": "at_grpo"}}))
+    lines = [line(0, 0.25, 0.5), line(1, 0.75, 1.5)]
+    RunLayout(folder).metrics.write_text("".join(json.dumps(found) + "\n" for found in lines))
+    (folder / "eval").mkdir()
+    (folder / "eval" / "evaluation.json").write_text(json.dumps(EVALUATION))
+    return folder
+
+
+def test_the_card_tells_of_the_training_the_evaluation_and_the_bill(tmp_path: Path, run: Path) -> None:
+    export_run(run, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    for row in (
+        "2 of 2 steps of recipe `at_grpo`, 1.0 minutes.",
+        "| Success in training | success | 25.0% | 75.0% | ▁█ |",
+        "| Reward | planner | 0.5 | 1.5 | ▁█ |",
+        "| base | 10.0% [5.5%, 17.4%] |  | 100 |",
+        "| trained | 64.0% [54.2%, 72.7%] |  | 100 |",
+        "- trained is better than base",
+        "| evaluation: base |  | 1,000 | 200 |  |",
+        "| evaluation: trained |  | 1,000 | 200 | 0.05 (0.5 per 1,000 tasks) |",
+    ):
+        assert row in card
+    assert "![Success in training and Reward, by step](curve.svg)" in card
+    image = ElementTree.parse(tmp_path / "out" / "curve.svg")
+    lines = image.findall("{http://www.w3.org/2000/svg}polyline")
+    assert [found.get("points") for found in lines] == ["52.0,178.0 408.0,30.0", "472.0,178.0 828.0,30.0"]
+
+
+def test_an_evaluation_elsewhere_is_named_and_must_be_one(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = {"evaluations": {"base": mode(interval(0.3, 0.2, 0.4), None)}}
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "evaluation.json").write_text(json.dumps(other))
+    given = ["--evaluation", str(tmp_path / "elsewhere")]
+    assert main(["export", str(run), "--to", str(tmp_path / "out"), *given]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| base | 30.0% [20.0%, 40.0%] |  | 100 |" in card and "64.0%" not in card
+    assert "| cost |" not in card
+    with pytest.raises(ConfigError, match=r"evaluation.*cotune eval --out.*Evaluate the run with --out"):
+        export_run(run, tmp_path / "bad", evaluation=tmp_path)
+    assert not (tmp_path / "bad").exists()
+
+
+def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path, base: Path, policies: list[TrainedPolicy]) -> None:
+    cards = {}
+    forms: dict[str, dict[str, Any]] = {"lora": {}, "merged": {"merge": True}}
+    for name, form in forms.items():
+        write_export(tmp_path / name, policies, **form)
+        cards[name] = ModelCard.load(tmp_path / name / "README.md").data.to_dict()
+    write_export(tmp_path / "gguf", [full(build(tmp_path / "base", "llama"))], gguf="f16")
+    cards["gguf"] = ModelCard.load(tmp_path / "gguf" / "README.md").data.to_dict()
+    usual, task = ["cotune", "reinforcement-learning"], {"pipeline_tag": "text-generation"}
+    assert cards == {
+        "lora": {"library_name": "peft", "tags": [*usual, "lora"], **task},
+        "merged": {"library_name": "transformers", "tags": usual, **task},
+        "gguf": {"tags": [*usual, "gguf"], **task},
+    }
+    text = (tmp_path / "gguf" / "README.md").read_text()
+    assert "llama-server -m solo/solo.gguf --jinja --alias solo --port 8001" in text
+    assert "ollama create solo -f solo/Modelfile" in text
+    assert str(tmp_path) not in text, "a folder of this machine says nothing elsewhere"
+
+
+def test_a_base_on_the_hub_is_named_for_it(
+    tmp_path: Path, base: Path, policies: list[TrainedPolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotune.adapters.export.locate_model", lambda model: base)
+    on_hub = [TrainedPolicy(**{**vars(policy), "model": "acme/tiny"}) for policy in policies]
+    write_export(tmp_path / "out", on_hub)
+    assert ModelCard.load(tmp_path / "out" / "README.md").data.base_model == ["acme/tiny"]
+
+
+def blocks(card: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", card.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.slow
+def test_the_settings_for_each_framework_reach_the_server(export: Path) -> None:
+    found: dict[str, Any] = {}
+    with serving(export) as endpoint:
+        for block in blocks(export / "README.md")[1:]:
+            exec(block.replace("http://127.0.0.1:8000/v1", endpoint.url), found)
+        assert found["model"].invoke("hello", max_tokens=4).content
+
+        async def asked() -> str:
+            from autogen_core.models import UserMessage
+
+            sent = [UserMessage(content="hello", source="user")]
+            reply = await found["client"].create(sent, extra_create_args={"max_tokens": 4})
+            await found["client"].close()
+            return str(reply.content)
+
+        assert run_sync(asked())
+        found["llm"].max_tokens = 4
+        assert found["llm"].call("hello")
+
+
+def test_the_first_block_is_the_application_as_it_is(export: Path) -> None:
+    assert "with cotune.deployed(" in blocks(export / "README.md")[0]
