@@ -151,13 +151,13 @@ def serve_commands(manifest: Manifest) -> dict[str, list[str]]:
     vllm: list[str] = []
     files = [policy for policy in manifest.policies if policy.gguf]
     if files:
-        names = {policy.name: [e.role for e in manifest.roles if e.policy == policy.name] for policy in files}
+        roles = {policy.name: [e.role for e in manifest.roles if e.policy == policy.name] for policy in files}
         return {
-            "llama.cpp": [_llama_server(policy, names[policy.name], 8001 + i) for i, policy in enumerate(files)],
+            "llama.cpp": [_llama_server(policy, roles[policy.name], 8001 + i) for i, policy in enumerate(files)],
             "ollama": [
                 shlex.join(["ollama", "create", role, "-f", f"{policy.folder}/Modelfile"])
                 for policy in files
-                for role in names[policy.name]
+                for role in roles[policy.name]
             ],
         }
     adapters: dict[str, list[tuple[ExportedRole, ExportedPolicy]]] = {}
