@@ -159,6 +159,12 @@ def add_train(commands: Any) -> None:
     )
 
 
+_NO_SIGNAL = (
+    "no signal: all rewards that were compared are equal. Take tasks that are solved now and then, a larger plan.k, or "
+    "a scorer or judge that tells answers apart."
+)
+
+
 def _run_train(a: argparse.Namespace) -> int:
     tell(f"opening the run {a.resume} ..." if a.resume else f"loading {a.workflow} ...")
     from cotune.trainer.config.train import load_config, read_toml
@@ -178,7 +184,11 @@ def _run_train(a: argparse.Namespace) -> int:
     tell(f"{state} after {summary.steps} steps in {summary.seconds:.0f} s: {summary.path}")
     for role, (first, last) in summary.rewards.items():
         tell(f"reward of {role}: {first:.3f} in the first step, {last:.3f} in the last")
-    if summary.finished:
+    if summary.stayed:
+        tell("never updated: " + ", ".join(f"{policy} ({why})" for policy, why in summary.stayed.items()))
+    if "no signal" in summary.stayed.values():
+        tell(_NO_SIGNAL)
+    if summary.finished and summary.versions:
         app = a.workflow or read_run_json(summary.path)["workflow"] or "WORKFLOW"
         tell(f"next: cotune eval {app} --run {summary.path} --tasks HELD_OUT.jsonl")
         tell(f"then: cotune export {summary.path} --to adapters/; to look at it: cotune view {summary.path}")

@@ -271,3 +271,38 @@ def test_settings_that_do_not_fit_are_refused_before_training(trainer: Trainer, 
     with pytest.raises(ConfigError) as raised:
         trainer(application(relay), **{**SETTINGS, **settings})
     assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("asked", [{"temperature": 0}, {"temperature": 0.2, "seed": 7}])
+def test_siblings_differ_whatever_temperature_and_seed_the_application_sets(trainer: Trainer, asked: dict[str, Any]):
+    async def fixed(task: dict[str, str]) -> dict[str, float]:
+        said = await ask("first", f"say {task['letter']}", **asked)
+        return {"team": sum(letter in "abcdefgh" for letter in said) / 4}
+
+    trainer(application(fixed), steps=1, **SETTINGS)
+    said = " ".join(trainer.said.split())
+    assert f"first asks for temperature {asked['temperature']:g}; training samples at 1 (sampling.temperature)" in said
+    (line,) = trainer.metrics()
+    assert line["groups"] == 3 and line["left_out"] == {}
+    records = Records(trainer)
+    trunks, branches = records.of(0)
+    answers = {call.candidates[0].token_ids for e in (*trunks, *branches) for call in records.calls[e.id]}
+    assert len(answers) == 9
+
+
+def test_a_team_that_never_succeeds_is_no_error_and_ends_with_what_was_never_updated(trainer: Trainer):
+    """Also where a judge finds all alike, and beside a role that never acts."""
+
+    async def fails(task: dict[str, str]) -> None:
+        await relay(task)
+
+    app = application(fails)
+    app.judge(lambda episodes, task: [0.5] * len(episodes))
+    summary = trainer(app, steps=2, roles=["spare"], **{**SETTINGS, "policies": "lora"})
+    assert summary.finished and summary.versions == {}
+    assert summary.stayed == {**dict.fromkeys(("first", "second", "third"), "no signal"), "spare": "no sample"}
+    for line in trainer.metrics():
+        left = line["left_out"]
+        assert line["rows"] == 0 and left["zero_variance"] == 3 * line["replay"]["forks"]
+        assert left["zero_variance"] + left["continuation"] + left.get("not_forked", 0) == line["candidates"]
+    assert "no update: nothing to learn from in this step: first (no signal)" in trainer.said

@@ -45,11 +45,12 @@ def test_ties_change_nothing_and_the_run_goes_on_and_resumes(trainer: Trainer, r
     rewards, settings = Rewards({2}), {"recipe": recipe, "plan": INDEPENDENT, "keep_checkpoints": 9, "concurrency": 1}
     stopped = trainer(application(rewards), steps=1, roles=["rare"], **settings)
     assert stopped.versions == {} and stopped.left_out == {"no_signal": 6}
+    assert stopped.stayed == {"first": "no signal", "rare": "no sample"}
     assert "no update: nothing to learn from in this step: first (no signal), rare (no sample)" in trainer.said
     run = trainer.folder / "run"
 
     whole = trainer(application(Rewards({2})), steps=5, roles=["rare"], to="whole", **settings)
-    assert whole.finished and whole.versions == {"first": 1, "rare": 1}
+    assert whole.finished and whole.versions == {"first": 1, "rare": 1} and whole.stayed == {}
     lines = trainer.metrics("whole")
     assert [line["updated"] for line in lines] == [False, False, True, False, False]
     assert [line["rows"] for line in lines] == [0, 0, 8, 0, 0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
@@ -13,6 +13,7 @@ from cotune.tables import BAD, GOOD, NAME, QUIET, cells, grid, plural, scores, s
 from cotune.trainer.replay.replay import Repetition, ReplayReport, Seen
 
 _CAUSES = 5
+_PLACE = re.compile(r"character \d+: recorded .*", re.DOTALL)
 _LISTED = 20
 
 
@@ -73,9 +74,15 @@ def _all(report: ReplayReport) -> Iterable[RenderableType]:
     if names:
         yield Text("")
         yield means
-    errors = Counter(seen.episode.error for seen in new if seen.episode.error)
-    for text, count in errors.most_common(_CAUSES):
-        yield Text(f"\n{count} x {text}", style=BAD)
+    causes: dict[str, list[str]] = {}
+    for seen in new:
+        if seen.episode.error:
+            causes.setdefault(_PLACE.sub("", seen.episode.error), []).append(seen.episode.error)
+    commonest = sorted(causes.values(), key=len, reverse=True)
+    for texts in commonest[:_CAUSES]:
+        yield Text(f"\n{len(texts)} x {'' if len(set(texts)) == 1 else 'at one place, first: '}{texts[0]}", style=BAD)
+    if rest := sum(map(len, commonest[_CAUSES:])):
+        yield Text(f"\n{plural(rest, 'episode')} with other errors", style=BAD)
     changed = [one for one in report.repetitions if not _same(one)]
     if changed:
         table = grid("episode", "task", "old", "new", "status", title=f"\nnot the same: {len(changed)}")

@@ -31,6 +31,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     left_out: Mapping[str, int]
     lost_records: int
     seconds: float
+    stayed: Mapping[str, str] = {}
+    """Trained policies that no step has updated, and why, as `StepMetrics.stayed`."""
     ended: str = ""
     """Why it ended before its last step by its own settings (patience, guard); then it is finished too."""
 
@@ -58,6 +60,9 @@ def sum_up(
         left_out=left_out,
         lost_records=lost_records,
         seconds=seconds,
+        stayed={
+            name: why for line in lines for name, why in line.get("stayed", {}).items() if name not in state.versions
+        },
         ended=ended,
     )
 

@@ -124,7 +124,7 @@ async def preflight(
     return PreflightReport(
         rewards=rewards,
         outcome=sorted({name for named in ended.values() for name in named}),
-        notes=[*_notes(outcomes, calls), *notes],
+        notes=[*_notes(outcomes, calls), *_temperatures(calls, config.sampling.temperature), *notes],
     )
 
 
@@ -221,3 +221,15 @@ def _notes(outcomes: Sequence[Outcome], calls: Sequence[CallRecord]) -> list[str
     notes += [f"{len(faults)} of {len(calls)} calls failed while looking around: {faults[0]}"] if faults else []
     roles: Mapping[str, int] = {role: sum(c.role == role for c in calls) for role in sorted({c.role for c in calls})}
     return [*notes, "roles: " + ", ".join(f"{role} ({count} calls)" for role, count in roles.items())]
+
+
+def _temperatures(calls: Sequence[CallRecord], sampled: float) -> Iterator[str]:
+    """Which roles ask for another temperature than that of training."""
+    asked: dict[float, set[str]] = {}
+    for call in calls:
+        temperature = call.params.get("temperature")
+        if isinstance(temperature, int | float) and temperature != sampled:
+            asked.setdefault(float(temperature), set()).add(call.role)
+    for temperature, roles in sorted(asked.items()):
+        who = f"{', '.join(sorted(roles))} {'asks' if len(roles) == 1 else 'ask'}"
+        yield f"{who} for temperature {temperature:g}; training samples at {sampled:g} (sampling.temperature)"

@@ -109,12 +109,18 @@ def test_a_failing_disk_is_no_traceback(monkeypatch, capsys):
 @pytest.fixture
 def trained(monkeypatch):
     """What `cotune train` hands to `train`."""
-    seen = SimpleNamespace(finished=True)
+    seen = SimpleNamespace(finished=True, versions={"planner": 3}, stayed={})
 
     def train(workflow, tasks, config, *, run):
         seen.workflow, seen.tasks, seen.config, seen.run = workflow, tasks, config, run
         return SimpleNamespace(
-            finished=seen.finished, steps=3, seconds=1.4, path="runs/r1", rewards={"planner": (0.25, 0.75)}
+            finished=seen.finished,
+            steps=3,
+            seconds=1.4,
+            path="runs/r1",
+            rewards={"planner": (0.25, 0.75)},
+            versions=seen.versions,
+            stayed=seen.stayed,
         )
 
     monkeypatch.setattr(train_module, "train", train)
@@ -151,6 +157,17 @@ def test_flags_of_train_become_its_configuration(trained, capsys):
         "reward of planner: 0.250 in the first step, 0.750 in the last",
         "next: cotune eval app:solve --run runs/r1 --tasks HELD_OUT.jsonl",
         "then: cotune export runs/r1 --to adapters/; to look at it: cotune view runs/r1",
+    ]
+
+
+def test_a_run_that_has_updated_nothing_says_so_and_not_to_export_it(trained, capsys):
+    trained.versions, trained.stayed = {}, {"planner": "no signal", "coder": "no sample"}
+    assert cli.main(["train", "app:solve", "--tasks", "t.jsonl", "--model", "base"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[3:] == [
+        "never updated: planner (no signal), coder (no sample)",
+        "no signal: all rewards that were compared are equal. Take tasks that are solved now and then, a larger plan.k"
+        ", or a scorer or judge that tells answers apart.",
     ]
 
 

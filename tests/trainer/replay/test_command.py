@@ -132,6 +132,9 @@ def test_an_episode_that_never_ends_or_raises_fails_alone(trained: Path, capsys,
     status, text = replay(capsys, str(trained), "--all", "--timeout", "2")
     assert status == 1 and "same outcome 1" in text and "failed, had not before 2" in text
     assert "did not finish within 2.0 seconds" in text and "raised ValueError: out of order" in text
+    monkeypatch.setattr("cotune.trainer.replay.report._CAUSES", 1)
+    _, text = replay(capsys, str(trained), "--all", "--timeout", "2")
+    assert "1 episode with other errors" in text
 
 
 def test_what_was_traced_frozen_is_repeated(
@@ -144,6 +147,7 @@ def test_what_was_traced_frozen_is_repeated(
         assert main(["trace", APP, "--tasks", str(tasks), "--out", str(tmp_path / name), *words]) == 0
     status, text = replay(capsys, str(tmp_path / "plain"), "--all", "--workflow", APP)
     assert status == 1 and "diverged 3" in text
+    assert "3 x at one place, first: Turn 0 of role 'first' differs from the record in message 1 (user), ch" in text
     assert "(it looks like a uuid). Set replay.freeze = true, or record with: cotune trace --freeze." in text
     status, text = replay(capsys, str(tmp_path / "frozen"), "--all", "--workflow", APP)
     assert status == 0 and "same outcome 3" in text
