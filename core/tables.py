@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.measure import Measurement
+from rich.table import Column, Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 GOOD, BAD, QUIET, NAME = "green", "red", "dim", "cyan"
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 24
 """Signs of a curve; where a run has more steps, several share one."""
+_BETWEEN = 2
+"""Blanks between two columns."""
+_WORD = 40
+"""Signs of a word that are never broken; a longer one, such as a task's id, goes on in the next line."""
 
 
 def snippet(value: Any, size: int = 160) -> str:
@@ -33,25 +41,68 @@ def scores(rewards: Mapping[str, float]) -> Text:
     return line
 
 
-def grid(*columns: str, title: str = "", wrap: bool = False) -> Table:
-    """A table without lines inside; a name that ends in `>` is a column of numbers.
+class Grid(Table):
+    """A table whose columns never break a word: they get narrower down to their longest word, and where that is not
+    enough for the terminal, each row stands as lines of `name value`."""
 
-    Without any name it has no head. Cells of the last column go on in the next line, and with `wrap` those of all.
-    """
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="bold")
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [_width(column, console, options) for column in self.columns]
+        room = options.max_width - _BETWEEN * (len(widths) - 1)
+        if sum(least for least, _ in widths) > room:
+            yield from self._lines()
+            return
+        for column, width in zip(self.columns, _fitted(widths, room), strict=True):
+            column.width = width
+        yield from super().__rich_console__(console, options)
+
+    def _lines(self) -> Iterable[Text]:
+        if self.title:
+            yield Text(f"{self.title}", style="bold")
+        for row in zip(*(column.cells for column in self.columns), strict=True):
+            shown = [(column, cell) for column, cell in zip(self.columns, cells(row), strict=True) if cell.plain]
+            line = Text()
+            for column, cell in shown:
+                line.append(" · " if line else "", style=QUIET)
+                line.append(f"{column.header} " if column.header else "", style=QUIET).append_text(cell)
+            yield line
+
+
+def grid(*columns: str, title: str = "") -> Grid:
+    """A table without lines inside; a name that ends in `>` is a column of numbers. Without any name it has no head."""
+    table = Grid(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="bold")
     table.title, table.title_justify, table.show_header = title or None, "left", any(columns)
-    for place, name in enumerate(columns, 1):
+    for name in columns:
         justify: Literal["left", "right"] = "right" if name.endswith(">") else "left"
-        one_line = not wrap and place < len(columns)
-        table.add_column(
-            name.rstrip(">"), justify=justify, no_wrap=one_line, overflow="ellipsis" if one_line else "fold"
-        )
+        table.add_column(name.rstrip(">"), justify=justify, overflow="fold")
     return table
+
+
+def _width(column: Column, console: Console, options: ConsoleOptions) -> tuple[int, int]:
+    """The least width of a column, its longest word (of `_WORD` at most), and its full one."""
+    found = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
+    return min(_WORD, max(one.minimum for one in found)), max(one.maximum for one in found)
+
+
+def _fitted(widths: Sequence[tuple[int, int]], room: int) -> list[int]:
+    """The full widths, the widest made narrower until all have room."""
+    fitted = [full for _, full in widths]
+    while sum(fitted) > room:
+        spare = [width if width > least else 0 for width, (least, _) in zip(fitted, widths, strict=True)]
+        fitted[spare.index(max(spare))] -= 1
+    return fitted
 
 
 def cells(values: Iterable[Any]) -> list[Any]:
     """Table cells: rich texts as they are, the rest without markup."""
     return [value if isinstance(value, Text) else Text(str(value)) for value in values]
+
+
+def definitions(head: str, texts: Mapping[str, str]) -> Grid:
+    """Names and what each tells, as a table."""
+    table = grid(head, "tells")
+    for name, text in texts.items():
+        table.add_row(Text(name), Text(text))
+    return table
 
 
 def warn(count: int) -> Text:

@@ -63,7 +63,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status: 0 done, 1 an error, 2 wrong usage, 130 interrupted."""
-    arguments = parser().parse_args(argv)
+    commands = parser()
+    if "_ARGCOMPLETE" in os.environ:
+        from argcomplete import autocomplete
+
+        autocomplete(commands)
+    arguments = commands.parse_args(argv)
     shown = logging.StreamHandler()
     shown.setFormatter(LogFormat())
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, handlers=[shown])

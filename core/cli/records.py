@@ -25,8 +25,10 @@ def add_show(commands: Any) -> None:
         if a.steps:
             from cotune.cli.runs import show_steps
 
-            terminal().print(show_steps(a.run_folder, a.limit))
+            terminal().print(show_steps(a.run_folder, a.limit, explain=a.explain))
             return 0
+        if a.explain:
+            raise ConfigError("--explain", None, "given with --steps", "For example: cotune show RUN --steps --explain")
         from cotune.cli.show import show_run
 
         found = show_run(a.run_folder, episode=a.episode, groups=a.groups, filters=filters, full=a.full, limit=a.limit)
@@ -40,6 +42,7 @@ def add_show(commands: Any) -> None:
     what.add_argument("--episode", metavar="ID", help="one episode as a tree of calls")
     what.add_argument("--steps", action="store_true", help="curves by role and policy, and a line for each step")
     what.add_argument("--groups", action="store_true", help="groups by role and turn, and what was left out and why")
+    command.add_argument("--explain", action="store_true", help="with --steps: what each curve and column tells")
     command.add_argument("--full", action="store_true", help="with --episode: whole prompts and answers")
     command.add_argument("--task", metavar="ID", help="episodes of one task only")
     command.add_argument("--role", help="episodes in which this role had a call")

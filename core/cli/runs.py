@@ -10,13 +10,23 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cotune.errors import RunError
-from cotune.tables import BAD, GOOD, NAME, QUIET, cells, figure, grid, plural, sparkline, warn
+from cotune.tables import BAD, GOOD, NAME, QUIET, cells, definitions, figure, grid, plural, sparkline, warn
 
 if TYPE_CHECKING:
     from cotune.integrations.viewer.opened import OpenedRun
     from cotune.integrations.viewer.overview import Change
 
 _STATES = {"finished": GOOD, "under way": "yellow", "recording": "yellow", "stopped": BAD}
+_COLUMNS = {
+    "step": "Number of the step, from 0.",
+    "failed": "Episodes that ended in an error.",
+    "success, team, ...": "Mean outcome of the step's episodes, by name; failed ones count.",
+    "reward of ROLE": "Mean reward of the role's candidates, chosen or not.",
+    "trained": "Candidates that the update learned from.",
+    "left out": "Candidates that it did not, for the reasons that cotune show RUN --groups gives.",
+    "seconds": "The whole step.",
+}
+"""Columns of the table of steps, and what each tells."""
 _ROLES = 3
 """Roles that have a column of their own in the table of steps."""
 
@@ -37,8 +47,11 @@ def list_runs(folders: Sequence[Path | str]) -> RenderableType:
     return table
 
 
-def show_steps(path: Path | str, limit: int) -> Group:
-    """The curves of a run, and a line for each of its latest `limit` steps. Raises RunError for records alone."""
+def show_steps(path: Path | str, limit: int, explain: bool = False) -> Group:
+    """The curves of a run, and a line for each of its latest `limit` steps; with `explain`, what each of them tells.
+
+    Raises RunError for records alone.
+    """
     from cotune.integrations.viewer.curves import charts
     from cotune.integrations.viewer.opened import OpenedRun
 
@@ -47,13 +60,18 @@ def show_steps(path: Path | str, limit: int) -> Group:
         if not run.metrics:
             raise RunError(f"{path} has no metrics yet.", "They come with cotune train, one line a step.")
         curves = grid("curve", "of", "first>", "last>", "steps")
-        for chart in charts([run]):
+        found = charts([run])
+        for chart in found:
             for place, line in enumerate(chart.series):
                 known = [value for value in line.values if value is not None]
                 title = Text(chart.title if place == 0 else "", style="bold")
                 numbers = (figure(value, chart.percent) for value in (known[0], known[-1]))
                 curves.add_row(title, *cells((line.label, *numbers)), Text(sparkline(line.values), style=NAME))
-        return Group(curves, "", *_steps(run, limit))
+        parts: list[RenderableType] = [curves, "", *_steps(run, limit)]
+        if explain:
+            parts += ["", definitions("curve", {chart.title: chart.help for chart in found})]
+            parts += ["", definitions("column", _COLUMNS)]
+        return Group(*parts)
     finally:
         run.close()
 
@@ -77,7 +95,7 @@ def _steps(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
     roles = sorted({role for line in lines for role in line["roles"]})[:_ROLES]
     names = [f"{name}>" for name in outcomes]
     rewards = [f"reward of {role}>" for role in roles]
-    table = grid("step>", "failed>", *names, *rewards, "trained>", "left out>", "seconds>", wrap=True)
+    table = grid("step>", "failed>", *names, *rewards, "trained>", "left out>", "seconds>")
     for line in lines:
         outcome = [_cell(line["outcome"].get(name), name == "success") for name in outcomes]
         reward = [_cell(line["roles"].get(role, {}).get("reward")) for role in roles]

@@ -71,7 +71,7 @@ def show_run(
     """
     with SqliteStore.open(path, read_only=True) as store:
         if episode is not None:
-            return Group(episode_tree(store, episode, full))
+            return Group(*episode_parts(store, episode, full))
         if groups:
             return Group(*show_groups(store, limit))
         return Group(*overview(store), *episode_list(store, filters, limit))
@@ -154,9 +154,30 @@ def episode_list(store: SqliteStore, filters: EpisodeFilters, limit: int) -> Ite
     yield table
 
 
-def episode_tree(store: SqliteStore, id: str, full: bool = False) -> Tree:
-    """One episode: every call below the call whose output it read; a chain of calls stays on one level."""
+def episode_parts(store: SqliteStore, id: str, full: bool = False) -> Iterable[RenderableType]:
+    """An episode as a tree of its calls, and before it, in one line, why it failed (with `full`, all of its error)."""
     calls = store.calls(id)
+    if cause := _cause(store, id, calls, full):
+        yield Text(cause, style=BAD)
+    yield episode_tree(store, id, calls, full)
+
+
+def _cause(store: SqliteStore, id: str, calls: Sequence[CallRecord], full: bool) -> str:
+    """Why an episode did not end well; empty where it did, or has no end yet."""
+    try:
+        episode = store.episode(id)
+    except RecordError:
+        return ""
+    if episode.status == "ok":
+        return ""
+    failed = next((call for call in reversed(calls) if call.status != "ok"), None)
+    error = (episode.error or (failed and failed.error) or "no reason recorded").strip()
+    at = f" (call {failed.step}, {failed.role}: {failed.status})" if failed else ""
+    return f"{episode.status}{at}: {error if full else (error.splitlines() or [''])[0]}"
+
+
+def episode_tree(store: SqliteStore, id: str, calls: Sequence[CallRecord], full: bool = False) -> Tree:
+    """One episode: every call below the call whose output it read; a chain of calls stays on one level."""
     root = Tree(_episode_line(store, id, calls), guide_style=QUIET)
     known = {call.id: call for call in calls}
     below: dict[str | None, list[CallRecord]] = {}
@@ -192,8 +213,6 @@ def _episode_line(store: SqliteStore, id: str, calls: Sequence[CallRecord]) -> T
     line.append("  ").append_text(scores(store.rewards([id])[id]))
     if len(calls) != episode.calls:
         line.append(f"\n{episode.calls} calls were made, {len(calls)} are recorded", style=BAD)
-    if episode.error:
-        line.append(f"\n{episode.error}", style=BAD)
     if fork := episode.fork:
         step = next((call.step for call in calls if call.id == fork.at), None)
         line.append(f"\nrepeats episode {fork.trunk} up to call {step}", style=QUIET)

@@ -151,6 +151,9 @@ def add_train(commands: Any) -> None:
     )
     command.add_argument("--out", help="run folder (default: runs/DATE-TIME)")
     command.add_argument(
+        "--explain", action="store_true", help="say what each column and figure of a step tells, and train nothing"
+    )
+    command.add_argument(
         "--resume",
         metavar="RUN",
         help="go on with a stopped, killed or finished run, under its own configuration; settings that are safe to "
@@ -166,6 +169,11 @@ _NO_SIGNAL = (
 
 
 def _run_train(a: argparse.Namespace) -> int:
+    if a.explain:
+        from cotune.trainer.reporting.columns import explained
+
+        terminal().print(*explained(), sep="\n")
+        return 0
     tell(f"opening the run {a.resume} ..." if a.resume else f"loading {a.workflow} ...")
     from cotune.trainer.config.train import load_config, read_toml
     from cotune.trainer.train import resume, train

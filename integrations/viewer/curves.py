@@ -65,6 +65,12 @@ BY_ROLE = (
         "Sampler/trainer gap",
         "Mean |log p of the sampler - log p of the trainer| per token. Should stay near 0: then training is exact.",
     ),
+    Metric(
+        "masked_share",
+        "Masked share",
+        "Share of tokens that the loss masks, as sampler and trainer disagree on them.",
+        True,
+    ),
     Metric("kl", "KL", "Distance to the reference policy, in nats per token."),
     Metric("tokens_mean", "Answer length", "Mean tokens of an answer. A rise without reward is a bad sign."),
     Metric("prompt_tokens_mean", "Prompt length", "Mean tokens of a prompt."),

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from cotune.tables import grid
+from cotune.tables import Grid, grid
 
 ROOT = Path(__file__).parents[2]
 
 
-def printed(table: Table, width: int = 60) -> list[str]:
+def printed(table: Grid, width: int = 60) -> list[str]:
     out = io.StringIO()
     Console(file=out, width=width, color_system=None).print(table)
     return [line.rstrip() for line in out.getvalue().splitlines()]
@@ -38,19 +38,29 @@ def test_without_names_there_is_no_head() -> None:
     assert printed(table) == ["ok  python"]
 
 
-def test_a_cell_that_has_no_room_goes_on_in_the_next_line() -> None:
-    table = grid("", "success>", "reward>", wrap=True)
+def test_columns_get_narrower_down_to_their_longest_word() -> None:
+    table = grid("", "success>", "reward>")
     table.add_row("base_as_deployed", "45.5% [36.2, 56.2]", "-0.123 [-0.423, 0.123]")
     assert printed(table, width=40) == [
-        "                   success        reward",
+        "                     success      reward",
         "────────────────────────────────────────",
-        "base_as_depl  45.5% [36.2,        -0.123",
-        "oyed                 56.2]      [-0.423,",
-        "                                  0.123]",
+        "base_as_deployed       45.5%      -0.123",
+        "                      [36.2,    [-0.423,",
+        "                       56.2]      0.123]",
+    ]
+    assert printed(table, width=34) == [
+        "base_as_deployed · success 45.5%",
+        "[36.2, 56.2] · reward -0.123",
+        "[-0.423, 0.123]",
     ]
 
 
 def test_no_table_has_a_style_of_its_own() -> None:
     rooms = ("core", "integrations", "adapters", "trainer")
-    made = [path for room in rooms for path in (ROOT / room).rglob("*.py") if " Table(" in path.read_text()]
+    made = [
+        path
+        for room in rooms
+        for path in (ROOT / room).rglob("*.py")
+        if re.search(r"\b(Table|Grid)\(", path.read_text())
+    ]
     assert made == [ROOT / "core" / "tables.py"]

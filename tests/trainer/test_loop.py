@@ -21,8 +21,8 @@ from cotune.errors import GroupError, WorkflowError
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.checkpoint import load_checkpoint
 from cotune.trainer.learner.local import LocalLearner
+from cotune.trainer.reporting.columns import COLUMNS, role_table
 from cotune.trainer.reporting.metrics import StepMetrics
-from cotune.trainer.reporting.progress import _COLUMNS, role_table
 from cotune.trainer.train import train
 from tests.core.storage.whole_file import copied
 from tests.integrations.provider import Provider, serving
@@ -94,7 +94,7 @@ def test_metrics_of_each_role(learned):
             "tokens_mean", "prompt_tokens_mean", "samples", "kept", "groups",
         }  # fmt: skip
         assert wanted <= figures.keys()
-        assert set(_COLUMNS) <= figures.keys()
+        assert set(COLUMNS) <= figures.keys()
         assert 0.0 <= figures["clip_share"] <= 1.0
         assert 0.0 < figures["entropy"] <= math.log(33) + 1e-3
         assert figures["sampler_gap_mean"] < 1e-4
@@ -147,7 +147,7 @@ def test_layouts(trainer, layout, policies):
     assert kinds == {layout != "full"}
     line = trainer.metrics()[0]
     for figures in line["roles"].values():
-        assert set(_COLUMNS) <= figures.keys()
+        assert set(COLUMNS) <= figures.keys()
     assert role_table(StepMetrics(**line)).row_count == 2
 
 

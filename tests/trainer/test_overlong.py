@@ -3,11 +3,10 @@
 import pytest
 
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.reporting.columns import COLUMNS, role_table
 from cotune.trainer.reporting.metrics import StepMetrics
-from cotune.trainer.reporting.progress import role_table
 from tests.trainer.tiny_app import application, letters
 
-COLUMNS = ["role", "reward", "spread", "zero var.", "clipped", "entropy", "gap", "tokens"]
 SETTINGS = {"policies": "shared", "steps": 1}
 
 
@@ -41,10 +40,10 @@ def test_truncated_answers_are_dropped_or_punished_as_the_settings_say(run, trai
                 rewards.append(letters(candidate, call, {}) - lost)
             assert rewards[call.chosen] == pytest.approx(max(rewards))  # what goes on is the best by this reward too
     table = role_table(StepMetrics(**plain))
-    assert [column.header for column in table.columns] == [*COLUMNS, "cut off"]
-    assert next(iter(table.columns[-1].cells)) == f"{role['truncated']:.3f}"
+    assert [column.header for column in table.columns] == ["role", *COLUMNS.values(), "cut off"]
+    assert next(iter(table.columns[-1].cells)) == f"{role['truncated']:.0%}"
     whole = role | {"masked_share": 0.0, "truncated": 0.0}
     for first, more in ((whole, []), (whole | {"masked_share": 0.25}, ["masked"])):
         table = role_table(StepMetrics(**plain | {"roles": {"first": first, "second": whole}}))
-        assert [column.header for column in table.columns] == [*COLUMNS, *more]
-    assert list(table.columns[-1].cells) == ["0.250", "0.000"]
+        assert [column.header for column in table.columns] == ["role", *COLUMNS.values(), *more]
+    assert list(table.columns[-1].cells) == ["25%", "0%"]

@@ -147,7 +147,7 @@ def _failures(label: str, counts: dict[str, int]) -> list[str]:
 
 def _results(report: EvaluationReport) -> Table:
     columns = ("success>", "reward>", "episodes>", "failed>", "seconds>")
-    table = grid("", *columns, title="Results, 95% intervals", wrap=True)
+    table = grid("", *columns, title="Results, 95% intervals")
     for label, e in report.evaluations.items():
         cells = (_percent(e.success), _number(e.reward), str(e.episodes), str(sum(e.failed.values())))
         table.add_row(label, *cells, f"{e.seconds:.1f}")
@@ -160,7 +160,7 @@ def _pass_at(report: EvaluationReport) -> list[Table]:
     if not ks:
         return []
     title = "At least one of k episodes succeeds, 95% intervals"
-    table = grid("", *(f"pass@{k}>" for k in ks), title=title, wrap=True)
+    table = grid("", *(f"pass@{k}>" for k in ks), title=title)
     for label, e in report.evaluations.items():
         if e.pass_at:
             table.add_row(label, *(_percent(e.pass_at.get(k)) for k in ks))
@@ -169,7 +169,7 @@ def _pass_at(report: EvaluationReport) -> list[Table]:
 
 def _differences(report: EvaluationReport) -> Table:
     title = "Differences on the same tasks, 95% intervals"
-    table = grid("", "success>", "reward>", "tasks>", title=title, wrap=True)
+    table = grid("", "success>", "reward>", "tasks>", title=title)
     for c in report.comparisons:
         shared = c.success or c.reward
         cells = (_percent(c.success, "+"), _number(c.reward, "+"), str(shared.n if shared else 0))
@@ -184,7 +184,7 @@ def _roles(report: EvaluationReport) -> Table:
     failed, cut = any(r.failed for _, _, r in rows), any(r.truncated for _, _, r in rows)
     optional = [*(["failed>"] if failed else []), *(["cut off>"] if cut else []), *(f"{name}>" for name in components)]
     columns = ("answered by", "calls>", "turns>", "tokens>", *optional)
-    table = grid("", *columns, title="Roles, means per call", wrap=True)
+    table = grid("", *columns, title="Roles, means per call")
     for label, role, r in rows:
         cells = [str(r.calls), f"{r.turns:.1f}", f"{r.prompt_tokens:.0f}+{r.completion_tokens:.1f}"]
         cells += [str(r.failed)] * failed + [f"{100 * r.truncated:.1f}%"] * cut
@@ -197,7 +197,7 @@ def _use(report: EvaluationReport) -> Table:
     """A row per mode; money only where prices were given."""
     cost = any(e.use.cost is not None for e in report.evaluations.values())
     columns = ["calls>", "tokens>", "seconds>", *(["cost>"] if cost else [])]
-    table = grid("", *columns, title="Means per episode", wrap=True)
+    table = grid("", *columns, title="Means per episode")
     for label, e in report.evaluations.items():
         n = max(e.episodes, 1)
         tokens = f"{e.use.prompt_tokens / n:.0f}+{e.use.completion_tokens / n:.0f}"

@@ -34,7 +34,7 @@ def _one(found: Repetition, who: str) -> Iterable[RenderableType]:
     head = Text.assemble(("episode ", "bold"), (old.episode.id, NAME), f"  task {old.episode.task.id} · {said}\n")
     yield head
     names = ["new"] if len(found.new) == 1 else [f"new {number + 1}" for number in range(len(found.new))]
-    table = grid("call", "role", "turn>", "old", *names, wrap=True)
+    table = grid("call", "role", "turn>", "old", *names)
     sides = [_by_place(seen) for seen in (old, *found.new)]
     places = dict.fromkeys(place for side in sides for place in side)
     for role, turn in sorted(places, key=lambda place: min(s[place].step for s in sides if place in s)):

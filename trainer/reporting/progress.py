@@ -5,38 +5,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
-from rich.table import Table
 
 from cotune.recording.records import Episode
-from cotune.tables import grid
 from cotune.terminal import terminal
+from cotune.trainer.reporting.columns import role_table
 from cotune.trainer.reporting.loggers import Loggers
 from cotune.trainer.reporting.metrics import StepMetrics
-
-_COLUMNS = {
-    "reward": "reward",
-    "group_spread": "spread",
-    "zero_variance": "zero var.",
-    "clip_share": "clipped",
-    "entropy": "entropy",
-    "sampler_gap_mean": "gap",
-    "tokens_mean": "tokens",
-}
-"""Figures of a role in its table, and their titles."""
-_OPTIONAL_COLUMNS = {
-    "masked_share": "masked",
-    "truncated": "cut off",
-    "loss": "loss",
-    "held_out_loss": "held-out loss",
-    "accuracy": "accuracy",
-}
-"""Columns that are shown where a role's figure is not 0."""
 
 CAUSES = 5
 """How many different causes of failed episodes are shown in a run."""
@@ -155,16 +134,6 @@ def episode_bar(console: Console, total: int | None, name: str = "episodes") -> 
         yield lambda episode: bars.advance(bar)
 
 
-def role_table(metrics: StepMetrics) -> Table:
-    """Figures of the step by role."""
-    more = {n: title for n, title in _OPTIONAL_COLUMNS.items() if any(f.get(n) for f in metrics.roles.values())}
-    columns = _COLUMNS | more
-    table = grid("role", *(f"{title}>" for title in columns.values()))
-    for role, figures in metrics.roles.items():
-        table.add_row(role, *(_figure(figures.get(name)) for name in columns))
-    return table
-
-
 def summary(metrics: StepMetrics) -> str:
     """The step in one line."""
     seconds = ", ".join(f"{phase} {spent:.1f}s" for phase, spent in metrics.seconds.items() if spent >= 0.05)
@@ -234,10 +203,6 @@ def _counted(counters: Mapping[str, float], who: str, names: Iterable[str]) -> l
 def _ends(figures: Mapping[str, float], name: str) -> str:
     ends = [figures[end] for end in (f"{name}_low", f"{name}_high") if end in figures]
     return f" [{', '.join(f'{end:.3f}' for end in ends)}]" if ends else ""
-
-
-def _figure(value: Any) -> str:
-    return "-" if value is None else f"{value:.4g}" if abs(value) < 1e-3 and value else f"{value:.3f}"
 
 
 def _minutes(seconds: float) -> str:

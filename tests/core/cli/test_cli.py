@@ -15,6 +15,7 @@ from cotune.cli.command import prices
 from cotune.errors import ConfigError
 from cotune.trainer import train as train_module
 from cotune.trainer.config import train as train_config
+from cotune.trainer.reporting.columns import COLUMNS, OPTIONAL_COLUMNS
 
 COMMANDS = ("trace", "train", "eval", "export", "serve", "show")
 
@@ -39,6 +40,14 @@ def test_help_of_each_command(command, capsys):
 def test_the_module_tells_its_version():
     done = subprocess.run([sys.executable, "-m", "cotune", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"cotune {version('cotune')}\n"
+
+
+def test_training_explains_its_columns_and_trains_nothing(capsys):
+    assert cli.main(["train", "--explain"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for name in (*COLUMNS.values(), *OPTIONAL_COLUMNS.values(), "left out", "held-out", "failed episodes"):
+        assert name in said
+    assert "no spread Share of groups whose rewards are all equal." in said
 
 
 def test_help_names_every_command(capsys):

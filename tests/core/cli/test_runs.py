@@ -117,6 +117,15 @@ def test_steps_are_curves_and_a_line_each(run, capsys):
     assert "3 0 75.0% 0.75 0.75 0.75 6 2 1.2" in said and "4 0 100.0% 1 1 1 6 2 1.2" in said
 
 
+def test_steps_explain_their_curves_and_columns(run, capsys):
+    said = " ".join(words(told(capsys, "show", run, "--steps", "--explain")))
+    assert "Entropy How undecided the policy is, in nats per token." in said
+    assert "trained Candidates that the update learned from." in said
+    assert "How undecided" not in told(capsys, "show", run, "--steps")
+    assert main(["show", str(run), "--explain"]) == 1
+    assert "given with --steps" in capsys.readouterr().err
+
+
 def test_steps_need_metrics(run, capsys):
     (run / "metrics.jsonl").unlink()
     assert main(["show", str(run), "--steps"]) == 1
@@ -168,4 +177,6 @@ def test_full_shows_whole_prompts(run, capsys):
 
 def test_the_cause_of_a_failed_episode_stands_before_its_tree(run, capsys):
     said = words(told(capsys, "show", run, "--episode", "E2"))
-    assert said[1] == "ValueError: no answer"
+    assert said[0] == "error: ValueError: no answer" and said[1].startswith("episode E2")
+    assert "at all" not in " ".join(said)
+    assert "at all" in told(capsys, "show", run, "--episode", "E2", "--full")

@@ -145,7 +145,8 @@ def test_episode_as_a_tree(run):
 def test_failures_are_shown(run):
     path, ids = run
     lines = shown(path, episode=ids[2])
-    assert "ValueError: no answer" in lines
+    assert lines[0] == "error (call 0, navigator: timeout): ValueError: no answer"
+    assert lines[1].startswith(f"episode {ids[2]} task t2")
     assert "└── 0 navigator turn 0 · 0+0 tokens · 0 s · m · timeout" in lines
     assert lines[-1] == "└── no answer in 3 s"
     assert shown(path, episode=ids[3])[0] == f"episode {ids[3]} unfinished: it has calls but no end"

@@ -1,0 +1,73 @@
+"""The table of roles that a training run shows, and what `--explain` says of all that a step prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from cotune.integrations.viewer.curves import BY_POLICY, BY_ROLE
+from cotune.tables import Grid, definitions, grid
+from cotune.trainer.reporting.metrics import StepMetrics
+
+COLUMNS = {
+    "reward": "reward",
+    "group_spread": "group spread",
+    "zero_variance": "no spread",
+    "clip_share": "clipped",
+    "entropy": "entropy",
+    "sampler_gap_mean": "sampler gap",
+    "tokens_mean": "answer tokens",
+}
+"""Figures of a role, and the heads of their columns."""
+OPTIONAL_COLUMNS = {
+    "masked_share": "masked",
+    "truncated": "cut off",
+    "loss": "loss",
+    "held_out_loss": "held-out loss",
+    "accuracy": "pairs right",
+}
+"""Columns that are shown where a role's figure is not 0."""
+METRICS = {metric.name: metric for metric in (*BY_POLICY, *BY_ROLE)}
+
+STEP = {
+    "single samples, best of K": "Mean outcome of the step's episodes, failed ones too, by name. `single samples`: "
+    "every episode as the policy plays it. `best of K by scorer`: of the paths that the scorer chose, which are better "
+    "than the policy is: look at held-out tasks for that.",
+    "all candidates": "Mean reward of all candidates, chosen or not: the policy as it is. Should rise.",
+    "held-out": "Single samples on the tasks of --eval-tasks, with the 95% interval: the figure to trust.",
+    "groups, rows": "Groups that were compared, and the candidates in them that were trained on.",
+    "left out": "Candidates that were not trained on, by reason; cotune show RUN --groups explains each.",
+    "failed episodes": "Episodes that ended in an error; cotune show RUN --status error lists them.",
+    "rollout, update": "Seconds by phase: sampling, learning, publishing the new weights, saving. `left` is the time "
+    "to the last step.",
+    "rows by staleness": "In mode async: rows by how many versions their sampler was behind.",
+    "not updated": "Policies that stay as they were, and why: no sample, no signal (all advantages 0), no gradient.",
+}
+"""Parts of the line that a step prints, and what each tells."""
+
+
+def role_table(metrics: StepMetrics) -> Grid:
+    """Figures of the step by role."""
+    more = {n: title for n, title in OPTIONAL_COLUMNS.items() if any(f.get(n) for f in metrics.roles.values())}
+    columns = COLUMNS | more
+    table = grid("role", *(f"{title}>" for title in columns.values()))
+    for role, figures in metrics.roles.items():
+        table.add_row(Text(role), *(_figure(figures.get(name), METRICS[name].percent) for name in columns))
+    return table
+
+
+def explained() -> Iterable[RenderableType]:
+    """What each column of the table of roles and each part of a step's line tells, for `cotune train --explain`."""
+    yield definitions("by role", {title: METRICS[name].help for name, title in {**COLUMNS, **OPTIONAL_COLUMNS}.items()})
+    yield ""
+    yield definitions("by step", STEP)
+    yield Text("\nOf a run: cotune show RUN --steps --explain. In the browser: cotune view RUN.")
+
+
+def _figure(value: Any, percent: bool) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0%}" if percent else f"{value:.4g}" if abs(value) < 1e-3 and value else f"{value:.3f}"
