@@ -158,15 +158,25 @@ def _import(ways: Any) -> None:
             for file in a.files:
                 made = import_file(file, store)
                 tell(f"{file}: {made.episodes} episodes with {made.calls} calls from {made.spans} spans")
+                if made.without_tokens:
+                    tell(
+                        f"{made.without_tokens} of {made.calls} calls have no token ids or log-probabilities: "
+                        "to look at, score and fine-tune on, not for a policy gradient"
+                    )
                 _say_left_out(made.left_out)
             store.flush()
             lost = store.lost
         tell(f"next: cotune show {a.to}" if not lost else f"{lost} records could not be stored")
         return 1 if lost else 0
 
-    text = "read traces in OTLP/JSON as records, to look at, score and fine-tune on"
+    text = "read traces in OTLP/JSON, of Phoenix or of Langfuse as records, to look at, score and fine-tune on"
     command = add_command(ways, "import", run, text, "cotune otel import traces.jsonl --to runs/imported")
-    command.add_argument("files", nargs="+", metavar="FILE", help="OTLP/JSON, as a collector's file exporter writes it")
+    command.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="OTLP/JSON, as a collector's file exporter writes it, or JSON of Phoenix or Langfuse",
+    )
     command.add_argument("--to", required=True, metavar="RUN", help="run folder; records are added to it")
 
 

@@ -13,7 +13,6 @@ import msgspec
 
 from cotune.ids import ulid
 from cotune.integrations.otel import names as names
-from cotune.integrations.otel import otlp_json as otlp_json
 from cotune.integrations.otel.conventions import (
     agent_of,
     finish_reasons,
@@ -24,6 +23,7 @@ from cotune.integrations.otel.conventions import (
     tools_of,
     usage_of,
 )
+from cotune.integrations.otel.files import read
 from cotune.integrations.otel.messages import decoded
 from cotune.integrations.otel.spans import Span
 from cotune.recording.answers import Answer
@@ -54,26 +54,36 @@ class Imported(msgspec.Struct, frozen=True, kw_only=True):
     spans: int
     episodes: int
     calls: int
+    without_tokens: int = 0
+    """Calls of which the file has no token ids or no log-probabilities: nothing for a policy gradient."""
     left_out: Mapping[str, int]
 
 
 def import_file(path: str | Path, sink: Sink, *, phase: str = "import") -> Imported:
-    """Write the LLM calls of an OTLP/JSON file as records; `phase` is that of episodes which name none.
+    """Write the LLM calls of a file (OTLP/JSON, or an export of Phoenix or Langfuse) as records.
+
+    `phase` is that of episodes which name none.
 
     An episode is a workflow's span, or else the whole trace; a role is the nearest agent or graph node around a call.
     Reading the same file again writes the same ids. Raises ConfigError for a file without spans.
     """
     left_out: Counter[str] = Counter()
-    spans = list(otlp_json.read(path, left_out))
+    spans = list(read(path, left_out))
     traces: dict[str, list[Span]] = {}
     for span in spans:
         traces.setdefault(span.trace, []).append(span)
-    episodes = calls = 0
+    episodes = calls = bare = 0
     for trace in traces.values():
         for root, chats in _episodes(trace, left_out):
-            sink.write(_Reading(root, chats, {span.id: span for span in trace}, phase, left_out).records())
+            records = _Reading(root, chats, {span.id: span for span in trace}, phase, left_out).records()
+            sink.write(records)
             episodes, calls = episodes + 1, calls + len(chats)
-    return Imported(spans=len(spans), episodes=episodes, calls=calls, left_out=dict(left_out))
+            bare += sum(isinstance(record, CallRecord) and not _has_tokens(record) for record in records)
+    return Imported(spans=len(spans), episodes=episodes, calls=calls, without_tokens=bare, left_out=dict(left_out))
+
+
+def _has_tokens(call: CallRecord) -> bool:
+    return call.prompt is not None and all(c.token_ids and c.logprobs for c in call.candidates)
 
 
 def _episodes(trace: Sequence[Span], left_out: Counter[str]) -> Iterable[tuple[Span, list[Span]]]:

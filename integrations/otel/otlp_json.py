@@ -5,14 +5,11 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from cotune.errors import ConfigError
 from cotune.integrations.otel.spans import Span, SpanEvent
 
 SCOPE = "cotune"
@@ -28,46 +25,22 @@ def encode(spans: Iterable[Span], service: str) -> bytes:
     return msgspec.json.encode({"resourceSpans": [body]})
 
 
-def read(path: str | Path, left_out: Counter[str]) -> Iterator[Span]:
-    """The spans in a file of OTLP/JSON: one export request, a list of them, or one per line.
-
-    A trace as MLflow's API gives it (an object with `spans`) will do too. What is neither is counted in `left_out`.
-    Raises ConfigError for a file that holds no span at all.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError("file", str(path), "a file of OTLP/JSON", "For example: a collector's file exporter.")
-    found = 0
-    for request in _requests(path.read_bytes(), left_out):
-        for resource in _list(request, "resourceSpans", "resource_spans"):
-            for scope in _list(resource, "scopeSpans", "scope_spans"):
-                for span in _list(scope, "spans"):
-                    found += 1
-                    yield _decode(span)
-    if not found:
-        raise ConfigError("file", str(path), "OTLP/JSON with spans (resourceSpans / scopeSpans / spans)")
+def spans_in(value: Mapping[str, Any]) -> Iterator[Span] | None:
+    """The spans of an export request, of a trace as MLflow's API gives it (an object with `spans`), or of a single span
+    alone; None for anything else."""
+    trace = value.get("trace") or value
+    if _get(value, "startTimeUnixNano", "start_time_unix_nano") is not None:
+        return iter([_decode(value)])
+    if "resourceSpans" in trace or "resource_spans" in trace:
+        return _of_request(trace)
+    spans = _list(trace, "spans")
+    return map(_decode, spans) if spans else None
 
 
-def _requests(raw: bytes, left_out: Counter[str]) -> Iterator[Mapping[str, Any]]:
-    try:
-        values = [msgspec.json.decode(raw)]
-    except msgspec.DecodeError:
-        values = []
-        for line in raw.splitlines():
-            if line.strip():
-                try:
-                    values.append(msgspec.json.decode(line))
-                except msgspec.DecodeError:
-                    left_out["line_not_json"] += 1
-    for value in values:
-        for one in value if isinstance(value, list) else [value]:
-            trace = one.get("trace") or one if isinstance(one, Mapping) else {}
-            if "resourceSpans" in trace or "resource_spans" in trace:
-                yield trace
-            elif _list(trace, "spans"):
-                yield {"resourceSpans": [{"scopeSpans": [trace]}]}
-            else:
-                left_out["not_otlp"] += 1
+def _of_request(request: Mapping[str, Any]) -> Iterator[Span]:
+    for resource in _list(request, "resourceSpans", "resource_spans"):
+        for scope in _list(resource, "scopeSpans", "scope_spans"):
+            yield from map(_decode, _list(scope, "spans"))
 
 
 def _list(value: Any, *keys: str) -> list[Any]:

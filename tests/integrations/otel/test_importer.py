@@ -38,7 +38,7 @@ def test_what_was_exported_comes_back(tmp_path: Path) -> None:
         made = import_file(tmp_path / "spans.jsonl", back)
         import_file(tmp_path / "spans.jsonl", back)
         back.flush()
-        assert made == Imported(spans=10, episodes=1, calls=4, left_out={})
+        assert made == Imported(spans=10, episodes=1, calls=4, without_tokens=2, left_out={})
         assert seen(back) == before
         (again,) = back.episodes()
         calls = back.calls(again.id)
