@@ -65,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status: 0 done, 1 an error, 2 wrong usage, 130 interrupted."""
     commands = parser()
     if "_ARGCOMPLETE" in os.environ:
-        from argcomplete import autocomplete
+        from cotune.integrations.argcomplete.completion import complete
 
-        autocomplete(commands)
+        complete(commands)
     arguments = commands.parse_args(argv)
     shown = logging.StreamHandler()
     shown.setFormatter(LogFormat())
