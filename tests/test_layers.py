@@ -20,7 +20,7 @@ FRONT_DOOR = {
     "types.py",
     *(
         f"cli/{name}.py"
-        for name in ("fields", "records", "replay", "rewards", "runs", "serve", "trace", "train", "view")
+        for name in ("fields", "main", "records", "replay", "rewards", "runs", "serve", "trace", "train", "view")
     ),
 }
 """Modules of core that may import to the right: in functions, and for type checkers."""
