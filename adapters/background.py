@@ -9,21 +9,13 @@ import msgspec
 from cotune.errors import ConfigError
 from cotune.integrations.viewer.curves import Chart, charts
 from cotune.integrations.viewer.opened import OpenedRun
-from cotune.integrations.viewer.overview import Totals, Use, facts
+from cotune.integrations.viewer.overview import Totals, Use, facts, prices_of
+from cotune.intervals import Interval
 
 EVALUATION = "evaluation.json"
 """File that `cotune eval --out` writes."""
 _SHOWN = 2
 """Charts beside the card."""
-
-
-class Interval(msgspec.Struct, frozen=True):
-    """An estimate with its 95% interval, unknown where `n` is too small."""
-
-    mean: float
-    low: float | None
-    high: float | None
-    n: int
 
 
 class EvaluationUse(msgspec.Struct, frozen=True):
@@ -83,7 +75,7 @@ def read_background(run: Path, evaluation: Path | None = None) -> Background:
             seconds=about.seconds,
             judge_cost=about.judge_cost,
             charts=[chart for chart in chosen if chart is not None][:_SHOWN],
-            uses=Totals(opened).by_role(opened.config.get("prices") or {}),
+            uses=Totals(opened).by_role(prices_of(opened, {})),
             evaluated=evaluated,
         )
     finally:

@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cotune.adapters.background import Background, Interval
+from cotune.adapters.background import Background
 from cotune.adapters.manifest import ExportedRole, Manifest
+from cotune.intervals import Interval
 from cotune.tables import figure, sparkline
 
 CURVE = "curve.svg"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +20,8 @@ from cotune.storage.schema import call_from
 
 PAGE = 40
 """Calls of a page."""
+QUOTED = 8
+"""Characters of an answer that is taken for quoted where it stands in a later prompt."""
 _CALL = "SELECT body, candidates, token_ids, logprobs FROM calls"
 
 
@@ -38,7 +41,8 @@ class ShownCandidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShownCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call. `kept` messages of its prompt were in the role's turn before; `new` are those after them. `group` is the
+    """A call. `reads` are the steps of the calls whose answers it was given, as messages or quoted in what is new.
+    `kept` messages of its prompt were in the role's turn before; `new` are those after them. `group` is the
     id of the group that its candidates were compared in, empty for none."""
 
     record: CallRecord
@@ -73,6 +77,13 @@ def timed_calls(run: OpenedRun, episode: str) -> list[TimedCall]:
     ]
 
 
+def with_reads(calls: Sequence[TimedCall], shown: Iterable[ShownCall]) -> list[TimedCall]:
+    """The calls of an episode, those that are shown with the parents that were found in their prompts."""
+    ids = {call.step: call.id for call in calls}
+    found = {one.record.id: tuple(ids[step] for step in one.reads) for one in shown}
+    return [msgspec.structs.replace(call, parents=found.get(call.id, call.parents)) for call in calls]
+
+
 def page_of_calls(run: OpenedRun, episode: str, start: int) -> tuple[list[CallRecord], int]:
     """The calls from number `start` on, and how many of them are broken."""
     found = run.rows(f"{_CALL} WHERE episode = ? ORDER BY step, id LIMIT ? OFFSET ?", (episode, PAGE, start))
@@ -100,17 +111,21 @@ def show_calls(
     assert store is not None
     rewards = store.rewards(candidate_id(call.id, c.index) for call in calls for c in call.candidates)
     found = []
+    answers: dict[str, int] = {}
     for call in calls:
         kept = 0 if whole else _kept(run, call)
         members = [candidate_id(call.id, c.index) for c in call.candidates]
         group = next((groups.group_of[id] for id in members if id in groups.group_of), "") if groups else ""
+        new = tuple(message(run, id) for id in call.messages[kept:])
+        reads = {steps[id] for id in call.parents if id in steps} | set(_quoted(new, answers))
+        answers.update(_answer(call))
         found.append(
             ShownCall(
                 record=call,
-                reads=tuple(sorted(steps[id] for id in call.parents if id in steps)),
+                reads=tuple(sorted(reads)),
                 kept=kept,
                 messages=len(call.messages),
-                new=tuple(message(run, id) for id in call.messages[kept:]),
+                new=new,
                 tools=call.tools or "",
                 candidates=tuple(
                     _candidate(call, c, rewards.get(candidate_id(call.id, c.index), {}), groups)
@@ -120,6 +135,23 @@ def show_calls(
             )
         )
     return found
+
+
+def _answer(call: CallRecord) -> Iterator[tuple[str, int]]:
+    """The text that the application got, where it is long enough to be known again, and the step of its call."""
+    for candidate in call.candidates:
+        body: Any = candidate.message
+        text = candidate.text or body.get("content")
+        if candidate.index == call.chosen and isinstance(text, str) and len(text.strip()) >= QUOTED:
+            yield text.strip(), call.step
+
+
+def _quoted(new: Sequence[ShownMessage], answers: Mapping[str, int]) -> Iterator[int]:
+    """Steps of the answers that stand word by word in what is new in a prompt."""
+    said = "\n".join(part.text for one in new for part in one.parts)
+    for text, step in answers.items():
+        if text in said and re.search(rf"(?<!\w){re.escape(text)}(?!\w)", said):
+            yield step
 
 
 def message(run: OpenedRun, id: str) -> ShownMessage:

@@ -39,6 +39,17 @@ class Use(msgspec.Struct, kw_only=True):
     cost: float | None = None
 
 
+def prices_of(run: OpenedRun, given: Prices) -> Prices:
+    """Those of the run's configuration, and `given` ones, which go before."""
+    return {**(run.config.get("prices") or {}), **given}
+
+
+def total_cost(uses: Mapping[str, Use]) -> float | None:
+    """Of all roles that have one; None where none has."""
+    costs = [use.cost for use in uses.values() if use.cost is not None]
+    return sum(costs) if costs else None
+
+
 class Totals:
     """Tokens by role and model, summed once: a call is never changed, so only new ones are read."""
 

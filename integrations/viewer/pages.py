@@ -23,7 +23,7 @@ from cotune.integrations.viewer import queries
 from cotune.integrations.viewer.access import guarded
 from cotune.integrations.viewer.curves import charts
 from cotune.integrations.viewer.opened import OpenedRun
-from cotune.integrations.viewer.overview import Prices, Totals, facts, headline, troubles
+from cotune.integrations.viewer.overview import Prices, Totals, facts, headline, prices_of, total_cost, troubles
 from cotune.integrations.viewer.rendering import address, asset, hues, render
 from cotune.integrations.viewer.settings import settings
 from cotune.integrations.viewer.step_groups import MOST_EPISODES, ShownGroup, StepGroups, step_groups
@@ -119,13 +119,10 @@ class Viewer:
     def use(self, request: Request) -> Response:
         """What the calls took, by role: read after the page is there, as it sums over all calls."""
         run = self.run(request)
-        uses = self.totals[run.name].by_role(self.prices)
-        costs = [use.cost for use in uses.values()]
-        total = sum(cost for cost in costs if cost is not None) if any(cost is not None for cost in costs) else None
+        uses = self.totals[run.name].by_role(prices_of(run, self.prices))
+        template = "use_of_run.html" if "sum" in request.query_params else "use.html"
         return HTMLResponse(
-            render(
-                "use.html", uses=uses, total=total, priced=bool(self.prices), hues=hues({*queries.roles(run), *uses})
-            )
+            render(template, uses=uses, total=total_cost(uses), hues=hues({*queries.roles(run), *uses}))
         )
 
     def curves(self, request: Request) -> Response:
@@ -176,6 +173,7 @@ class Viewer:
         calls, broken = episodes_of.page_of_calls(run, id, start)
         trained = found is not None and found.phase == "train" and found.training_step is not None
         groups = self.groups(run, found.training_step) if trained and found else None
+        shown = episodes_of.show_calls(run, calls, {call.id: call.step for call in timed}, groups)
         assert run.store is not None
         older, newer = queries.neighbours(run, id)
         return self.page(
@@ -184,9 +182,9 @@ class Viewer:
             id=id,
             episode=found,
             outcome=run.store.rewards([id])[id],
-            timeline=timeline(timed),
+            timeline=timeline(episodes_of.with_reads(timed, shown)),
             hues=hues({*queries.roles(run), *(call.role for call in timed)}),
-            calls=episodes_of.show_calls(run, calls, {call.id: call.step for call in timed}, groups),
+            calls=shown,
             groups=groups,
             total=len(timed),
             start=start,

@@ -12,7 +12,7 @@ from cotune.integrations.viewer import episode as episodes_of
 from cotune.integrations.viewer.curves import charts
 from cotune.integrations.viewer.episode import ShownCall
 from cotune.integrations.viewer.opened import OpenedRun, open_runs
-from cotune.integrations.viewer.overview import Prices, Totals, facts, headline, troubles
+from cotune.integrations.viewer.overview import Prices, Totals, facts, headline, prices_of, total_cost, troubles
 from cotune.integrations.viewer.queries import roles
 from cotune.integrations.viewer.rendering import asset, hues, render
 from cotune.recording.records import Episode
@@ -57,7 +57,7 @@ def report(run: OpenedRun, prices: Prices) -> str:
         f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {' '.join(map(_hash, styles))}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    uses = Totals(run).by_role(prices)
+    uses = Totals(run).by_role(prices_of(run, prices))
     return render(
         "report.html",
         run=run,
@@ -72,8 +72,7 @@ def report(run: OpenedRun, prices: Prices) -> str:
         pairs=pairs,
         how=how,
         uses=uses,
-        priced=bool(prices),
-        total=sum(use.cost or 0.0 for use in uses.values()),
+        total=total_cost(uses),
         hues=hues(roles(run)),
     )
 

@@ -99,6 +99,9 @@ async function refresh() {
   const answer = await fetch(location.href);
   if (!answer.ok) return;
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+  for (const part of page.querySelectorAll("[data-load]")) {
+    part.innerHTML = document.querySelector(`[data-load="${CSS.escape(part.dataset.load)}"]`)?.innerHTML ?? "";
+  }
   for (const old of document.querySelectorAll("[data-live][id]")) {
     const fresh = page.getElementById(old.id);
     if (fresh && fresh.innerHTML !== old.innerHTML) old.innerHTML = fresh.innerHTML;

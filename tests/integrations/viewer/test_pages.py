@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sqlite3
@@ -16,7 +17,7 @@ from cotune.integrations.viewer.opened import OpenedRun, open_runs
 from cotune.integrations.viewer.server import viewing
 from cotune.integrations.viewer.step_groups import step_groups
 from cotune.integrations.viewer.timeline import TimedCall, timeline
-from cotune.recording.records import Candidate, Episode, Message, RewardRecord, Task
+from cotune.recording.records import CallRecord, Candidate, Episode, Message, RewardRecord, Task
 from cotune.storage.run_layout import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.viewer.conftest import STEPS
@@ -50,7 +51,20 @@ def test_tokens_by_role_with_their_cost(run):
     )
     with viewing([run], prices={"m": (1e6, 2e6)}) as server:
         said = text(f"{server.url}/run/trained/use")
+        runs = httpx.get(f"{server.url}/?all=1").text
+        (whole,) = re.findall(r'data-load="([^"]+)"', runs)
+        assert text(f"{server.url}{whole}") == f"{prompt[0]} + {answer[0]} cost {prompt[0] + 2 * answer[0]:,}"
     assert f"all {prompt[0] + 2 * answer[0]:,}" in said
+
+
+def test_prices_of_the_configuration_give_the_cost_too(run, tmp_path):
+    priced = shutil.copytree(run, tmp_path / "priced", ignore=shutil.ignore_patterns("checkpoints"))
+    about = json.loads((priced / "run.json").read_text())
+    about["config"]["prices"] = {"m": [1e6, 0.0]}
+    (priced / "run.json").write_text(json.dumps(about))
+    (prompt,) = ids(run, "SELECT sum(prompt_tokens) FROM calls")
+    with viewing([priced]) as server:
+        assert f"all {prompt:,}" in text(f"{server.url}/run/priced/use")
 
 
 def test_curves_hold_every_step_with_the_interval_of_held_out_success(site, run):
@@ -178,9 +192,33 @@ def test_what_stands_in_a_prompt_again_is_folded(tmp_path):
         assert "text 0" in text(f"{server.url}/run/traced/call/C1")
 
 
-def call(id: str, turn: int, messages: tuple[str, ...]):
-    from cotune.recording.records import CallRecord
+def test_what_a_prompt_quotes_was_read(tmp_path):
+    """Applications pass answers on as text too, as CrewAI does."""
+    asked = ["go on", "The plan so far:\nfirst sand, then paint\nDo it.", "was it first sand, then painted?"]
+    with SqliteStore.open(tmp_path / "traced") as store:
+        store.write([Message(f"q{i}", {"role": "user", "content": asked[i]}) for i in range(3)])
+        answers = ["first sand, then paint", "done", "done"]
+        store.write(
+            [
+                CallRecord(
+                    id=f"Q{i}",
+                    episode="E1",
+                    role=f"r{i}",
+                    step=i,
+                    turn=0,
+                    messages=(f"q{i}",),
+                    candidates=(Candidate(index=0, text=answers[i], message={"content": answers[i]}),),
+                    chosen=0,
+                )
+                for i in range(3)
+            ]
+        )
+    with viewing([tmp_path / "traced"]) as server:
+        page = httpx.get(f"{server.url}/run/traced/episode/E1").text
+    assert re.findall(r', reads <a href="#call-(\d)">', page) == ["0"] and page.count('class="reads"') == 1
 
+
+def call(id: str, turn: int, messages: tuple[str, ...]):
     said = Candidate(index=0, text="yes", message={"role": "assistant", "content": "yes"})
     return CallRecord(
         id=id, episode="E1", role="r", step=turn, turn=turn, messages=messages, candidates=(said,), chosen=0
