@@ -155,7 +155,7 @@ async def _open_teacher(config: TrainConfig, stack: contextlib.AsyncExitStack, s
         say(f"asking the teacher at {name} ...")
         tokenizer = await asyncio.to_thread(tokenizer_of, str(locate_model(config.model)))
         served = await asyncio.to_thread(
-            VllmTeacher.open,
+            VllmTeacher,
             asked.url,
             tokenizer,
             api_key=os.environ.get("VLLM_API_KEY"),

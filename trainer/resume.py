@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from cotune.adapters.fingerprint import BaseFingerprint, base_fingerprint
 from cotune.errors import ConfigError, RunError
 from cotune.integrations.models.folder import locate_model
 from cotune.recording.records import Task
+from cotune.storage.run_layout import leaves
 from cotune.trainer.config.train import TrainConfig, assign, convert
 from cotune.trainer.run_folder import RunFolder
 
@@ -58,15 +59,6 @@ def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int)
     if lost := sorted(set(config.roles) - set(new.roles)):
         raise ConfigError("roles", list(new.roles), f"with {', '.join(lost)}, which the run has", "Name them too.")
     return new, found
-
-
-def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Fields of nested tables by their dotted names."""
-    for name, value in table.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{prefix}{name}.")
-        elif not isinstance(value, Mapping):
-            yield prefix + name, value
 
 
 def tasks_per_step(config: TrainConfig, changes: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:

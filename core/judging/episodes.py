@@ -92,18 +92,12 @@ def finished(store: Store, episode: Episode) -> FinishedEpisode:
 
 def finished_call(store: Store, call: CallRecord, task: Task) -> FinishedCall:
     """A stored call that was answered. Raises RecordError where a message was lost."""
+    same = ("id", "role", "step", "turn", "model", "params", "parents", "candidates")
     return FinishedCall(
-        id=call.id,
-        role=call.role,
-        step=call.step,
-        turn=call.turn,
+        **{name: getattr(call, name) for name in same},
         messages=[store.message(name) for name in call.messages],
         tools=store.message(call.tools) if call.tools else None,
-        model=call.model,
-        params=call.params,
-        parents=call.parents,
         task=task,
-        candidates=call.candidates,
         chosen=call.chosen or 0,
     )
 

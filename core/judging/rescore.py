@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from cotune.errors import RecordError, WorkflowError
 from cotune.judging.episodes import finished_call, outcomes_of
@@ -79,7 +80,8 @@ async def rescore(
     """
     found = Rescoring()
     episodes = list(store.episodes(phase=phase))
-    for chunk in _chunks(_answered(store, episodes, role, workflow, found)):
+    answered = _answered(store, episodes, role, workflow, found)
+    while chunk := list(islice(answered, CHUNK)):
         scored = await score_calls(workflow, store, chunk)
         groups = [(call.role, [candidate_id(call.id, c.index) for c in call.candidates]) for call, _ in chunk]
         _take(found, store, groups, scored, write=write)
@@ -123,17 +125,6 @@ def _answered(
                 yield call, episode.task
             elif call.status == "ok" and call.candidates:
                 found.without_scorer[call.role] += 1
-
-
-def _chunks(calls: Iterable[tuple[CallRecord, Task]]) -> Iterator[list[tuple[CallRecord, Task]]]:
-    chunk: list[tuple[CallRecord, Task]] = []
-    for one in calls:
-        chunk.append(one)
-        if len(chunk) == CHUNK:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
 
 
 def _steps(episodes: Iterable[Episode]) -> Iterator[list[Episode]]:

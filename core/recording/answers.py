@@ -155,18 +155,19 @@ def _plain(value: Any) -> Any:
         pass
     try:
         text = json.dumps(value, default=repr, skipkeys=True)
-        return msgspec.json.decode(json.dumps(_clean(json.loads(text))))
+        return msgspec.json.decode(json.dumps(clean(json.loads(text))))
     except (ValueError, TypeError, OverflowError, RecursionError):
         return f"[{type(value).__name__} that is no JSON]"
 
 
-def _clean(value: Any) -> Any:
+def clean(value: Any) -> Any:
+    """A JSON value as any reader takes it: long integers as texts, lone surrogates escaped, no NaN."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
-        return {_clean(key): _clean(item) for key, item in value.items()}
+        return {clean(key): clean(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_clean(item) for item in value]
+        return [clean(item) for item in value]
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         return str(value)
     return value if not isinstance(value, float) or math.isfinite(value) else None

@@ -22,26 +22,19 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
 
     def where(self) -> tuple[str, list[Any]]:
         """The WHERE clause, empty where all fit, and its parameters in order."""
-        where: list[str] = []
-        asked: list[Any] = []
-        for column in ("phase", "status", "task"):
-            if value := getattr(self, column):
-                where.append(f"{column} = ?")
-                asked.append(value)
-        if self.step is not None:
-            where.append("training_step = ?")
-            asked.append(self.step)
-        if self.role:
-            where.append("EXISTS (SELECT 1 FROM calls WHERE calls.episode = episodes.id AND role = ?)")
-            asked.append(self.role)
-        for sign, bound in ((">=", self.low), ("<=", self.high)):
-            if bound is not None:
-                where.append(f"(SELECT sum(value) FROM rewards WHERE target = episodes.id) {sign} ?")
-                asked.append(bound)
-        if self.before:
-            where.append("id < ?")
-            asked.append(self.before)
-        return f"WHERE {' AND '.join(where)}" if where else "", asked
+        rewards = "(SELECT sum(value) FROM rewards WHERE target = episodes.id)"
+        conditions = {
+            "phase = ?": self.phase,
+            "status = ?": self.status,
+            "task = ?": self.task,
+            "training_step = ?": self.step,
+            "EXISTS (SELECT 1 FROM calls WHERE calls.episode = episodes.id AND role = ?)": self.role,
+            f"{rewards} >= ?": self.low,
+            f"{rewards} <= ?": self.high,
+            "id < ?": self.before,
+        }
+        asked = {condition: value for condition, value in conditions.items() if value not in ("", None)}
+        return f"WHERE {' AND '.join(asked)}" if asked else "", list(asked.values())
 
 
 EVERYTHING = EpisodeFilters()

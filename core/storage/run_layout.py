@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -138,6 +138,15 @@ def read_run_json(path: str | Path) -> dict[str, Any]:
 def read_run(path: str | Path) -> RunDescription:
     """What of run.json is read again, typed. Raises RunError as `read_run_json` does."""
     return _converted(RunLayout(path).run_json, read_run_json(path), RunDescription, "Restore it, or start a new run.")
+
+
+def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Fields of nested tables by their dotted names."""
+    for name, value in table.items():
+        if not isinstance(value, Mapping):
+            yield prefix + name, value
+        else:
+            yield from leaves(value, f"{prefix}{name}.")
 
 
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:

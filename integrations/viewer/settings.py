@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from cotune.integrations.viewer.opened import OpenedRun
+from cotune.storage.run_layout import leaves
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -21,7 +22,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 def settings(runs: Sequence[OpenedRun]) -> list[Setting]:
     """Every field of the runs' configurations, and their model, tasks, workflow and versions of packages."""
-    tables = [_flat(_told(run)) for run in runs]
+    tables = [{name: _text(value) for name, value in leaves(_told(run))} for run in runs]
     names = sorted({name for table in tables for name in table}, key=lambda name: (name.startswith("versions."), name))
     found = []
     for name in names:
@@ -36,12 +37,5 @@ def _told(run: OpenedRun) -> dict[str, Any]:
     return {**run.config, **about}
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, value in table.items():
-        if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            found[f"{prefix}{name}"] = text or "–"
-    return found
+def _text(value: Any) -> str:
+    return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) or "–"

@@ -19,9 +19,9 @@ import msgspec
 
 from cotune.integrations.trackers.tracker import Tool, Tracker
 from cotune.recording.records import Episode
+from cotune.storage.run_layout import leaves
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.reporting.metrics import StepMetrics
-from cotune.trainer.resume import leaves
 from cotune.trainer.run_folder import RunFolder, write_atomically
 
 log = logging.getLogger("cotune")

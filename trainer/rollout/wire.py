@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from cotune.recording.answers import clean
 from cotune.recording.episodes import EpisodeOptions
 from cotune.recording.records import CallRecord, Episode, Message, Record, Task
 from cotune.replay.script import Replay
@@ -107,13 +108,4 @@ def _plain(record: Record) -> Record:
 
 
 def _as_json(value: Any) -> Any:
-    return _short(msgspec.json.decode(_json.encode(value)))
-
-
-def _short(value: Any) -> Any:
-    """Integers of more than 64 bits as text."""
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _short(item) for key, item in value.items()}
-    return [_short(item) for item in value] if isinstance(value, list) else value
+    return clean(msgspec.json.decode(_json.encode(value)))

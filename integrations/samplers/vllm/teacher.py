@@ -64,14 +64,29 @@ class _Unscored(Exception):
 
 
 class VllmTeacher:
-    """A vLLM server as a `Teacher`; made by `open`. `logprobs` may be called from any thread.
+    """A vLLM server as a `Teacher`. `logprobs` may be called from any thread.
 
     A row is sent whole, as token ids, and the answer has the log-probability of each (`prompt_logprobs`), which vLLM
     gives at temperature 1, without grammars and biases: rows that were drawn otherwise are not scored. A server that
     takes adapters is asked one row at a time: vLLM 0.28 on CPUs ends where it scores two prompts at once beside them.
     """
 
-    def __init__(self, url: str, api_key: str | None, *, timeout: float, concurrency: int, retries: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        tokenizer: Any,
+        *,
+        api_key: str | None = None,
+        timeout: float = 120.0,
+        concurrency: int = 16,
+        retries: int = 2,
+    ) -> None:
+        """Connect to a server, and prove that its model has the run's `tokenizer` and gives log-probabilities.
+
+        A request fails after `timeout` seconds and is made again `retries` times; `concurrency` are under way at most.
+        Raises ConfigError for a server that does not answer, is none of vLLM's, or has another tokenizer, and
+        UnsupportedVersion.
+        """
         import httpx
 
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -83,7 +98,6 @@ class VllmTeacher:
         )
         self.concurrency = concurrency
         """Most requests at once."""
-        self._threads: ThreadPoolExecutor | None = None
         self._retries = retries
         self._model = ""
         self._lock = threading.Lock()
@@ -92,32 +106,12 @@ class VllmTeacher:
         """Rows that got no answer since the last that got one; `_last` is why."""
         self._last = ""
         self._said: set[str] = set()
-
-    @classmethod
-    def open(
-        cls,
-        url: str,
-        tokenizer: Any,
-        *,
-        api_key: str | None = None,
-        timeout: float = 120.0,
-        concurrency: int = 16,
-        retries: int = 2,
-    ) -> VllmTeacher:
-        """Connect to a server, and prove that its model has the run's `tokenizer` and gives log-probabilities.
-
-        A request fails after `timeout` seconds and is made again `retries` times; `concurrency` are under way at most.
-        Raises ConfigError for a server that does not answer, is none of vLLM's, or has another tokenizer, and
-        UnsupportedVersion.
-        """
-        teacher = cls(url, api_key, timeout=timeout, concurrency=concurrency, retries=retries)
         try:
-            teacher._check(tokenizer)
-            teacher._threads = ThreadPoolExecutor(teacher.concurrency, thread_name_prefix="cotune-teacher")
+            self._check(tokenizer)
         except BaseException:
-            teacher.close()
+            self._client.close()
             raise
-        return teacher
+        self._threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix="cotune-teacher")
 
     @property
     def counters(self) -> Mapping[str, float]:
@@ -127,7 +121,6 @@ class VllmTeacher:
 
     def logprobs(self, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32] | None]:
         """As `Teacher.logprobs`. Raises LearnerError where the server has ceased to answer, or scores no row."""
-        assert self._threads is not None
         found = list(self._threads.map(self._scored, rows))
         faults = Counter(one for one in found if isinstance(one, str))
         self._count("unscored", faults.total())
@@ -144,8 +137,7 @@ class VllmTeacher:
 
     def close(self) -> None:
         """Make no more requests."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
     @property

@@ -53,7 +53,7 @@ def server(contract_model: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def asked(server: FakeServer, tokenizer: Any) -> Iterator[VllmTeacher]:
-    opened = VllmTeacher.open(server.url + "/v1", tokenizer, timeout=5.0, concurrency=3)
+    opened = VllmTeacher(server.url + "/v1", tokenizer, timeout=5.0, concurrency=3)
     server.asked.clear()
     yield opened
     opened.close()
@@ -88,10 +88,10 @@ def test_a_server_with_adapters_is_asked_one_row_at_a_time(server: FakeServer, t
     """vLLM 0.28 on CPUs ends where it scores two prompts at once beside adapters."""
     base = {"id": "base", "max_model_len": 512}
     server.answers["GET", "/v1/models"] = (200, {"data": [base, {"id": "tuned", "parent": "base"}]})
-    listed = VllmTeacher.open(server.url, tokenizer)
+    listed = VllmTeacher(server.url, tokenizer)
     server.answers["GET", "/v1/models"] = (200, {"data": [base]})
     server.answers["GET", "/v1/load_lora_adapter"] = (405, {})
-    loadable = VllmTeacher.open(server.url, tokenizer)
+    loadable = VllmTeacher(server.url, tokenizer)
     assert listed.concurrency == loadable.concurrency == 1
     for opened in (listed, loadable):
         opened.close()
@@ -140,7 +140,7 @@ def test_a_server_that_dies_ends_the_update_soon(server: FakeServer, asked: Vllm
 
 
 def test_a_server_that_hangs_is_a_matter_of_the_time_out(server: FakeServer, tokenizer: Any) -> None:
-    opened = VllmTeacher.open(server.url, tokenizer, timeout=0.2, concurrency=2, retries=1)
+    opened = VllmTeacher(server.url, tokenizer, timeout=0.2, concurrency=2, retries=1)
     over = threading.Event()
     server.answers["POST", "/v1/completions"] = lambda body: (over.wait(20), scored(body))[1]
     with pytest.raises(LearnerError, match="answers no more: no answer in time"):
@@ -171,9 +171,9 @@ def test_servers_that_cannot_teach_are_refused(
 ) -> None:
     server.answers["GET" if path in ("/version", "/v1/models") else "POST", path] = answer
     with pytest.raises(ConfigError, match=rf"distill.teacher = '{server.url}': .*{message}"):
-        VllmTeacher.open(server.url, tokenizer)
+        VllmTeacher(server.url, tokenizer)
 
 
 def test_no_server_at_all(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"the address of a vLLM server that runs .*Look whether it runs"):
-        VllmTeacher.open("http://127.0.0.1:9", tokenizer)
+        VllmTeacher("http://127.0.0.1:9", tokenizer)

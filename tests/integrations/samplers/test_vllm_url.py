@@ -68,7 +68,7 @@ def test_a_server_scores_as_the_teacher_in_this_process(base: Path, server: str)
         for n in range(40)
     ]
     rows.append(msgspec.structs.replace(rows[0], response_ids=(5,) * 300))  # longer than its context
-    served = VllmTeacher.open(server, tokenizer)
+    served = VllmTeacher(server, tokenizer)
     found = served.logprobs(rows)
     served.close()
     assert found.pop() is None and served.counters["unscored"] == 1
@@ -76,7 +76,7 @@ def test_a_server_scores_as_the_teacher_in_this_process(base: Path, server: str)
     np.testing.assert_allclose(np.concatenate(found), np.concatenate(here), atol=1e-4)
     tiny_models.build("qwen3", other := base.parent / "other")
     with pytest.raises(ConfigError, match=r"reads the tokens 0 to .* otherwise"):
-        VllmTeacher.open(server, tokenizer_of(str(other)))
+        VllmTeacher(server, tokenizer_of(str(other)))
 
 
 def test_a_run_comes_nearer_to_a_teacher_by_its_address(
