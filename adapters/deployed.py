@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import Token
 from pathlib import Path
 from typing import Any
 
 from cotune.adapters.conversations import LocalResponder
 from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local
-from cotune.context import current_episode
+from cotune.context import current_episode, recording
 from cotune.errors import CotuneError
 from cotune.recording.episodes import activators
 from cotune.recording.pending_call import CallerContext
@@ -75,14 +75,9 @@ class Deployment:
         self._lock = threading.Lock()
         self._entered: Token[LiveEpisode | None] | None = None
 
-    @contextlib.contextmanager
-    def here(self) -> Iterator[None]:
+    def here(self) -> contextlib.AbstractContextManager[None]:
         """Answer the calls made inside, in the current thread or task; the deployment must be open."""
-        token = current_episode.set(self._episode())
-        try:
-            yield
-        finally:
-            current_episode.reset(token)
+        return recording(self._episode())
 
     def __enter__(self) -> Deployment:
         self._require_closed()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode
+from cotune.runtime.context_vars import setting
 
 ScopeT = TypeVar("ScopeT", bound="Scope")
 
@@ -54,23 +55,15 @@ def innermost(kind: type[ScopeT]) -> ScopeT | None:
 @contextmanager
 def entered(scope: Scope) -> Iterator[None]:
     """Calls made inside are made in `scope`, and are no part of a call that goes on around it."""
-    token = current_scope.set(scope)
-    try:
-        with called_by(None):
-            yield
-    finally:
-        current_scope.reset(token)
+    with setting(current_scope, scope), called_by(None):
+        yield
 
 
 @contextmanager
 def called_by(caller: CallerContext | None) -> Iterator[None]:
     """Calls made inside are `caller`'s, or without one the enclosing scope's; none is part of a call around it."""
-    caller_token, call_token = current_caller.set(caller), opened_call.set(None)
-    try:
+    with setting(current_caller, caller), setting(opened_call, None):
         yield
-    finally:
-        opened_call.reset(call_token)
-        current_caller.reset(caller_token)
 
 
 @contextmanager
@@ -82,21 +75,13 @@ def role(name: str) -> Iterator[None]:
         answer = client.chat.completions.create(model="gpt-4o-mini", messages=messages)
     ```
     """
-    token = _override.set(name)
-    try:
+    with setting(_override, name):
         yield
-    finally:
-        _override.reset(token)
 
 
-@contextmanager
-def recording(episode: LiveEpisode) -> Iterator[None]:
+def recording(episode: LiveEpisode) -> AbstractContextManager[None]:
     """Calls made inside belong to `episode`."""
-    token = current_episode.set(episode)
-    try:
-        yield
-    finally:
-        current_episode.reset(token)
+    return setting(current_episode, episode)
 
 
 def identify() -> CallerContext:

@@ -13,6 +13,7 @@ from cotune.errors import WorkflowError
 from cotune.judging.episodes import EpisodeJudge
 from cotune.recording.redaction import Redactor, check_redactor, load_redactor
 from cotune.recording.role_functions import CALLER, MODEL, RolesFunction, roles_function
+from cotune.runtime.context_vars import setting
 from cotune.sampling.scoring import AnyScorer, GroupScorer, OfGroup, Reward, Scorer
 from cotune.user_objects import load_object, takes
 
@@ -252,12 +253,9 @@ def _of_graph(
 
     async def run(task: Any) -> Any:
         state = await runner(inputs(task) if inputs else task)
-        token = current_episode.set(None)
-        try:
+        with setting(current_episode, None):
             outcome = reward(state, task)
             return await outcome if inspect.isawaitable(outcome) else outcome
-        finally:
-            current_episode.reset(token)
 
     return run
 

@@ -21,6 +21,7 @@ from cotune.errors import CotuneError, RecordError, SamplerError, WorkflowError
 from cotune.recording.answers import Answer
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.records import CallStatus
+from cotune.runtime.context_vars import setting
 from cotune.sampling.blame import blame
 
 UNREADABLE = (ValueError, TypeError, AttributeError, KeyError)
@@ -80,7 +81,7 @@ async def ask_async(call: LiveCall, begun: Awaitable[Answer | None] | None = Non
 @contextmanager
 def observed(call: LiveCall) -> Iterator[None]:
     """The application's own model answers inside: a wire request made there is the call's; an exception fails it."""
-    with _opened(call):
+    with setting(opened_call, call):
         try:
             yield
         except BaseException as error:
@@ -90,13 +91,13 @@ def observed(call: LiveCall) -> Iterator[None]:
 
 def step(call: LiveCall, source: Iterator[Any]) -> Any:
     """The next part of a stream, with the call open; None at its end. Between steps the application's code runs."""
-    with _opened(call):
+    with setting(opened_call, call):
         return next(source, None)
 
 
 async def step_async(call: LiveCall, source: AsyncIterator[Any]) -> Any:
     """The same for an asynchronous stream."""
-    with _opened(call):
+    with setting(opened_call, call):
         return await anext(source, None)
 
 
@@ -128,15 +129,6 @@ def _finished(call: LiveCall, found: Answer | None) -> Answer | None:
     if found is not None:
         call.finish(found)
     return found
-
-
-@contextmanager
-def _opened(call: LiveCall) -> Iterator[None]:
-    token = opened_call.set(call)
-    try:
-        yield
-    finally:
-        opened_call.reset(token)
 
 
 async def answer(call: LiveCall) -> Answer | None:
@@ -243,11 +235,8 @@ def reason_of(error: BaseException) -> tuple[CallStatus, str]:
 async def _respond(call: LiveCall) -> Answer | None:
     """Calls that the responder itself makes (a judge in a scorer) are not part of the episode."""
     assert call.episode.responder is not None
-    token = current_episode.set(None)
-    try:
+    with setting(current_episode, None):
         found = await call.episode.responder.respond(call)
-    finally:
-        current_episode.reset(token)
     if found is not None and call.streamed and len(found.candidates) > int(call.params.get("n") or 1):
         call.episode.warn(
             "buffered_stream",

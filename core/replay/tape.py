@@ -13,6 +13,7 @@ import msgspec
 
 from cotune.ids import address
 from cotune.recording.records import Message, ToolResult
+from cotune.runtime.context_vars import setting
 
 
 def _shown(value: Any) -> Any:
@@ -77,11 +78,8 @@ class Tape:
         with self._lock:
             given = self._given.get((name, digest))
             use = ToolUse(name, True, given.popleft().value) if given else ToolUse(name)
-        token = tool_at_work.set(use)
-        try:
+        with setting(tool_at_work, use):
             yield use
-        finally:
-            tool_at_work.reset(token)
 
     def keep(self, use: ToolUse, arguments: Any, started: float) -> bool:
         """Keep the result of a use; False for one that is no JSON. One that made model calls, as an agent does, is not

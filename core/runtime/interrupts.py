@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from types import FrameType
 
+from cotune.runtime.context_vars import setting
 from cotune.runtime.process_exit import end_process_after
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -57,12 +58,9 @@ _current: ContextVar[Interrupts | None] = ContextVar("cotune_interrupts", defaul
 def interrupts(loop: asyncio.AbstractEventLoop) -> Iterator[Interrupts]:
     """Handle both signals inside, on the main thread and where nobody else does."""
     found = Interrupts(loop)
-    token = _current.set(found)
-    try:
-        with found.taking(number for number in _SIGNALS if signal.getsignal(number) in _DEFAULTS):
-            yield found
-    finally:
-        _current.reset(token)
+    usual = [number for number in _SIGNALS if signal.getsignal(number) in _DEFAULTS]
+    with setting(_current, found), found.taking(usual):
+        yield found
 
 
 @contextlib.contextmanager

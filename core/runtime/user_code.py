@@ -9,13 +9,14 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from cotune.runtime.context_vars import setting
 from cotune.runtime.forks import end_child
 
 T = TypeVar("T")
@@ -30,14 +31,9 @@ class Stopped(Exception):
     """The application's code raised what would end the whole process: SystemExit, GeneratorExit, a BaseException."""
 
 
-@contextmanager
-def running(what: str) -> Iterator[None]:
+def running(what: str) -> AbstractContextManager[None]:
     """Whatever runs inside is the application's code, called `what`."""
-    token = user_code.set(what)
-    try:
-        yield
-    finally:
-        user_code.reset(token)
+    return setting(user_code, what)
 
 
 async def contained(work: Awaitable[T]) -> T:

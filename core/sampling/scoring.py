@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
 from cotune.recording.records import Candidate, Task
+from cotune.runtime.context_vars import setting
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible
 from cotune.runtime.user_code import Stopped, in_thread, origin, running
 
@@ -197,9 +198,5 @@ def _caused(error: WorkflowError, cause: BaseException) -> WorkflowError:
 @contextmanager
 def _outside(what: str) -> Iterator[None]:
     """Inside, the application's code `what` runs outside its episode."""
-    token = current_episode.set(None)
-    try:
-        with running(what):
-            yield
-    finally:
-        current_episode.reset(token)
+    with setting(current_episode, None), running(what):
+        yield

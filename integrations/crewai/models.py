@@ -20,6 +20,7 @@ from cotune.integrations.patching import each_subclass, inside, recorded, replac
 from cotune.recording.answers import Answer
 from cotune.recording.model_calls import open_call
 from cotune.recording.recorder import LiveCall
+from cotune.runtime.context_vars import setting
 
 _ARGUMENTS = ("messages", "tools", "callbacks", "available_functions", "from_task", "from_agent", "response_model")
 _SDK = "OpenAICompletion"
@@ -79,9 +80,9 @@ def _count(original: Callable[..., int]) -> Callable[..., int]:
 def _named(model: Any, asked: Mapping[str, Any]) -> Iterator[None]:
     """The calls made inside are the agent's that is named, else the enclosing scope's."""
     caller = caller_of(asked.get("from_agent"), asked.get("from_task")) or identify()
-    tokens = current_caller.set(caller), calling.set(model)
     try:
-        yield
+        with setting(current_caller, caller), setting(calling, model):
+            yield
         episode = current_episode.get()
         if not caller.calls and episode is not None and opened_call.get() is None and _uses_openai_sdk(type(model)):
             episode.warn(
@@ -91,8 +92,6 @@ def _named(model: Any, asked: Mapping[str, Any]) -> Iterator[None]:
             )
     finally:
         caller.done = True
-        current_caller.reset(tokens[0])
-        calling.reset(tokens[1])
 
 
 def _uses_openai_sdk(cls: type) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from cotune.context import Scope, called_by, entered, innermost
 from cotune.ids import new_id
 from cotune.recording.pending_call import CallerContext
+from cotune.runtime.context_vars import setting
 
 NAME = "crewai"
 calling: ContextVar[Any] = ContextVar("cotune_crewai_calling", default=None)
@@ -109,12 +110,8 @@ def at_work(scope: CrewScope) -> Iterator[None]:
 @contextmanager
 def outside_call() -> Iterator[None]:
     """Be in the same scope, but in no model's `call`: a tool that a model class itself runs."""
-    token = calling.set(None)
-    try:
-        with called_by(None):
-            yield
-    finally:
-        calling.reset(token)
+    with setting(calling, None), called_by(None):
+        yield
 
 
 def caller_of(agent: Any, task: Any) -> CallerContext | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from cotune.context import current_episode
 from cotune.integrations.patching import each_subclass, replace_method
 from cotune.integrations.versions import missing_hook
+from cotune.runtime.context_vars import setting
 
 _WRAPPERS = ("wrap_model_call", "awrap_model_call", "wrap_tool_call", "awrap_tool_call")
 
@@ -41,15 +41,6 @@ def _wrap(cls: type) -> None:
         replace_method(cls, name, _awrapped if name.startswith("a") else _wrapped)
 
 
-@contextmanager
-def _running(call: MiddlewareCall | None) -> Iterator[None]:
-    token = current_middleware.set(call)
-    try:
-        yield
-    finally:
-        current_middleware.reset(token)
-
-
 def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, request: Any, handler: Callable[..., Any]) -> Any:
         if current_episode.get() is None:
@@ -57,10 +48,10 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         outer = current_middleware.get()
 
         def inner(*args: Any, **kwargs: Any) -> Any:
-            with _running(outer):
+            with setting(current_middleware, outer):
                 return handler(*args, **kwargs)
 
-        with _running(MiddlewareCall(self.name)):
+        with setting(current_middleware, MiddlewareCall(self.name)):
             return original(self, request, inner)
 
     return wrapper
@@ -73,10 +64,10 @@ def _awrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         outer = current_middleware.get()
 
         async def inner(*args: Any, **kwargs: Any) -> Any:
-            with _running(outer):
+            with setting(current_middleware, outer):
                 return await handler(*args, **kwargs)
 
-        with _running(MiddlewareCall(self.name)):
+        with setting(current_middleware, MiddlewareCall(self.name)):
             return await original(self, request, inner)
 
     return wrapper

@@ -24,6 +24,7 @@ from cotune.recording.answers import Answer
 from cotune.recording.model_calls import UNREADABLE, answer, answer_blocking, failed, reason_of, warn_unrecorded
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.records import CallStatus
+from cotune.runtime.context_vars import setting
 
 
 class _Exchange(msgspec.Struct):
@@ -61,14 +62,12 @@ def install() -> None:
 @contextlib.contextmanager
 def _new_exchange() -> Iterator[None]:
     exchange = _Exchange()
-    token = _exchange.set(exchange)
     try:
-        yield
+        with setting(_exchange, exchange):
+            yield
     except BaseException as error:
         exchange.fail(error)
         raise
-    finally:
-        _exchange.reset(token)
 
 
 def _sync_request(original: Any) -> Any:

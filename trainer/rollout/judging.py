@@ -17,6 +17,7 @@ from cotune.judging.episodes import JUDGING, AskJudge, EpisodeJudge, FinishedEpi
 from cotune.recording.episodes import EpisodeOptions, run_episode
 from cotune.recording.recorder import Responder
 from cotune.recording.records import Episode, RewardRecord, Task, candidate_id
+from cotune.runtime.context_vars import setting
 from cotune.storage.protocol import Store
 from cotune.workflows import Workflow
 
@@ -59,11 +60,8 @@ class Bench:
         said: list[Opinion] = []
 
         async def compare_them(_: Any) -> None:
-            token = judging.set(current_episode.get())
-            try:
+            with setting(judging, current_episode.get()):
                 said.append(await ask_judge(judge, seen, task))
-            finally:
-                judging.reset(token)
 
         outcome = await run_episode(
             replace(self.workflow, name=f"judge of {self.workflow.name}", fn=compare_them, roles=None),
