@@ -61,6 +61,11 @@ def add_trust(command: Any) -> None:
     )
 
 
+def add_repeated(command: Any, flag: str, stands_for: str, text: str, **more: Any) -> None:
+    """Add a flag that may be given several times; its values are a list, empty without any."""
+    command.add_argument(flag, action="append", default=[], metavar=stands_for, help=f"{text}; repeatable", **more)
+
+
 def add_address(command: Any, port: int) -> None:
     """Add `--host`, `--port` (default: `port`) and `--token` of a command that listens."""
     command.add_argument(

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from cotune.cli.command import RECORDS, add_command, pairs
+from cotune.cli.command import RECORDS, add_command, add_repeated, pairs
 from cotune.errors import ConfigError
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.terminal import tell, terminal
@@ -140,9 +140,7 @@ def _export(ways: Any) -> None:
     target = command.add_mutually_exclusive_group(required=True)
     target.add_argument("--to", metavar="FILE", help="file to write, one line per episode")
     target.add_argument("--endpoint", metavar="URL", help="OTLP/HTTP endpoint; /v1/traces is added to a bare address")
-    command.add_argument(
-        "--header", action="append", default=[], metavar="NAME=VALUE", help="header for the endpoint; repeatable"
-    )
+    add_repeated(command, "--header", "NAME=VALUE", "header for the endpoint")
     command.add_argument("--episode", metavar="ID", help="one episode only")
     command.add_argument("--content", action="store_true", help="messages, tools, task inputs and error texts too")
     command.add_argument("--tokens", action="store_true", help="token ids, log-probabilities, policy versions too")

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cotune.cli.command import add_address, add_command, add_trust, pairs
+from cotune.cli.command import add_address, add_command, add_repeated, add_trust, pairs
 from cotune.cli.fields import add_fields
 from cotune.storage.run_layout import RunLayout, newest_checkpoint, read_best, read_run, steps_of
 from cotune.terminal import tell
@@ -90,17 +90,9 @@ def add_serve(commands: Any) -> None:
     command.add_argument("folder", metavar="DIR", help="export, or model: folder, GGUF file or Hugging Face id")
     add_address(command, port=8000)
     command.add_argument("--model", metavar="BASE", help="base model, where it lies elsewhere than the export says")
-    command.add_argument(
-        "--role", action="append", default=[], metavar="NAME", help="further model name for a plain model; repeatable"
-    )
-    command.add_argument(
-        "--as",
-        dest="alias",
-        action="append",
-        default=[],
-        metavar="NAME=ROLE",
-        help="answer for this model name too, by the role: --as gpt-4o-mini=planner; repeatable",
-    )
+    add_repeated(command, "--role", "NAME", "further model name for a plain model")
+    text = "answer for this model name too, by the role: --as gpt-4o-mini=planner"
+    add_repeated(command, "--as", "NAME=ROLE", text, dest="alias")
     command.add_argument(
         "--tool-format",
         metavar="FORMAT",

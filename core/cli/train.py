@@ -11,6 +11,7 @@ from cotune.cli.command import (
     APP,
     TASKS,
     add_command,
+    add_repeated,
     add_trust,
     prices,
     printing_aside,
@@ -52,14 +53,8 @@ def add_check(commands: Any) -> None:
     command.add_argument("--config", help="TOML file of the training run; see docs/reference/configuration.md")
     tokens = "count tokens with this model's tokenizer; it is not loaded"
     add_fields(command, "model", "policies", "plan.kind", "plan.k", "recipe", "roles_by", model=tokens)
-    command.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as in cotune train")
-    command.add_argument(
-        "--answer",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="a text that the made-up answers use; repeatable, used in turn",
-    )
+    add_repeated(command, "--set", "FIELD=VALUE", "as in cotune train")
+    add_repeated(command, "--answer", "TEXT", "a text that the made-up answers use, in turn")
     command.add_argument("--no-tools", action="store_true", help="never answer with a tool call: no tool is run")
     command.add_argument("--calls", type=int, default=64, help="most calls of an episode (default: %(default)s)")
     command.add_argument("--timeout", type=float, default=60.0, help="seconds for one episode (default: %(default)s)")
@@ -102,7 +97,7 @@ def add_doctor(commands: Any) -> None:
     add_trust(command)
     command.add_argument("--config", help="TOML file of the training run; see docs/reference/configuration.md")
     add_fields(command, "model", "cluster.address")
-    command.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as in cotune train")
+    add_repeated(command, "--set", "FIELD=VALUE", "as in cotune train")
     command.add_argument("--run", dest="run_folder", metavar="RUN", help="the configuration of this run")
     command.add_argument(
         "--prompt-tokens",
@@ -142,13 +137,7 @@ def add_train(commands: Any) -> None:
     command.add_argument("--tasks", help=TASKS)
     command.add_argument("--config", help="TOML file; see docs/reference/configuration.md. Flags go before it")
     add_fields(command, *RUN)
-    command.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="any other field, such as lora.rank=8 or schedule.kind=linear",
-    )
+    add_repeated(command, "--set", "FIELD=VALUE", "any other field, such as lora.rank=8 or schedule.kind=linear")
     command.add_argument("--out", help="run folder (default: runs/DATE-TIME)")
     command.add_argument(
         "--explain", action="store_true", help="say what each column and figure of a step tells, and train nothing"
@@ -231,12 +220,7 @@ def add_eval(commands: Any) -> None:
         "application asks for), swapped (policies of the roles exchanged), today (its own provider, which is asked "
         "and paid as ever); default: %(default)s",
     )
-    command.add_argument(
-        "--price",
-        action="append",
-        default=[],
-        metavar="MODEL=IN/OUT",
-        help="what a million prompt and completion tokens of a model cost (or of a policy, by its name); repeatable",
-    )
+    text = "what a million prompt and completion tokens of a model cost (or of a policy, by its name)"
+    add_repeated(command, "--price", "MODEL=IN/OUT", text)
     options = ("limit", "samples", "concurrency", "timeout", "out", "roles_by", "records")
     add_fields(command, *options, table=EvaluationOptions)

@@ -7,8 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cotune.cli.command import add_address, add_command, prices
+from cotune.cli.command import add_address, add_command, add_repeated, prices
 from cotune.terminal import tell
+
+_PRICE = "money per million tokens, for the cost of what a provider's model answered"
 
 
 def add_view(commands: Any) -> None:
@@ -27,7 +29,7 @@ def add_view(commands: Any) -> None:
         "runs", nargs="*", metavar="RUN", help="run folder, records file, or folder of runs (default: runs)"
     )
     add_address(command, port=8200)
-    _add_price(command)
+    add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", _PRICE)
 
 
 def add_report(commands: Any) -> None:
@@ -44,14 +46,4 @@ def add_report(commands: Any) -> None:
     command = add_command(commands, "report", run, text, "cotune report runs/r1 --out report.html", extra="view")
     command.add_argument("run_folder", metavar="RUN", help="run folder or records file")
     command.add_argument("--out", required=True, type=Path, metavar="FILE", help="HTML file to write")
-    _add_price(command)
-
-
-def _add_price(command: Any) -> None:
-    command.add_argument(
-        "--price",
-        action="append",
-        default=[],
-        metavar="MODEL=PROMPT/COMPLETION",
-        help="money per million tokens, for the cost of what a provider's model answered; repeatable",
-    )
+    add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", _PRICE)
