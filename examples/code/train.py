@@ -1,0 +1,33 @@
+"""The code workload as a cotune workflow: what the final program is worth, and what each role's message is worth.
+
+cotune train examples/code/train.py:solve --config examples/code/train.toml --tasks FILE
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import cotune
+from cotune.types import Call, Candidate
+from examples.code.app import asked, graph
+from examples.code.verifier import Problem, coder_reward, solved, tester_reward
+
+
+@cotune.workflow
+async def solve(task: Problem) -> dict[str, float]:
+    """Solve one problem; `success` is a program that passes all hidden tests."""
+    state = await graph.ainvoke(asked(task))
+    found = await asyncio.to_thread(solved, state["program"], task)
+    return {"team": found, "success": float(found == 1)}
+
+
+@solve.scorer("coder")
+def program_written(candidate: Candidate, call: Call, task: Problem) -> dict[str, float]:
+    """What the program is worth on the hidden tests."""
+    return coder_reward(candidate.text, task)
+
+
+@solve.scorer("tester")
+def tests_written(candidate: Candidate, call: Call, task: Problem) -> dict[str, float]:
+    """What the tests are worth, and the program that they are for."""
+    return tester_reward(candidate.text, call.state["program"], task)
