@@ -1,0 +1,182 @@
+"""What every published workload is: an application that runs alone, and under each command of cotune.
+
+A workload joins by a line in `WORKLOADS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotune.adapters.serving import serving
+from cotune.cli.main import main
+from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.storage.run_layout import RunLayout, read_metrics
+from cotune.storage.sqlite_store import SqliteStore
+from tests.examples.applications import check_knows_nothing_of_cotune
+from tests.examples.speaker import build_speaker
+
+ROOT = Path(__file__).parents[2]
+SHAPE = ("app.py", "train.py", "tasks.py", "verifier.py", "README.md", "train.toml")
+SCREEN = 60
+"""Lines of a README that are one screen."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A folder of `examples/`, the roles in it, and messages that these could say: some of use, some not."""
+
+    name: str
+    roles: tuple[str, ...]
+    says: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    """Further options of `cotune train`."""
+
+    @property
+    def folder(self) -> Path:
+        return ROOT / "examples" / self.name
+
+    @property
+    def workflow(self) -> str:
+        return f"examples.{self.name}.train:solve"
+
+
+_TEST = "**Test Input:**\n```\n{}\n```\n**Test Output:**\n```\n{}\n```"
+WORKLOADS = (
+    Workload(
+        "code",
+        ("coder", "tester"),
+        ("```python\nprint(0)\n```", "```python\nprint(input())\n```", _TEST.format("1 2", "0"), "I do not know."),
+    ),
+)
+
+
+@pytest.fixture(scope="module", params=WORKLOADS, ids=lambda workload: workload.name)
+def workload(request: pytest.FixtureRequest) -> Workload:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def base(workload: Workload, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that says what the workload's roles could say."""
+    return build_speaker(tmp_path_factory.mktemp(workload.name) / "base", workload.says)
+
+
+@pytest.fixture(scope="module")
+def tasks(workload: Workload, base: Path) -> Path:
+    made = importlib.import_module(f"examples.{workload.name}.tasks").make_tasks(2, seed=0)
+    (base.parent / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in made))
+    return base.parent / "tasks.jsonl"
+
+
+@pytest.fixture(scope="module")
+def in_thread() -> Iterator[None]:
+    """The sampler in a thread: the same engine without the start of a second interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        opened = functools.partial(TransformersSampler.open, host="thread", device="cpu")
+        patch.setattr(TransformersSampler, "open", opened)
+        patch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+        patch.setenv("OPENAI_API_KEY", "none")
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(workload: Workload, base: Path, tasks: Path, in_thread: None) -> Path:
+    """A run of two steps by train.toml, but for model and size: a tree of candidates."""
+    return trained(workload, base, tasks, "tree")
+
+
+def trained(workload: Workload, base: Path, tasks: Path, plan: str, *options: str) -> Path:
+    out = base.parent / plan
+    words = ["train", workload.workflow, "--config", str(workload.folder / "train.toml"), "--tasks", str(tasks)]
+    words += ["--model", str(base), "--steps", "2", "--tasks-per-step", "1", "--plan", plan, "--max-tokens", "4"]
+    words += ["--lr", "1e-3", "--set", "learner.threads=1", *workload.options, *options, "--out", str(out)]
+    assert main(words) == 0
+    return out
+
+
+def check_trained(run: Path, workload: Workload) -> None:
+    """Both steps were made, each role was trained on, and nothing failed."""
+    lines = list(read_metrics(run))
+    assert [line["step"] for line in lines] == [0, 1]
+    assert sum(line["rows"] for line in lines) > 0
+    assert all(line["rows"] + sum(line["left_out"].values()) == line["candidates"] for line in lines)
+    assert roles_recorded(run) == set(workload.roles)
+
+
+def roles_recorded(folder: Path) -> set[str]:
+    store = SqliteStore.open(RunLayout(folder).records)
+    try:
+        calls = [call for episode in store.episodes() for call in store.calls(episode.id)]
+    finally:
+        store.close()
+    assert {call.status for call in calls} == {"ok"}
+    return {call.role for call in calls}
+
+
+def test_it_has_the_shape_of_a_workload(workload: Workload) -> None:
+    assert [name for name in SHAPE if not (workload.folder / name).is_file()] == []
+    assert len((workload.folder / "README.md").read_text().splitlines()) <= SCREEN
+    for path in workload.folder.glob("*.py"):
+        if path.name not in ("train.py", "base.py", "demo.py"):
+            check_knows_nothing_of_cotune(path)
+
+
+def test_it_runs_alone_and_under_trace_against_what_cotune_serves(workload: Workload, base: Path, tasks: Path) -> None:
+    alone = [sys.executable, "-m", f"examples.{workload.name}.app", "--tasks", "2"]
+    out = base.parent / "traced"
+    traced = [sys.executable, "-m", "cotune", "trace", workload.workflow, "--tasks", str(tasks), "--out", str(out)]
+    with serving(base, names=workload.roles) as endpoint:
+        environment = {**os.environ, "OPENAI_BASE_URL": endpoint.url, "OPENAI_API_KEY": "none"}
+        started = [
+            subprocess.Popen(
+                words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            for words in (alone, traced)
+        ]
+        said = [process.communicate(timeout=240) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert re.search(r"\d+ of 2 [a-z ]+\n$", said[0][0]), said[0]
+    assert roles_recorded(out) == set(workload.roles)
+
+
+def test_check_says_that_every_role_would_be_trained(
+    workload: Workload, base: Path, tasks: Path, tmp_path: Path, in_thread: None
+) -> None:
+    report = tmp_path / "check.json"
+    words = ["check", workload.workflow, "--tasks", str(tasks), "--model", str(base), "--json", str(report)]
+    for message in workload.says:
+        words += ["--answer", message]
+    assert main(words) == 0
+    found: dict[str, Any] = json.loads(report.read_text())
+    assert set(workload.roles) <= set(re.findall(r"\w+", json.dumps(found["roles"])))
+
+
+def test_it_trains_by_its_settings_with_a_tree_of_candidates(workload: Workload, run: Path) -> None:
+    check_trained(run, workload)
+
+
+def test_it_trains_on_independent_episodes(workload: Workload, base: Path, tasks: Path, in_thread: None) -> None:
+    check_trained(trained(workload, base, tasks, "independent", "--recipe", "dr_mas"), workload)
+
+
+def test_it_is_evaluated_and_exported(workload: Workload, run: Path, tasks: Path, in_thread: None) -> None:
+    out, exported = run.parent / "eval", run.parent / "export"
+    words = ["eval", workload.workflow, "--run", str(run), "--tasks", str(tasks), "--modes", "base,trained"]
+    assert main([*words, "--out", str(out)]) == 0
+    found = json.loads((out / "evaluation.json").read_text())
+    assert set(re.findall(r"\b(base|trained)\b", json.dumps(found))) == {"base", "trained"}
+    assert main(["export", str(run), "--to", str(exported)]) == 0
+    manifest = json.loads((exported / "roles.json").read_text())
+    assert set(workload.roles) <= set(re.findall(r"\w+", json.dumps(manifest)))
