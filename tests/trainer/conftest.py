@@ -18,6 +18,7 @@ from cotune.trainer.train import resume, train
 from cotune.workflows import WorkflowFunction
 from tests.trainer.learner.fsdp_ranks import OpenRanks
 from tests.trainer.learner.learner_rows import build_learner_base
+from tests.trainer.metrics_page import undocumented
 from tests.trainer.tiny_app import TASKS, build_base
 
 
@@ -35,7 +36,10 @@ class Trainer:
         settings = {"model": str(self.base), "steps": 2, "tasks_per_step": 3, **settings}
         settings["plan"] = {"k": 4, **settings.get("plan", {})}
         settings["learner"] = {"lr": 3e-3, "threads": 1, "device": "cpu", **settings.get("learner", {})}
-        return self._listen(lambda console: train(app, tasks, settings, run=self.folder / to, console=console))
+        done = self._listen(lambda console: train(app, tasks, settings, run=self.folder / to, console=console))
+        if done.steps:
+            assert [name for line in self.metrics(to) for name in undocumented(line)] == []
+        return done
 
     def resume(
         self, app: WorkflowFunction | None, tasks: Any = TASKS, *, to: str = "run", **changes: Any

@@ -13,6 +13,7 @@ from cotune.storage.run_layout import read_metrics
 from cotune.trainer.run_folder import RunFolder
 from tests.mutations import as_json, damaged, mutated
 from tests.trainer.conftest import Trainer
+from tests.trainer.metrics_page import undocumented
 from tests.trainer.tiny_app import application, letters
 
 LINE = {"step": 0, "outcome": {"team": 0.5}, "left_out": {"flat": 3}, "calls": 6, "candidates": 24, "groups": 6}
@@ -64,3 +65,13 @@ def test_odd_lines(folder: RunFolder, count: int) -> None:
         assert found[0] == found[-1] == LINE
         for line in found:
             sum(line["left_out"].values())
+
+
+def test_every_name_of_a_step_is_explained(trainer: Trainer) -> None:
+    trainer(application(first=letters, second=letters), overrides={"kl": 0.1})
+    line = trainer.metrics()[-1]
+    assert {"kl", "sampler_gap_mean"} <= line["roles"]["first"].keys()
+    assert undocumented(line) == []
+    line["roles"]["first"]["new"] = line["seconds"]["lunch"] = 1.0
+    line["left_out"]["whim"] = 1
+    assert undocumented({**line, "more": 1}) == ["left_out.whim", "more", "roles.new", "seconds.lunch"]

@@ -8,7 +8,6 @@ import pytest
 
 from cotune.algorithms.advantages import advantages
 from cotune.algorithms.catalogue import RECIPES, recipe
-from cotune.algorithms.filters import REASONS
 from cotune.algorithms.published import PUBLISHED
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec, Recipe, Shaping, Term
 from cotune.algorithms.samples import Sample
@@ -261,8 +260,8 @@ def test_key_of_a_tree_must_hold_the_call():
         recipe("at_grpo", key=["task", "role"])
 
 
-def test_documentation_names_every_recipe_setting_and_reason():
+def test_documentation_names_every_recipe_and_setting():
     text = (Path(__file__).parents[3] / "docs" / "reference" / "recipes.md").read_text()
     settings = {name for part in (Attribution, Filters, LossSpec, Shaping, Term) for name in part.__struct_fields__}
-    for name in {*RECIPES, *REASONS, *settings} - {"attribution", "weight"}:
+    for name in {*RECIPES, *settings} - {"attribution", "weight"}:
         assert f"`{name}`" in text, name
