@@ -17,6 +17,8 @@ from cotune.trainer.config.train import convert
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = "core|integrations|adapters|trainer|examples|benchmarks|tests|docs"
+FOREIGN = ("llama-server", "ollama")
+"""Programs that an export is served by."""
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -51,8 +53,8 @@ def test_every_command_exists(words: list[str]) -> None:
         case ["pip", "install", "-e", extras]:
             known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             assert set(extras.removeprefix(".[").removesuffix("]").split(",")) <= set(known)
-        case other:
-            pytest.fail(f"unknown command: {other}")
+        case [program, *_]:
+            assert program in FOREIGN
 
 
 def test_readme_names_every_subcommand() -> None:
