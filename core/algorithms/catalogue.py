@@ -26,7 +26,7 @@ RECIPES: Mapping[str, Recipe] = {
         Recipe(name="at_grpo", plan="tree", terms=(Term(),), filters=Filters(zero_variance=True)),
         # arXiv 2402.03300, equation 3, without its KL of 0.04 (set kl). It leaves ddof open; this is torch.std's.
         Recipe(name="grpo", plan="independent", terms=(_ROLLOUT,), loss=LossSpec(aggregation="trajectory_mean")),
-        # arXiv 2503.20783: no std, and no length under the token sum.
+        # arXiv 2503.20783, section 3.2: no std, and no length under the token sum.
         Recipe(
             name="dr_grpo",
             plan="independent",
@@ -46,14 +46,14 @@ RECIPES: Mapping[str, Recipe] = {
             plan="independent",
             terms=(Term(key=("task", "role"), attribution=_TERMINAL, ddof=0),),
         ),
-        # arXiv 2507.18071: one ratio per response, clipped far tighter (section 5.1).
+        # arXiv 2507.18071, equations 5 to 7: one ratio per response, clipped far tighter (section 5.1).
         Recipe(
             name="gspo",
             plan="independent",
             terms=(_ROLLOUT,),
             loss=LossSpec(ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="trajectory_mean"),
         ),
-        # arXiv 2503.14476: clip-higher, dynamic sampling (equation 11), token mean.
+        # arXiv 2503.14476: clip-higher, dynamic sampling (equation 11), token mean (equation 12).
         Recipe(
             name="dapo",
             plan="independent",
@@ -61,7 +61,8 @@ RECIPES: Mapping[str, Recipe] = {
             filters=Filters(zero_variance=True),
             loss=LossSpec(clip_high=0.28),
         ),
-        # arXiv 2506.13585: the weight is clipped, not the update; no lower bound; dynamic sampling, token mean.
+        # arXiv 2506.13585, equations 4 and 5: the weight is clipped, not the update; no lower bound; dynamic sampling,
+        # token mean.
         Recipe(
             name="cispo",
             plan="independent",
