@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cotune.trainer.evaluation.statistics import share
+from cotune.intervals import share
 
 
 class KeptResults:

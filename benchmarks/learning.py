@@ -31,6 +31,7 @@ from benchmarks.plan_path_agents import DEMONSTRATORS, MAX_TOKENS, WORKFLOWS, ba
 from cotune.adapters.export import TrainedPolicy, latest_policies
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.intervals import share
 from cotune.recording.recorder import Nowhere
 from cotune.recording.records import PolicyRef
 from cotune.recording.rollout import EpisodeBatch
@@ -38,7 +39,6 @@ from cotune.sampling.protocol import UNSHAPED, SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.tasks import as_tasks
 from cotune.trainer.evaluation.run import Evaluation, evaluate_episodes
-from cotune.trainer.evaluation.statistics import share
 from cotune.trainer.train import resume, train
 
 TRAIN_SEED, FRESH_SEED = 100, 900

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
@@ -22,6 +22,7 @@ from examples.search.tasks import Document, Question, make_tasks
 TURNS = 3
 """Searches for a question."""
 WRITER, READER, ANSWERER = "Write a query.", "Note what helps.", "Answer from the notes."
+ALONE = "Search or answer."
 TEMPERATURE = float(os.environ.get("SEARCH_TEMPERATURE", "1"))
 API_KEY = os.environ.get("OPENAI_API_KEY", "none")
 
@@ -44,6 +45,7 @@ def model(role: str, max_tokens: int) -> ChatOpenAI:
 
 
 writer_model, reader_model, answerer_model = model("writer", 12), model("reader", 12), model("answerer", 12)
+agent_model = model("agent", 12)
 
 
 async def writer(state: State) -> State:
@@ -73,6 +75,25 @@ def onward(state: State) -> str:
     return "answerer" if state["searches"] >= TURNS else "writer"
 
 
+async def agent(state: State) -> State:
+    """Do the whole thing alone: `search ...`, or `answer ...`, from the documents themselves."""
+    reply = await agent_model.ainvoke(_asked(ALONE, state, notes(state)))
+    asked, _, rest = reply.text.strip().partition(" ")
+    if asked == "answer":
+        return {"answer": rest}
+    found = state["index"].best(rest) if asked == "search" else None
+    searches = state["searches"] + 1
+    if found is None:
+        return {"searches": searches, "notes": [*state["notes"], "nothing found"]}
+    retrieved = [*state["retrieved"], found["title"]]
+    return {"searches": searches, "retrieved": retrieved, "notes": [*state["notes"], found["text"]]}
+
+
+def again(state: State) -> str:
+    """Until it has answered, or its turns are over."""
+    return END if "answer" in state or state["searches"] > TURNS else "agent"
+
+
 def notes(state: State) -> str:
     """The notes so far, a line each."""
     return "\n".join(["notes", *state["notes"]])
@@ -92,8 +113,14 @@ builder.add_conditional_edges("reader", onward, ["writer", "answerer"])
 builder.add_edge("answerer", END)
 graph = builder.compile()
 
+single = StateGraph(State)
+single.add_node("agent", agent)
+single.add_edge(START, "agent")
+single.add_conditional_edges("agent", again, ["agent", END])
+single_graph = single.compile()
 
-async def solve(task: Question) -> State:
+
+async def solve(task: Question, graph: Any = graph) -> State:
     """Answer one question."""
     begin: State = {
         "question": task["question"],

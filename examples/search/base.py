@@ -11,16 +11,24 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from examples.search.app import ANSWERER, READER, WRITER
+from examples.search.app import ALONE, ANSWERER, READER, WRITER
 from examples.search.tasks import GOODS, PEOPLE, PROVINCES, QUESTIONS, SIGHTS, TOWNS, TRADES, Question, make_tasks
 from examples.tiny_model import Demonstration, build_base
 
 STEPS, DEMONSTRATIONS = 400, 12000
-ERRING = {"writer": 0.45, "reader": 0.4, "answerer": 0.4}
+ERRING = {"writer": 0.45, "reader": 0.4, "answerer": 0.4, "agent": 0.45}
 """Share of a role's answers that name anything that was mentioned."""
 NAMES = (*PEOPLE, *TRADES, *TOWNS, *SIGHTS, *PROVINCES, *GOODS)
 _SENTENCES = (
-    *(*QUESTIONS, WRITER, READER, ANSWERER, "system user assistant question notes says passage nothing found"),
+    *(
+        *QUESTIONS,
+        WRITER,
+        READER,
+        ANSWERER,
+        ALONE,
+        "search answer",
+        "system user assistant question notes says passage nothing found",
+    ),
     *(document["text"] for task in make_tasks(1, 0) for document in task["documents"]),
 )
 WORDS = tuple(dict.fromkeys([*NAMES, *(word for text in _SENTENCES for word in text.split())]))
@@ -29,18 +37,24 @@ WORDS = tuple(dict.fromkeys([*NAMES, *(word for text in _SENTENCES for word in t
 
 def demonstration(rng: random.Random, task: Question, role: str) -> Demonstration:
     """A role's answer at a random moment of a question that goes well so far."""
-    known = rng.randrange(len(task["facts"])) if role == "writer" else len(task["facts"])
+    hops = len(task["facts"])
+    known = {"writer": rng.randrange(hops), "agent": rng.randrange(hops + 1)}.get(role, hops)
     texts = {document["title"]: document["text"] for document in task["documents"]}
     noted = [f"{title} says {fact}" for title, fact in zip(task["evidence"], task["facts"], strict=True)][:known]
-    if role == "reader":
-        hop = rng.randrange(len(task["facts"]))
+    if role == "agent":
+        seen = "\n".join(["notes", *(texts[title] for title in task["evidence"][:known])])
+        right = task["answer"] if known == hops else task["evidence"][known]
+    elif role == "reader":
+        hop = rng.randrange(hops)
         seen, right = f"passage {texts[task['evidence'][hop]]}", task["facts"][hop]
     else:
         seen = "\n".join(["notes", *noted])
         right = task["evidence"][known] if role == "writer" else task["answer"]
     mentioned = [word for word in f"{task['question']} {seen}".split() if word in NAMES]
     answer = rng.choice(mentioned) if rng.random() < ERRING[role] else right
-    system = {"writer": WRITER, "reader": READER, "answerer": ANSWERER}[role]
+    if role == "agent":
+        answer = f"{'answer' if known == hops or rng.random() < ERRING[role] / 3 else 'search'} {answer}"
+    system = {"writer": WRITER, "reader": READER, "answerer": ANSWERER, "agent": ALONE}[role]
     content = f"question {task['question']}\n{seen}"
     return [{"role": "system", "content": system}, {"role": "user", "content": content}], answer
 

@@ -9,7 +9,7 @@ import cotune
 from cotune.types import Call, Candidate
 from examples.search import app
 from examples.search.tasks import Question
-from examples.search.verifier import answer_reward, query_reward, reader_reward, solved
+from examples.search.verifier import agent_reward, answer_reward, query_reward, reader_reward, solved
 
 
 @cotune.workflow
@@ -17,6 +17,19 @@ async def solve(task: Question) -> bool:
     """Answer one question, from what was retrieved."""
     state = await app.solve(task)
     return solved(task, state["answer"], state["retrieved"])
+
+
+@cotune.workflow
+async def alone(task: Question) -> bool:
+    """The same with a single agent, which may not have answered in the end."""
+    state = await app.solve(task, app.single_graph)
+    return solved(task, state.get("answer", ""), state["retrieved"])
+
+
+@alone.scorer("agent")
+def said_alone(candidate: Candidate, call: Call, task: Question) -> dict[str, float]:
+    """What the search finds, or what the answer is worth."""
+    return agent_reward(task, call.state["index"], call.state["retrieved"], candidate.text)
 
 
 @solve.scorer("writer")

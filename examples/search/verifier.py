@@ -61,6 +61,14 @@ def reader_reward(task: Question, title: str, passage: str, text: str) -> dict[s
     return {"team": f1(text, facts[title]) if title in facts else 0.0, "local": local}
 
 
+def agent_reward(task: Question, index: Index, retrieved: Sequence[str], text: str) -> dict[str, float]:
+    """A single agent's message: as a query after `search`, as an answer after `answer`."""
+    asked, _, rest = text.strip().partition(" ")
+    if asked == "search":
+        return query_reward(task, index, retrieved, rest)
+    return answer_reward(task, retrieved, rest) if asked == "answer" else {"team": 0.0, "local": BAD_FORMAT}
+
+
 def answer_reward(task: Question, retrieved: Sequence[str], text: str) -> dict[str, float]:
     """`team` is F1 with the right answer, and one point more for exactly that one; nothing without its evidence."""
     if not supported(task, retrieved):

@@ -17,10 +17,12 @@ from autogen_core.model_context import BufferedChatCompletionContext
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 from examples.sokoban.game import (
+    ALONE,
     EXECUTOR,
     PLANNER,
     TURNS,
     Level,
+    agent_sees,
     carried_out,
     deadlocked,
     executor_sees,
@@ -84,7 +86,7 @@ def model(role: str, max_tokens: int) -> OpenAIChatCompletionClient:
     )
 
 
-MODELS = {"planner": model("planner", 16), "executor": model("executor", 24)}
+MODELS = {"planner": model("planner", 16), "executor": model("executor", 24), "agent": model("agent", 24)}
 
 
 async def solve(task: Level) -> Game:
@@ -94,6 +96,17 @@ async def solve(task: Level) -> Game:
     for _ in range(TURNS):
         said = await planner.say(planner_sees(game.floor, game.position))
         game.play(await executor.say(executor_sees(game.floor, game.position, said)))
+        if game.over:
+            break
+    return game
+
+
+async def solve_alone(task: Level) -> Game:
+    """The same with one agent, which sees everything and walks."""
+    game = Game(task)
+    agent = Player("agent", ALONE, game)
+    for _ in range(TURNS):
+        game.play(await agent.say(agent_sees(game.floor, game.position)))
         if game.over:
             break
     return game

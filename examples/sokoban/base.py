@@ -11,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from examples.sokoban.game import (
+    ALONE,
     EXECUTOR,
     MOVES,
     PLANNER,
     Floor,
     Position,
+    agent_sees,
     best_push,
     carried_out,
     deadlocked,
@@ -36,7 +38,7 @@ BAD_FORMAT = 0.05
 CELLS = [f"{x},{y}" for x in range(SIZE + 1) for y in range(SIZE + 1)]
 WORDS = (
     *("system", "user", "assistant", *MOVES, "player", "boxes", "goals", "walls", "size", "said", *CELLS),
-    *f"{PLANNER} {EXECUTOR}".split(),
+    *f"{PLANNER} {EXECUTOR} {ALONE}".split(),
 )
 """The words of the game, a token each."""
 
@@ -65,8 +67,20 @@ def executor_demonstration(rng: random.Random, floor: Floor, position: Position)
     while moves is None:
         (x, y), pushes = rng.choice(sorted(position.boxes)), [rng.choice(list(MOVES))] * rng.choice((1, 1, 2))
         moves, said = way_to_push(floor, position, (x, y), pushes), f"{x},{y} {' '.join(pushes)}"
-    erring = [rng.choice(list(MOVES)) if rng.random() < ERRING_MOVE else move for move in moves]
-    return _messages(EXECUTOR, executor_sees(floor, position, said)), spoiled(rng, " ".join(erring))
+    return _messages(EXECUTOR, executor_sees(floor, position, said)), spoiled(rng, erring(rng, moves))
+
+
+def agent_demonstration(rng: random.Random, floor: Floor, position: Position) -> Demonstration:
+    """The shortest way to the next push of a shortest solution, or to a random one, with random moves in between."""
+    box, push = best_push(floor, position)
+    pushes = [push, *MOVES] if rng.random() >= ERRING_PUSH else rng.sample(list(MOVES), len(MOVES))
+    moves = next(way for p in [*pushes, push] if (way := way_to_push(floor, position, box, [p])) is not None)
+    return _messages(ALONE, agent_sees(floor, position)), spoiled(rng, erring(rng, moves))
+
+
+def erring(rng: random.Random, moves: list[str]) -> str:
+    """Moves, some of them random."""
+    return " ".join(rng.choice(list(MOVES)) if rng.random() < ERRING_MOVE else move for move in moves)
 
 
 def spoiled(rng: random.Random, answer: str) -> str:
@@ -91,8 +105,8 @@ def build(
     """Build, warm up and save a base model as a Hugging Face folder; the same for the same seed."""
     rng = random.Random(f"sokoban demonstrations {seed}")
     levels = [parsed(task["rows"]) for task in make_tasks(min(LEVELS, count), seed + 1000)]
-    team = (planner_demonstration, executor_demonstration, executor_demonstration)
-    shown = [team[i % len(team)](rng, *scene(rng, levels)) for i in range(count)]
+    roles = (planner_demonstration, executor_demonstration, executor_demonstration, agent_demonstration)
+    shown = [roles[i % len(roles)](rng, *scene(rng, levels)) for i in range(count)]
     build_base(folder, WORDS, shown, rng, seed=seed, steps=steps, report=report)
 
 

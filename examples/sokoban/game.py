@@ -22,6 +22,7 @@ MAX_PUSHES, MAX_MOVES = 2, 8
 
 PLANNER = "Say which box to push where."
 EXECUTOR = "Walk and push as said."
+ALONE = "Walk and push."
 
 
 class Level(TypedDict):
@@ -167,6 +168,11 @@ def executor_sees(floor: Floor, position: Position, said: str) -> str:
     """The player, boxes and walls, and what the planner said; not the goals."""
     player = _named([position.player])
     return f"player {player}\nboxes {_named(position.boxes)}\n{_walls(floor)}\nsaid {said}"
+
+
+def agent_sees(floor: Floor, position: Position) -> str:
+    """Everything: what a single agent is asked with."""
+    return f"player {_named([position.player])}\n{planner_sees(floor, position)}"
 
 
 OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}

@@ -15,7 +15,17 @@ from examples.sokoban.verifier import executor_reward, planner_reward, team_rewa
 @cotune.workflow
 async def solve(task: Level) -> dict[str, float]:
     """Play one level; `success` is whether its moves solve it."""
-    game = await app.solve(task)
+    return outcome(task, await app.solve(task))
+
+
+@cotune.workflow
+async def alone(task: Level) -> dict[str, float]:
+    """The same with a single agent."""
+    return outcome(task, await app.solve_alone(task))
+
+
+def outcome(task: Level, game: app.Game) -> dict[str, float]:
+    """What a game came to."""
     floor, start = parsed(task["rows"])
     return {"team": team_reward(floor, start, game.position), "success": float(verdict(task, game.moves).won)}
 
@@ -27,8 +37,9 @@ def pushes_said(candidate: Candidate, call: Call, task: Level) -> dict[str, floa
     return planner_reward(game.floor, game.position, candidate.text)
 
 
+@alone.scorer("agent")
 @solve.scorer("executor")
 def moves_made(candidate: Candidate, call: Call, task: Level) -> dict[str, float]:
-    """The moves that the executor makes."""
+    """The moves that are made."""
     game = call.state.agent.game
     return executor_reward(game.floor, game.position, candidate.text)

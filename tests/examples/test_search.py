@@ -149,6 +149,6 @@ def test_the_application_knows_nothing_of_cotune(name: str) -> None:
 def test_the_words_of_the_demonstrations_are_all_in_the_vocabulary() -> None:
     tokenizer, rng = word_tokenizer(base.WORDS), random.Random(0)
     for number, task in enumerate(TASKS):
-        messages, answer = base.demonstration(rng, task, ("writer", "reader", "answerer")[number % 3])
+        messages, answer = base.demonstration(rng, task, tuple(base.ERRING)[number % 4])
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + answer
         assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"], text

@@ -236,7 +236,7 @@ def test_the_words_of_the_game_are_all_in_the_vocabulary() -> None:
     tokenizer, rng = word_tokenizer(base.WORDS), random.Random(0)
     for task in LEVELS:
         where = base.scene(rng, [game.parsed(task["rows"])])
-        for demonstration in (base.planner_demonstration, base.executor_demonstration):
+        for demonstration in (base.planner_demonstration, base.executor_demonstration, base.agent_demonstration):
             messages, answer = demonstration(rng, *where)
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + answer
             assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"], text

@@ -1,0 +1,165 @@
+"""What does training roles together teach a team, beside one agent alone? On the workloads of the examples.
+
+    python -m benchmarks.workloads --workload sokoban                       # three seeds
+    python -m benchmarks.workloads --workload search --seeds 0 --steps 10   # a reduced form
+
+A seed is a base model of its own, from which its three trainings start: a single agent that does everything, the team
+with one shared LoRA, the team with a LoRA per role; each with the example's scorers and `train.toml` (AT-GRPO, tree).
+What a step samples is measured in two steps, and the tasks per step are set so that each training samples as many
+tokens as the team with a LoRA per role does. Every row is evaluated on the same fresh tasks with single samples at
+temperature 1. Results are appended to OUT/results.jsonl and not computed again under the same settings; a training that
+was stopped goes on. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.kept_results import KeptResults, over_seeds, success_cells
+from benchmarks.replay import PROBE_STEPS, sampled_tokens
+from cotune.storage.run_layout import read_metrics
+from cotune.trainer.config.train import load_config
+from cotune.trainer.evaluation.evaluate import evaluate
+from cotune.trainer.train import resume, train
+
+TRAIN_SEED, FRESH_SEED = 100, 900
+WORKLOADS = ("search", "sokoban")
+TRAININGS: Mapping[str, tuple[str, str]] = {
+    "by_role": ("solve", "lora"),
+    "shared": ("solve", "shared"),
+    "alone": ("alone", "lora"),
+}
+"""The workflow in the example's `train.py`, and the policies of each training."""
+ROWS: Mapping[str, tuple[str, str]] = {
+    "single agent, untrained": ("alone", "base"),
+    "single agent, trained": ("alone", "trained"),
+    "team, untrained": ("by_role", "base"),
+    "team, trained, one shared policy": ("shared", "trained"),
+    "team, trained, a policy per role": ("by_role", "trained"),
+    "the same, swapped": ("by_role", "swapped"),
+}
+"""The training of a row, and the mode in which it is evaluated."""
+console = Console(stderr=True)
+
+
+class Trainings:
+    """The trainings of one workload and seed."""
+
+    def __init__(self, workload: str, seed: int, options: argparse.Namespace) -> None:
+        self.workload, self.seed, self.options = workload, seed, options
+        self.folder = options.out / workload / f"seed{seed}"
+        self.example = importlib.import_module(f"examples.{workload}.train")
+        self.tasks = importlib.import_module(f"examples.{workload}.tasks").make_tasks
+
+    def base(self) -> Path:
+        """The base model of the seed, built where it is not there yet."""
+        folder: Path = self.folder / "base"
+        if not (folder / "tokenizer_config.json").is_file():
+            console.print(f"{self.workload}, seed {self.seed}: warming up a base model")
+            importlib.import_module(f"examples.{self.workload}.base").build(folder, seed=self.seed)
+        return folder
+
+    def run(self, name: str, steps: int, tasks_per_step: int) -> Path:
+        """A training, done or resumed where it is not finished."""
+        flow, policies = TRAININGS[name]
+        folder: Path = self.folder / f"{name}-{steps}x{tasks_per_step}"
+        tasks = list(self.tasks(steps * tasks_per_step, TRAIN_SEED + self.seed))
+        settings = {
+            "model": str(self.base()),
+            "policies": policies,
+            "steps": steps,
+            "tasks_per_step": tasks_per_step,
+            "seed": self.seed,
+            "checkpoint_every": 10,
+        }
+        config = load_config(Path("examples") / self.workload / "train.toml", settings)
+        if not (folder / "run.json").is_file():
+            console.print(f"{self.workload}, seed {self.seed}: {name}, {steps} steps of {tasks_per_step} tasks")
+            train(getattr(self.example, flow), tasks, config, run=folder, console=console)
+        elif sum(1 for _ in read_metrics(folder)) < steps:
+            resume(folder, workflow=getattr(self.example, flow), tasks=tasks, console=console)
+        return folder
+
+    def tasks_per_step(self, name: str) -> int:
+        """How many tasks a step of this training takes to sample what the team with a policy per role does."""
+        whole = int(self.options.tasks_per_step)
+        if name != "alone":
+            return whole
+        few = max(4, whole // 4)
+        tokens = {way: sampled_tokens(self.run(way, PROBE_STEPS, few)) for way in ("by_role", name)}
+        return max(1, round(whole * tokens["by_role"] / tokens[name]))
+
+    def result(self, name: str) -> dict[str, Any]:
+        """Train and evaluate."""
+        count = self.tasks_per_step(name)
+        run = self.run(name, self.options.steps, count)
+        fresh = list(self.tasks(self.options.tasks, FRESH_SEED))
+        modes = tuple(mode for training, mode in ROWS.values() if training == name)
+        report = evaluate(run, getattr(self.example, TRAININGS[name][0]), fresh, modes=modes)
+        return {
+            "tasks_per_step": count,
+            "tokens": sampled_tokens(run),
+            "reached": {mode: sum(e.successes.values()) for mode, e in report.evaluations.items()},
+            "curve": [round(line["outcome"].get("success", 0.0), 3) for line in read_metrics(run)],
+        }
+
+
+def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[str, Any]]:
+    """By row: success of single samples over all seeds with its 95% interval, and the tokens sampled in training."""
+    found: dict[str, dict[str, Any]] = {}
+    for title, (training, mode) in ROWS.items():
+        lines = [line for line in results if line["training"] == training]
+        if lines:
+            tokens = round(sum(line["tokens"] for line in lines) / len(lines)) if mode != "base" else 0
+            found[title] = {**over_seeds(lines, tasks, mode), "tokens": tokens}
+    return found
+
+
+def table(workload: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The rows, one under the other."""
+    shown = Table(title=f"{workload}: share of fresh tasks solved, single samples at temperature 1")
+    for title in ("", "success", "95% interval", "by seed", "sampled tokens"):
+        shown.add_column(title)
+    for title, row in rows.items():
+        shown.add_row(title, *success_cells(row), f"{row['tokens']:,}" if row["tokens"] else "")
+    return shown
+
+
+def main() -> None:
+    """Run what is not recorded yet, and print all that is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--rows", default=",".join(TRAININGS), help="trainings, comma-separated (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=30, help="training steps (default: %(default)s)")
+    parser.add_argument("--tasks-per-step", type=int, default=32, help="of the team (default: %(default)s)")
+    parser.add_argument("--tasks", type=int, default=300, help="fresh tasks (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/workloads"))
+    options = parser.parse_args()
+    kept = KeptResults(options, "steps", "tasks_per_step", "tasks")
+    for seed in map(int, options.seeds.split(",")):
+        trainings = Trainings(options.workload, seed, options)
+        for name in options.rows.split(","):
+            compute = partial(trainings.result, name)
+            if line := kept.once(compute, workload=options.workload, training=name, seed=seed):
+                console.print(f"seed {seed}: {name} reached {line['reached']} with {line['tokens']:,} tokens")
+    rows = summary(kept.lines(workload=options.workload), options.tasks)
+    Console(width=130).print(table(options.workload, rows))
+    print(json.dumps({"workload": options.workload, "settings": kept.settings, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
