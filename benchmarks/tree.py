@@ -5,7 +5,8 @@
 A role's prompt grows by its answer and an observation from turn to turn; each turn has K candidates, of which one goes
 on. Token ids are random. The updates alternate in one process, LoRA of rank 16, fp32, one optimizer step; figures are
 medians. Peak memory is that of an update in a process of its own: the tree beside padded rows, both in passes of at
-most `--budget` tokens.
+most `--budget` tokens. The logits are of each response token in both, so that no tree saves any of their time; it is
+measured by itself.
 
 Without `--model`: the shape of Qwen3-0.6B (width 1,024, 16 heads of 128, 8 for keys, inner width 3,072) with 4 of its
 28 layers, and that share of its 151,936 words, so that the output embedding costs its part. The last line is JSON,
@@ -35,6 +36,7 @@ from cotune.policies import LoraSpec, policies_for
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.batching import pass_tokens, tokens_of
 from cotune.trainer.learner.local import LocalLearner
+from cotune.trainer.learner.logprobs import token_logprobs
 
 LAYERS, ALL_LAYERS, WORDS = 4, 28, 151_936
 
@@ -97,6 +99,17 @@ def peak(folder: str, args: argparse.Namespace) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
+def seconds_of_logits(model: AutoConfig, rows: list[TrainRow]) -> float:
+    """CPU seconds for the log-probabilities of all response tokens and their gradient, after the hidden states."""
+    targets = torch.tensor([token for row in rows for token in row.response_ids])
+    hidden = torch.randn(len(targets), model.hidden_size, requires_grad=True)
+    weight, temperature = torch.randn(model.vocab_size, model.hidden_size), torch.ones(len(targets))
+    busy = time.process_time()
+    logprobs, _ = token_logprobs(hidden, weight, None, targets, temperature)
+    logprobs.sum().backward()
+    return time.process_time() - busy
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder, an id, or a file in GGUF form")
@@ -123,7 +136,8 @@ def main() -> None:
 
 
 def report(folder: str, args: argparse.Namespace) -> None:
-    rows = episode(args, AutoConfig.from_pretrained(folder).vocab_size)
+    model = AutoConfig.from_pretrained(folder)
+    rows = episode(args, model.vocab_size)
     alone, distinct = sum(len(tokens_of(row)) for row in rows), pass_tokens(rows, shared=True)
     print(f"{args.turns} turns, K = {args.k}: {alone:,} tokens one by one, {distinct:,} distinct", flush=True)
     memory = {
@@ -155,6 +169,7 @@ def report(folder: str, args: argparse.Namespace) -> None:
     for one in learners:
         seconds, busy = statistics.median(wall[one][1:]), statistics.median(cpu[one][1:])
         print(f"{one:6} {computed[one]:16,.0f} {seconds:8.2f} {busy:12.2f} {memory[one] / 1e9:9.2f}")
+    print(f"{seconds_of_logits(model, rows):.2f} CPU seconds of either are those of the logits.")
     result = {
         "token_ratio": round(computed["rows"] / computed["tree"], 2),
         "time_ratio": round(statistics.median(wall["rows"][1:]) / statistics.median(wall["tree"][1:]), 2),

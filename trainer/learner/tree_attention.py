@@ -91,14 +91,14 @@ def tree_attention(
         raise NotImplementedError(f"{type(module).__name__} asks its attention for {asked}")
     queries = query[0].transpose(0, 1).index_select(0, tree.queries)
     keys, values = (states[0].transpose(0, 1).index_select(0, tree.keys) for states in (key, value))
-    outputs, query_at, key_at = [], 0, 0
-    for sequences, width, length, mask in tree.calls(query.dtype):
-        own = slice(query_at, query_at := query_at + sequences * width)
-        seen = slice(key_at, key_at := key_at + sequences * length)
-        q, k, v = (
-            part.unflatten(0, (sequences, -1)).transpose(1, 2) for part in (queries[own], keys[seen], values[seen])
-        )
-        outputs.append(_attend(q, k, v, mask, scaling).transpose(1, 2).flatten(0, 1))
+    calls = tree.calls(query.dtype)
+    # The gradient of a split is one tensor, that of a slice is as large as the whole.
+    widths, lengths = [call.sequences * call.queries for call in calls], [call.sequences * call.keys for call in calls]
+    parts = zip(calls, queries.split(widths), keys.split(lengths), values.split(lengths), strict=True)
+    outputs = []
+    for call, *states in parts:
+        q, k, v = (part.unflatten(0, (call.sequences, -1)).transpose(1, 2) for part in states)
+        outputs.append(_attend(q, k, v, call.mask, scaling).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, tree.places)[None], None
 
 
