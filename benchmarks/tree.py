@@ -8,9 +8,9 @@ medians. Peak memory is that of an update in a process of its own: the tree besi
 most `--budget` tokens. The logits are of each response token in both, so that no tree saves any of their time; it is
 measured by itself.
 
-Without `--model`: the shape of Qwen3-0.6B (width 1,024, 16 heads of 128, 8 for keys, inner width 3,072) with 4 of its
-28 layers, and that share of its 151,936 words, so that the output embedding costs its part. The last line is JSON,
-each ratio the other way over the tree.
+Without `--model`: the shape of Qwen3-0.6B (width 1,024, 16 heads of 128, 8 for keys, inner width 3,072) with
+`--layers` of its 28, and that share of its 151,936 words, so that the output embedding costs its part. The last line is
+JSON, each ratio the other way over the tree.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from cotune.trainer.learner.logprobs import token_logprobs
 LAYERS, ALL_LAYERS, WORDS = 4, 28, 151_936
 
 
-def build(folder: Path) -> None:
+def build(folder: Path, layers: int = LAYERS) -> None:
     """Save the model that is measured without `--model`."""
     config = Qwen3Config(
-        vocab_size=WORDS * LAYERS // ALL_LAYERS,
+        vocab_size=WORDS * layers // ALL_LAYERS,
         hidden_size=1024,
         intermediate_size=3072,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=128,
@@ -113,6 +113,7 @@ def seconds_of_logits(model: AutoConfig, rows: list[TrainRow]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder, an id, or a file in GGUF form")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the model that is measured without --model")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the first prompt")
@@ -128,7 +129,7 @@ def main() -> None:
             folder = str(locate_model(args.model))
         else:
             folder = name
-            build(Path(name))
+            build(Path(name), args.layers)
         if args.one:
             print(peak(folder, args))
             return

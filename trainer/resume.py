@@ -22,7 +22,8 @@ MAY_CHANGE = (
     "model", "roles", "steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "probe_bound",
     "sampling.timeout", "sampling.threads", "sampling.prefix_cache", "learner.threads", "learner.device",
     "learner.micro_batch_tokens",
-    "learner.memory", "learner.activation_checkpointing", "learner.shared_prompts", "evaluation", "guard", "cluster",
+    "learner.memory", "learner.activation_checkpointing", "learner.shared_prompts", "learner.tree_attention",
+    "evaluation", "guard", "cluster",
     "records.path", "records.patience", "distill.teacher", "distill.timeout", "distill.retries", "distill.concurrency",
     "prices", "loggers", "project",
 )  # fmt: skip

@@ -75,6 +75,10 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Compute what rows have in common once: a prompt for its candidates, earlier turns for later ones (same gradients,
     less time and memory). Models whose layers are not all full attention compute each row whole."""
 
+    tree_attention: Literal["blocks", "flex"] = "blocks"
+    """How rows with `shared_prompts` attend. blocks: a few calls of SDPA with masks. flex: FlexAttention, compiled on
+    the first pass, on a GPU."""
+
     anchor: Literal["trainer", "sampler"] = "trainer"
     """What the policy ratio is taken against. trainer: the policy before the update, at the cost of one more forward
     pass where an update has more than one optimizer step or the loss has a mask. sampler: the sampler's
@@ -91,6 +95,11 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         check_bounds(self, "grad_clip", least=0, table="learner.")
         if self.memory:
             _check_memory(self.memory)
+
+    @property
+    def asks_for_gpu(self) -> bool:
+        """Whether a setting needs one."""
+        return (self.optimizer, self.quantize, self.tree_attention) != ("adamw", "none", "blocks")
 
 
 def _check_memory(memory: str) -> None:

@@ -30,7 +30,7 @@ def open_policy_models(
     `reference` keeps a frozen copy of each `full` model (an adapter's reference is its base). A policy starts from the
     same weights whatever else is opened with it. Raises ConfigError for a model that cannot be trained this way.
     """
-    device = _device(settings.device)
+    device, flex = _device(settings.device), settings.tree_attention == "flex"
     trained = [spec for spec in policies.specs.values() if spec.trained]
     opened: dict[str, PolicyModel] = {}
     shared: dict[str, tuple[Any, LogprobModel]] = {}
@@ -41,10 +41,9 @@ def open_policy_models(
             torch.manual_seed(settings.seed + SEED_STRIDE * index)
             path = spec.model or model
             if spec.kind == "full":
-                network = LogprobModel(_load(path, "float32", device, settings))
-                copy = (
-                    LogprobModel(_load(path, "float32", device, settings).requires_grad_(False)) if reference else None
-                )
+                network = LogprobModel(_load(path, "float32", device, settings), flex=flex)
+                frozen = _load(path, "float32", device, settings).requires_grad_(False) if reference else None
+                copy = None if frozen is None else LogprobModel(frozen, flex=flex)
                 opened[spec.name] = PolicyModel(spec, index, network, settings, frozen_copy=copy)
             else:
                 adapter = f"policy{index}"
@@ -52,7 +51,7 @@ def open_policy_models(
                     shared[path][0].add_adapter(adapter, _lora_config(spec))
                 else:
                     base = _wrap(_load(path, settings.dtype, device, settings), spec, adapter)
-                    shared[path] = (base, LogprobModel(base.get_base_model()))
+                    shared[path] = (base, LogprobModel(base.get_base_model(), flex=flex))
                 base, network = shared[path]
                 opened[spec.name] = PolicyModel(spec, index, network, settings, peft=base, adapter=adapter)
     if not opened:
@@ -68,7 +67,7 @@ def open_policy_models(
 def load_frozen(model: str, settings: LearnerSettings) -> LogprobModel:
     """A model that is not trained, in the learner's precision. Raises ConfigError."""
     network = _load(model, settings.dtype, _device(settings.device), settings)
-    return LogprobModel(network.requires_grad_(False))
+    return LogprobModel(network.requires_grad_(False), flex=settings.tree_attention == "flex")
 
 
 def _load(path: str, dtype: str, device: torch.device, settings: LearnerSettings) -> Any:

@@ -33,11 +33,12 @@ def plain_states(network: Any, rows: Sequence[TrainRow]) -> Tensor:
     return states[torch.from_numpy(at_row).to(device), torch.from_numpy(at_position).to(device)]
 
 
-def tree_states(network: Any, rows: Sequence[TrainRow]) -> Tensor:
-    """The same states with each distinct token computed once, however the rows' beginnings are shared."""
+def tree_states(network: Any, rows: Sequence[TrainRow], *, flex: bool = False) -> Tensor:
+    """The same states with each distinct token computed once, however the rows' beginnings are shared; `flex`: by
+    FlexAttention."""
     tree = token_tree([tokens_of(row) for row in rows])
     device = network.get_input_embeddings().weight.device
-    states = states_over(network, TreePass(tree, device))
+    states = states_over(network, TreePass(tree, device, flex=flex))
     at = np.concatenate([path[len(row.prompt_ids) - 1 :] for path, row in zip(tree.paths, rows, strict=True)])
     return states.index_select(0, torch.from_numpy(at).to(device))
 
@@ -60,11 +61,12 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
     sharded = False
     """Set by FSDP's wrapping."""
 
-    def __init__(self, network: Any) -> None:
+    def __init__(self, network: Any, *, flex: bool) -> None:
         super().__init__()
+        self._flex = flex
         self.network = network
         self.checkpointing = Checkpointing(network)
-        self.shares = attends_over_trees(network)
+        self.shares = attends_over_trees(network, flex=flex)
         """Whether a pass can compute what its rows have in common once."""
         self.sampled_distribution = SampledDistribution(network.config.name_or_path)
 
@@ -92,7 +94,7 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
     def _states(self, rows: Sequence[TrainRow], *, shared: bool, dtype: str) -> Tensor:
         with _precision(self.network.get_output_embeddings().weight.device, dtype):
             if shared:
-                return tree_states(self.network, rows)
+                return tree_states(self.network, rows, flex=self._flex)
             return plain_states(self.network, rows)
 
     def reduce_next(self, on: bool) -> None:

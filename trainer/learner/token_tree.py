@@ -102,6 +102,16 @@ def _nearest(placed: Sequence[int], place: int, common: Ints) -> tuple[int, int]
     return near, depth
 
 
+def walk(tree: TokenTree) -> tuple[Ints, Ints]:
+    """[T] the place of each token in a walk down the tree, depth first, and the last place of what is below it."""
+    place, last, count = np.full(len(tree.tokens), -1), np.empty(len(tree.tokens), np.int64), 0
+    for path in sorted(tree.paths, key=lambda path: path.astype(">i8").tobytes()):
+        new = path[place[path] < 0]
+        place[new] = np.arange(count, count := count + len(new))
+        last[path] = count - 1
+    return place, last
+
+
 class Block(NamedTuple):
     """Queries that attend in one call, padded: `queries` [B, q] and `keys` [B, k] are numbers of tokens.
 

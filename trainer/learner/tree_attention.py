@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from cotune.trainer.learner.token_tree import TokenTree, attention_blocks, token_tree
+from cotune.trainer.learner.token_tree import TokenTree, attention_blocks, token_tree, walk
 
 NAME = "cotune_tree"
 """Of the attention function, in transformers."""
@@ -29,31 +30,85 @@ class _Call(NamedTuple):
 
 
 class TreePass:
-    """What the attention of all layers needs to know of a tree; its tensors are on `device`."""
+    """What a network needs to know of a tree: `tokens`, `depths` [T] on `device`, and the attention of its layers."""
+
+    def __init__(self, tree: TokenTree, device: torch.device, *, flex: bool = False) -> None:
+        self.tokens = torch.from_numpy(tree.tokens).to(device)
+        self.depths = torch.from_numpy(tree.depths).to(device)
+        self.attend = FlexAttention(tree, device) if flex else BlockedAttention(tree, device)
+
+
+class BlockedAttention:
+    """Attention over a tree by a few calls of SDPA, each over queries that see much the same."""
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
         blocks = attention_blocks(tree)
-        self.tokens = torch.from_numpy(tree.tokens).to(device)
-        self.depths = torch.from_numpy(tree.depths).to(device)
-        self.queries = _joined([block.queries for block in blocks], device)
-        self.keys = _joined([block.keys for block in blocks], device)
+        self._queries = _joined([block.queries for block in blocks], device)
+        self._keys = _joined([block.keys for block in blocks], device)
         real = np.concatenate([block.real.ravel() for block in blocks])
         queries = np.concatenate([block.queries.ravel() for block in blocks])
         places = np.empty(len(tree.tokens), np.int64)
         places[queries[real]] = real.nonzero()[0]
-        self.places = torch.from_numpy(places).to(device)
+        self._places = torch.from_numpy(places).to(device)
         self._shapes = [(len(block.queries), block.queries.shape[1], block.keys.shape[1]) for block in blocks]
         self._allowed = [block.allowed for block in blocks]
         self._calls: dict[torch.dtype, list[_Call]] = {}
 
-    def calls(self, dtype: torch.dtype) -> list[_Call]:
-        """Those of a layer, in the order of `queries` and `keys`."""
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """query [1, heads, T, width], key and value [1, groups, T, width]; returns [T, heads, width]."""
+        queries = query[0].transpose(0, 1).index_select(0, self._queries)
+        keys, values = (states[0].transpose(0, 1).index_select(0, self._keys) for states in (key, value))
+        calls = self._calls_in(query.dtype)
+        # The gradient of a split is one tensor, that of a slice is as large as the whole.
+        widths = [call.sequences * call.queries for call in calls]
+        lengths = [call.sequences * call.keys for call in calls]
+        parts = zip(calls, queries.split(widths), keys.split(lengths), values.split(lengths), strict=True)
+        outputs = []
+        for call, *states in parts:
+            q, k, v = (part.unflatten(0, (call.sequences, -1)).transpose(1, 2) for part in states)
+            outputs.append(_attend(q, k, v, call.mask, scaling).transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, self._places)
+
+    def _calls_in(self, dtype: torch.dtype) -> list[_Call]:
+        """Those of a layer, in the order of the queries and keys."""
         if dtype not in self._calls:
             self._calls[dtype] = [
-                _Call(rows, width, length, None if allowed is None else _added(allowed, dtype, self.tokens.device))
+                _Call(rows, width, length, None if allowed is None else _added(allowed, dtype, self._places.device))
                 for (rows, width, length), allowed in zip(self._shapes, self._allowed, strict=True)
             ]
         return self._calls[dtype]
+
+
+class FlexAttention:
+    """The same by FlexAttention: one kernel, compiled for a GPU, that skips what no token sees.
+
+    Each token sees itself and its ancestors: those between whose place and last place in the walk it stands.
+    """
+
+    def __init__(self, tree: TokenTree, device: torch.device) -> None:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        place, last = (torch.from_numpy(part).to(device) for part in walk(tree))
+
+        def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (place[key] <= place[query]) & (place[query] <= last[key])
+
+        self._mask = create_block_mask(seen, None, None, len(place), len(place), device=device)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """As `BlockedAttention`. Without a gradient also on the CPU."""
+        output = _kernel(query.device.type)(
+            query, key, value, block_mask=self._mask, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
+        )
+        states: Tensor = output[0].transpose(0, 1)
+        return states
+
+
+@cache
+def _kernel(device: str) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=True)
 
 
 def _joined(parts: list[Any], device: torch.device) -> Tensor:
@@ -89,17 +144,7 @@ def tree_attention(
     asked = [name for name in OTHER if more.get(name) is not None]
     if asked:
         raise NotImplementedError(f"{type(module).__name__} asks its attention for {asked}")
-    queries = query[0].transpose(0, 1).index_select(0, tree.queries)
-    keys, values = (states[0].transpose(0, 1).index_select(0, tree.keys) for states in (key, value))
-    calls = tree.calls(query.dtype)
-    # The gradient of a split is one tensor, that of a slice is as large as the whole.
-    widths, lengths = [call.sequences * call.queries for call in calls], [call.sequences * call.keys for call in calls]
-    parts = zip(calls, queries.split(widths), keys.split(lengths), values.split(lengths), strict=True)
-    outputs = []
-    for call, *states in parts:
-        q, k, v = (part.unflatten(0, (call.sequences, -1)).transpose(1, 2) for part in states)
-        outputs.append(_attend(q, k, v, call.mask, scaling).transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, tree.places)[None], None
+    return tree.attend(query, key, value, scaling)[None], None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
@@ -131,7 +176,7 @@ def states_over(network: Any, tree: TreePass) -> Tensor:
     return states
 
 
-def attends_over_trees(network: Any) -> bool:
+def attends_over_trees(network: Any, *, flex: bool = False) -> bool:
     """Give the network an attention that knows trees, where it can have one; whether it then computes the same.
 
     It can where each layer is full attention over all earlier tokens, told apart by position ids alone: asked of its
@@ -146,7 +191,7 @@ def attends_over_trees(network: Any) -> bool:
         return False
     _register()
     network.set_attn_implementation(NAME)
-    if _computes_the_same(network):
+    if _computes_the_same(network, flex):
         return True
     network.set_attn_implementation("sdpa")
     return False
@@ -160,7 +205,7 @@ def _register() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def _computes_the_same(network: Any) -> bool:
+def _computes_the_same(network: Any, flex: bool) -> bool:
     most = network.config.get_text_config().vocab_size
     trunk = [number % most for number in (1, 5, 2, 7, 3, 6, 4, 8)]
     sequences = [trunk, [*trunk[:3], 9 % most, 2 % most], [*trunk[:3], 3 % most], [*trunk[:6], 1 % most, 0]]
@@ -168,7 +213,7 @@ def _computes_the_same(network: Any) -> bool:
     tree = token_tree(sequences)
     try:
         with torch.no_grad():
-            states = states_over(network, TreePass(tree, device))
+            states = states_over(network, TreePass(tree, device, flex=flex))
             found = torch.cat([states[torch.from_numpy(path).to(device)] for path in tree.paths])
             alone = [
                 network.base_model(input_ids=torch.tensor([ids], device=device), use_cache=False) for ids in sequences

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.trainer.learner.token_tree import attention_blocks, cuts_within, even_cuts, in_order, token_tree
+from cotune.trainer.learner.token_tree import attention_blocks, cuts_within, even_cuts, in_order, token_tree, walk
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=14)
 LONG = st.builds(
@@ -72,6 +72,17 @@ def test_each_token_is_a_query_once_and_sees_its_ancestors_and_itself(sequences)
             assert token not in found
             found[token] = set(block.keys[number][allowed[number, query]].tolist())
     assert found == expected
+
+
+@given(SEQUENCES)
+def test_what_is_below_a_token_follows_it_in_the_walk(sequences):
+    tree = token_tree(sequences)
+    place, last = walk(tree)
+    assert sorted(place.tolist()) == list(range(len(tree.tokens)))
+    for path in tree.paths:
+        for at, token in enumerate(path):
+            sees = (place <= place[token]) & (place[token] <= last)
+            assert np.flatnonzero(sees).tolist() == sorted(path[: at + 1].tolist())
 
 
 def test_branches_of_a_long_trunk_attend_together():

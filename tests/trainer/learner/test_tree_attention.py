@@ -123,16 +123,19 @@ def test_gradients_and_metrics_are_those_of_one_sequence_per_row(learner, rows, 
         assert packed[key] == pytest.approx(plain[key], rel=1e-5, abs=1e-5), key
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])
-def test_known_architectures_attend_over_trees(architecture):
+@pytest.mark.parametrize(
+    ("architecture", "flex"), [("qwen3", False), ("llama", False), ("gpt2", False), ("qwen3", True)]
+)
+def test_known_architectures_attend_over_trees(architecture, flex):
     network = AutoModelForCausalLM.from_config(tiny_models.config(architecture, 64)).eval()
-    assert attends_over_trees(network)
+    assert attends_over_trees(network, flex=flex)
     rows = [
         TrainRow(id=str(n), role="a", prompt_ids=(1, 2, 3), response_ids=ids, logprobs=(), advantage=0.0)
         for n, ids in enumerate([(4, 5, 6), (4, 7), (8,), (4, 5, 6)])
     ]
     with torch.no_grad():
-        torch.testing.assert_close(tree_states(network, rows), plain_states(network, rows), atol=1e-5, rtol=1e-5)
+        states = tree_states(network, rows, flex=flex)
+        torch.testing.assert_close(states, plain_states(network, rows), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "qwen3-sliding"])

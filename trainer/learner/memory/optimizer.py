@@ -14,14 +14,18 @@ from cotune.trainer.learner.policy_model import PolicyModel
 
 def check_hardware(settings: LearnerSettings) -> None:
     """Raises ConfigError for settings that need a GPU where there is none, or bitsandbytes, which is not installed."""
-    asked = {"learner.optimizer": settings.optimizer, "learner.quantize": settings.quantize}
-    for field, value in asked.items():
-        if value in ("adamw", "none"):
+    asked = {
+        "learner.optimizer": (settings.optimizer, "adamw"),
+        "learner.quantize": (settings.quantize, "none"),
+        "learner.tree_attention": (settings.tree_attention, "blocks"),
+    }
+    for field, (value, usual) in asked.items():
+        if value == usual:
             continue
-        usual = "adamw" if field == "learner.optimizer" else "none"
         if settings.device == "cpu" or not torch.cuda.is_available():
             raise ConfigError(field, value, f"{usual}, where there is no GPU", "Leave it out, or train on a GPU.")
-        _bitsandbytes(field, value)
+        if value != "flex":
+            _bitsandbytes(field, value)
 
 
 def build_optimizer(model: PolicyModel, settings: LearnerSettings) -> torch.optim.Optimizer:

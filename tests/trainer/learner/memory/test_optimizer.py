@@ -19,7 +19,8 @@ from tests.trainer.learner.learner_rows import FAST, SMALL, change
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "usual"), [("optimizer", "adamw8bit", "adamw"), ("quantize", "4bit", "none")]
+    ("field", "value", "usual"),
+    [("optimizer", "adamw8bit", "adamw"), ("quantize", "4bit", "none"), ("tree_attention", "flex", "blocks")],
 )
 def test_a_machine_without_a_gpu_is_told_before_work_starts(
     base: str, tmp_path: Path, field: str, value: str, usual: str
@@ -32,8 +33,14 @@ def test_a_machine_without_a_gpu_is_told_before_work_starts(
     with pytest.raises(ConfigError, match=said):
         cotune.train(solve, [{"q": 1}], {"model": base, "learner": {field: value}}, run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "usual"), [("optimizer", "adamw8bit", "adamw"), ("quantize", "4bit", "none")]
+)
+def test_what_bitsandbytes_does_is_of_one_process(field: str, value: str, usual: str) -> None:
     with pytest.raises(ConfigError, match=rf"learner\.{field} = '{value}': allowed is {usual} on a cluster"):
-        convert({"model": base, "learner": {field: value}, "cluster": {"address": "local"}})
+        convert({"model": "m", "learner": {field: value}, "cluster": {"address": "local"}})
 
 
 def test_four_bits_are_of_weights_that_are_not_trained() -> None:
