@@ -15,6 +15,7 @@ from cotune.trainer.best import note_best, write_best
 from cotune.trainer.checkpoint import commit_checkpoint
 from cotune.trainer.guard import roll_back, safe_checkpoint, watch
 from cotune.trainer.held_out import evaluate_held_out
+from cotune.trainer.reporting.profiled import profiled
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.restore import add_new_roles, mark_consumed, recovery
@@ -41,25 +42,26 @@ async def train_steps(run: Run, progress: Progress) -> None:
         while run.state.steps < steps and not (run.stopping or run.ended):
             async with recovery(run, rollouts, report):
                 await add_new_roles(run, report)
-                with report.phase("rollout"):
-                    episodes = await run.interruptible(rollouts.episodes_of(run.state.steps))
-                if episodes is None:
-                    break  # stopped
-                with report.phase("group"):
-                    collected = collect_samples(run, episodes)
-                    batch = group_and_weigh(run, episodes, collected)
-                async with sampler_asleep(run, report):
-                    with report.phase("update"):
-                        updates = await update(run, batch.rows)
-                with report.phase("publish"):
-                    await publish(run, batch.rows, updates)
-                held_out = await evaluate_held_out(run, report)
-                metrics = await report.write(batch, updates, held_out)
-                run.complete_step(collected, batch.prepared, metrics.roles)
-                better = note_best(run, held_out, progress)
-                watch(run)
-                with report.phase("checkpoint"):
-                    await commit(run, due=better)
+                async with profiled(run, report):
+                    with report.phase("rollout"):
+                        episodes = await run.interruptible(rollouts.episodes_of(run.state.steps))
+                    if episodes is None:
+                        break  # stopped
+                    with report.phase("group"):
+                        collected = collect_samples(run, episodes)
+                        batch = group_and_weigh(run, episodes, collected)
+                    async with sampler_asleep(run, report):
+                        with report.phase("update"):
+                            updates = await update(run, batch.rows)
+                    with report.phase("publish"):
+                        await publish(run, batch.rows, updates)
+                    held_out = await evaluate_held_out(run, report)
+                    metrics = await report.write(batch, updates, held_out)
+                    run.complete_step(collected, batch.prepared, metrics.roles)
+                    better = note_best(run, held_out, progress)
+                    watch(run)
+                    with report.phase("checkpoint"):
+                        await commit(run, due=better)
         await commit(run, due=True)
         roll_back(run)
 

@@ -25,7 +25,7 @@ MAY_CHANGE = (
     "learner.memory", "learner.activation_checkpointing", "learner.shared_prompts", "learner.tree_attention",
     "evaluation", "guard", "cluster",
     "records.path", "records.patience", "distill.teacher", "distill.timeout", "distill.retries", "distill.concurrency",
-    "prices", "loggers", "project",
+    "prices", "profile", "loggers", "project",
 )  # fmt: skip
 """What a run may go on with otherwise: how long, how much at once, in which memory, on which machines. `model` is the
 same model elsewhere, `distill.teacher` the same teacher, and `roles` may name more."""
@@ -57,6 +57,9 @@ def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int)
             )
     if new.steps < done:
         raise ConfigError("steps", new.steps, f"{done} or more: so many the run has made", "Leave it out to go on.")
+    if "profile" in changes and new.profile is not None and new.profile <= done:
+        allowed = f"a step that is still to come, {done + 1} to {new.steps}" if done < new.steps else "left out"
+        raise ConfigError("profile", new.profile, f"{allowed}: the run has made {done}", "Or raise --steps.")
     if lost := sorted(set(config.roles) - set(new.roles)):
         raise ConfigError("roles", list(new.roles), f"with {', '.join(lost)}, which the run has", "Name them too.")
     return new, found

@@ -258,6 +258,8 @@ async def _train(
                 progress.say(f"ended after step {run.state.steps}: {ended}")
             elif run.stopping:
                 progress.say(f"stopped after step {run.state.steps}; saved. {go_on_with}")
+            if (config.profile or 0) > run.state.steps:
+                progress.say(f"step {config.profile} has no profile: it was not reached")
         run.store.flush()
         if run.store.lost:
             progress.say(f"{run.store.lost} records could not be stored and are lost")

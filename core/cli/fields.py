@@ -33,6 +33,7 @@ RUN = {
     "evaluation.tasks": ("--eval-tasks", "FILE"),
     "init": ("--init", "RUN"),
     "loggers": ("--logger", None),
+    "profile": ("--profile", "STEP"),
     "records.path": ("--records", "RUN"),
     "records.min_reward": ("--min-reward", "X"),
     "records.best_of": ("--best-of", "N"),

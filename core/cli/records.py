@@ -22,6 +22,13 @@ def add_show(commands: Any) -> None:
         if a.json:
             _show_json(a, filters)
             return 0
+        if a.profile:
+            from cotune.step_profile import profile_table
+            from cotune.storage.run_layout import read_profiles
+
+            for profile in read_profiles(a.run_folder):
+                terminal().print(profile_table(profile))
+            return 0
         if a.steps:
             from cotune.cli.runs import show_steps
 
@@ -41,6 +48,7 @@ def add_show(commands: Any) -> None:
     what = command.add_mutually_exclusive_group()
     what.add_argument("--episode", metavar="ID", help="one episode as a tree of calls")
     what.add_argument("--steps", action="store_true", help="curves by role and policy, and a line for each step")
+    what.add_argument("--profile", action="store_true", help="where the time of the steps went that were profiled")
     what.add_argument("--groups", action="store_true", help="groups by role and turn, and what was left out and why")
     command.add_argument("--explain", action="store_true", help="with --steps: what each curve and column tells")
     command.add_argument("--full", action="store_true", help="with --episode: whole prompts and answers")
@@ -58,8 +66,9 @@ def _show_json(a: argparse.Namespace, filters: EpisodeFilters) -> None:
     from cotune.storage.run_layout import read_metrics
     from cotune.storage.sqlite_store import SqliteStore
 
-    if a.groups:
-        raise ConfigError("--json", "--groups", "the list of episodes, --episode or --steps", "Leave one of them out.")
+    if a.groups or a.profile:
+        asked = "--groups" if a.groups else "--profile"
+        raise ConfigError("--json", asked, "the list of episodes, --episode or --steps", "Leave one of them out.")
     if a.steps:
         for metrics in [*read_metrics(a.run_folder)][-a.limit :]:
             print(line(metrics))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ class PolicyResponder:
     unlisted: Counter[str] = field(default_factory=Counter, init=False)
     """Calls by role that has neither a policy nor a place among `provider_roles`, whoever answers."""
     scorer_errors: Counter[str] = field(default_factory=Counter, init=False)
+    scoring: list[tuple[float, float]] = field(default_factory=list, init=False)
+    """From when to when scorers were at work, in seconds since 1970."""
 
     async def respond(self, call: LiveCall) -> Answer | None:
         """Answer with K scored candidates, or None for a role that no policy here plays.
@@ -185,7 +188,9 @@ class PolicyResponder:
         if scorer is None:
             return (), None
         call.stage = "its scorer was running"
+        began = time.time()
         scored = await score(scorer, candidates, call, call.role)
+        self.scoring.append((began, time.time()))
         errors = Counter(str(found) for found in scored if isinstance(found, WorkflowError))
         if not errors:
             return tuple(found for found in scored if not isinstance(found, WorkflowError)), None

@@ -5,6 +5,7 @@ RUN/records.db         every episode, call, candidate and reward
 RUN/judge.db           what judges have answered and cost
 RUN/metrics.jsonl      one line per step
 RUN/checkpoints/       step-000012/, `latest`, the name of the newest complete one, and best.json
+RUN/profile/           where the time of steps went that were profiled: step-000012.json, step-000012.trace.json.gz
 RUN/loggers.json       under which ids experiment trackers know the run, and RUN/tensorboard/, RUN/wandb/ what they keep
 RUN/opponents/         weights of earlier versions that later steps may play against, where [routing] asks for them
 """
@@ -22,6 +23,7 @@ import msgspec
 from cotune.errors import RunError, field_and_fault
 from cotune.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.sampling.plans import PlanKind
+from cotune.step_profile import StepProfile
 
 log = logging.getLogger("cotune")
 T = TypeVar("T")
@@ -119,6 +121,7 @@ class RunLayout:
         self.records = self.path / RECORDS
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
+        self.profiles = self.path / "profile"
         self.latest = latest_in(self.checkpoints)
 
 
@@ -165,6 +168,14 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
             yield found
     if broken:
         log.warning("%s: %d broken %s left out", file, broken, "line is" if broken == 1 else "lines are")
+
+
+def read_profiles(path: str | Path) -> list[StepProfile]:
+    """Of each step that was profiled, where its time went. Raises RunError for a folder without one."""
+    files = sorted(RunLayout(path).profiles.glob("step-*[0-9].json"))
+    if not files:
+        raise RunError(f"No step of {path} was profiled.", "Profile one: cotune train ... --profile STEP.")
+    return [_read(file, StepProfile, "Profile another step.") for file in files]
 
 
 def latest_in(checkpoints: Path) -> Path:

@@ -15,6 +15,7 @@ import pytest
 
 from cotune.adapters.export import export_run
 from cotune.errors import ConfigError, LearnerLost
+from cotune.storage.run_layout import read_profiles
 from cotune.trainer.learner.fsdp.learner import FsdpLearner
 from tests.trainer import chaos, worker_app
 from tests.trainer.conftest import Trainer
@@ -56,7 +57,7 @@ def when(moment: Callable[[], bool], deed: Callable[[], None]) -> threading.Thre
 
 
 def test_reward_rises_and_the_export_is_as_ever(ray_runtime: str, trainer: Trainer) -> None:
-    summary = trainer(worker_app.solve, steps=6, cluster=CLUSTER, **SETTINGS)
+    summary = trainer(worker_app.solve, steps=6, profile=6, cluster=CLUSTER, **SETTINGS)
     lines = trainer.metrics()
     assert summary.finished and summary.lost_records == 0
     for role in ("first", "second"):
@@ -69,6 +70,15 @@ def test_reward_rises_and_the_export_is_as_ever(ray_runtime: str, trainer: Train
         assert not {"retried", "restarts", "failed"} & line["counters"].keys()
     manifest = export_run(trainer.folder / "run", trainer.folder / "export")
     assert sorted(entry.role for entry in manifest.roles) == ["first", "second"]
+    (profile,) = read_profiles(trainer.folder / "run")
+    divided = {(row.phase, row.part) for row in profile.rows if row.part not in ("", "profiler", "other")}
+    assert divided == {
+        *(("rollout", part) for part in ("scorers", "answering", "application")),
+        *(("update", part) for part in ("forward", "backward", "optimizer")),
+        ("publish", "forward"),
+    }
+    assert sum(row.seconds for row in profile.rows) == pytest.approx(profile.seconds)
+    assert [note.partition(":")[0] for note in profile.notes] == ["answering", "forward, backward, optimizer"]
 
 
 def test_mode_async_on_ray(ray_runtime: str, trainer: Trainer) -> None:

@@ -150,6 +150,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prices: dict[str, tuple[float, float]] = {}
     """[prices] Money for a million prompt tokens and a million completion tokens, by model or policy: what cotune eval
     reckons with."""
+    profile: int | None = None
+    """Number of a step, as its line says it, of which a trace and a table of where its time went are written; see
+    docs/how-to/profile.md."""
     loggers: tuple[Tool, ...] = ()
     """Experiment trackers that get each step too: tensorboard | wandb | mlflow | trackio; see
     docs/how-to/loggers.md."""
@@ -179,6 +182,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         counts = ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "max_staleness")
         check_bounds(self, *counts)
+        if self.profile is not None and not 1 <= self.profile <= self.steps:
+            raise ConfigError("profile", self.profile, f"a step of the run, 1 to {self.steps}", "Steps count from 1.")
         _failure("on_failure", self.on_failure)
         check_tool_format(self.tool_format)
         if self.cluster.colocate and self.mode != "sync":
@@ -206,6 +211,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "plan.kind": self.plan.kind,
             "evaluation.tasks": self.evaluation.tasks,
             "guard.action": self.guard.action != "off",
+            "profile": self.profile,
         }
         return [name for name, value in given.items() if value]
 

@@ -17,8 +17,10 @@ from torch import Tensor
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, LearnerError, RunError
+from cotune.integrations.torch_trace import Tracer
 from cotune.policies import Policies
 from cotune.sampling.protocol import Weights
+from cotune.step_profile import Trace
 from cotune.trainer.config.learner import LearnerSettings, check_loss
 from cotune.trainer.learner import files
 from cotune.trainer.learner.batching import (
@@ -88,6 +90,7 @@ class LocalLearner:
         self._loss = loss
         self._group = group or SingleProcess()
         self._lock = threading.RLock()
+        self._tracer = Tracer(next(iter(self._policies.values())).device)
         self._order = {name: torch.Generator().manual_seed(settings.seed) for name in self._policies}
         self._optimizers = {name: build_optimizer(policy, settings) for name, policy in self._policies.items()}
         self._passes = choose_pass_size(self._policies.values(), settings, self._group)
@@ -152,9 +155,9 @@ class LocalLearner:
                     )
                 )
                 checkpointed += self._passes.checkpointed
-                norms.append(
-                    self._step(policy, lr_scale, moves=any(rows[i].advantage or rows[i].advantages for i in batch))
-                )
+                with self._tracer.span("optimizer"):
+                    moves = any(rows[i].advantage or rows[i].advantages for i in batch)
+                    norms.append(self._step(policy, lr_scale, moves=moves))
             losses = self._group.sum(torch.tensor(losses, dtype=torch.float64)).tolist()
             finite = [norm for norm in norms if np.isfinite(norm)]
             if not finite:
@@ -218,6 +221,12 @@ class LocalLearner:
             if shapes != {name: array.shape for name, array in weights.items()}:
                 raise RunError(f"The weights are of another shape than those of policy {policy!r}.", "See `lora`.")
             model.load({name: torch.from_numpy(np.array(array)) for name, array in weights.items()})
+
+    def begin_trace(self) -> None:
+        self._tracer.begin()
+
+    def end_trace(self) -> list[Trace]:
+        return [self._tracer.end()]
 
     def save(self, folder: Path) -> None:
         """Write `learner.json`, and weights, optimizer and row order per policy (see `files`)."""
@@ -283,7 +292,8 @@ class LocalLearner:
         found = torch.zeros(sum(lengths), device=model.device)
         parts = found.split(lengths)
         for micro in [micro for batch in batches for micro in self._micro_batches(model, rows, batch)]:
-            values = model.logprobs([rows[i] for i in micro])
+            with self._tracer.span("forward"):
+                values = model.logprobs([rows[i] for i in micro])
             for index, value in zip(micro, values.split([lengths[i] for i in micro]) if micro else (), strict=True):
                 parts[index].copy_(value)
         return list(self._group.sum(found).split(lengths))
@@ -310,9 +320,11 @@ class LocalLearner:
                     model.reference_logprobs([])
                 (model.token_logprobs([])[0].sum() * 0.0).backward()
                 continue
-            tokens = self._tokens(update, micro, torch.cat([weight_of[i] for i in micro]))
-            parts = policy_loss(self._loss, tokens)
-            parts.loss.backward()
+            with self._tracer.span("forward"):
+                tokens = self._tokens(update, micro, torch.cat([weight_of[i] for i in micro]))
+                parts = policy_loss(self._loss, tokens)
+            with self._tracer.span("backward"):
+                parts.loss.backward()
             total += parts.loss.item()
             done.append((micro, _without_graph(tokens), parts._replace(loss=parts.loss.detach())))
         for micro, tokens, parts in done:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from cotune.algorithms.samples import TrainRow
 from cotune.sampling.protocol import Weights
+from cotune.step_profile import Trace
 
 
 class Learner(Protocol):
@@ -45,6 +46,14 @@ class Learner(Protocol):
         not fit this learner."""
         ...
 
+    def begin_trace(self) -> None:
+        """Note from now on when each process does what: spans named forward, backward, optimizer."""
+        ...
+
+    def end_trace(self) -> list[Trace]:
+        """What was done since `begin_trace`, by process; of processes that train together the first alone."""
+        ...
+
 
 class LearnerAround:
     """A learner around `inner`: it changes what is asked of that one, and hands the rest on."""
@@ -69,3 +78,9 @@ class LearnerAround:
 
     def load(self, folder: Path, new: Collection[str] = ()) -> None:
         self.inner.load(folder, new)
+
+    def begin_trace(self) -> None:
+        self.inner.begin_trace()
+
+    def end_trace(self) -> list[Trace]:
+        return self.inner.end_trace()

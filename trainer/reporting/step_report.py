@@ -13,6 +13,7 @@ from cotune.algorithms.collect import failure_reward
 from cotune.judging.episodes import JUDGING
 from cotune.judging.ledger import totals_of
 from cotune.sampling.request_params import replaced
+from cotune.step_profile import Span
 from cotune.trainer.batch import Batch
 from cotune.trainer.reporting.metrics import (
     StepMetrics,
@@ -38,6 +39,8 @@ class StepReport:
     def __init__(self, run: Run, progress: Progress) -> None:
         self.progress = progress
         self._run = run
+        self.phases: list[Span] | None = None
+        """The phases so far, where somebody has put a list here to know."""
         self._seconds: dict[str, float] = defaultdict(float)
         self._counters: dict[str, float] = {}
         """What sampler, rollout workers and store had counted when the last step ended."""
@@ -49,11 +52,13 @@ class StepReport:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the seconds within as those of a phase of the step."""
-        started = time.perf_counter()
+        started, began = time.perf_counter(), time.time()
         try:
             yield
         finally:
             self._seconds[name] += time.perf_counter() - started
+            if self.phases is not None:
+                self.phases.append(Span(name, began, time.time()))
 
     def restart(self) -> None:
         """Forget the seconds of a step that is done again."""

@@ -14,11 +14,13 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from cotune.integrations.chat.grammar import Grammars
+from cotune.integrations.samplers.transformers.arrange import arrange
 from cotune.integrations.samplers.transformers.cache import RowCache, use_rows_attention
 from cotune.integrations.samplers.transformers.draw import RowParams, Shaped, draw, is_shaped, shape, streams, uniforms
 from cotune.integrations.samplers.transformers.lora import Adapter, LoraRows
 from cotune.integrations.samplers.transformers.prefill import like_lengths, prefill
 from cotune.integrations.samplers.transformers.prefixes import PrefixCache
+from cotune.integrations.torch_trace import Tracer
 from cotune.sampling.protocol import Completion, SamplingParams
 
 BASE = -1
@@ -120,10 +122,16 @@ class Batch:
     """Decodes rows of one model. Not thread-safe: belongs to the engine's thread."""
 
     def __init__(
-        self, model: Any, end_token_ids: Iterable[int], tokenizer: Any = None, prefixes: PrefixCache | None = None
+        self,
+        model: Any,
+        end_token_ids: Iterable[int],
+        tokenizer: Any = None,
+        prefixes: PrefixCache | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        """`prefixes` may be of several batches."""
+        """`prefixes` and `tracer` may be of several batches."""
         self.model = model
+        self.tracer = tracer or Tracer(model.device)
         self.prefixes = prefixes or PrefixCache(0)
         use_rows_attention(model)
         self.lora = LoraRows(model)
@@ -166,6 +174,40 @@ class Batch:
     @torch.inference_mode()
     def admit(self, jobs: Sequence[Job]) -> list[Job]:
         """Prefill each distinct prompt once and start all candidates; return jobs that ended with one token."""
+        with self.tracer.span("prefill"):
+            logits, at = self._start(jobs)
+        with self.tracer.span("sampling"):
+            return self._draw(logits, at)
+
+    @torch.inference_mode()
+    def step(self) -> list[Job]:
+        """Decode one token for every row; return the jobs that ended with it."""
+        with self.tracer.span("decode"):
+            if self.alive < self.rows - self.rows // 8:
+                self._arrange(np.empty(0, np.int64), 0)
+                self.cache.trim()
+                self._compose()
+            self.cache.make_room(self.rows, 0)
+            out = self.model(
+                input_ids=self._input[: self.rows],
+                attention_mask=self._mask(),
+                position_ids=self.cache.positions(),
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+            self.cache.advance()
+        with self.tracer.span("sampling"):
+            return self._draw(out.logits[:, -1], None)
+
+    def cancel(self, job: Job) -> None:
+        """Free the rows of a job."""
+        self.state["alive"][: self.rows] &= self.state["job"][: self.rows] != job
+        if not self.state["alive"][: self.rows].any():
+            self.rows = self.cache.window.rows = 0
+
+    def _start(self, jobs: Sequence[Job]) -> tuple[Tensor, npt.NDArray[np.int64]]:
+        """Give all candidates of the jobs their rows, with each distinct prompt prefilled once; the logits that follow,
+        and where the rows are."""
         sources = list(dict.fromkeys((job.kind, job.prompt) for job in jobs))
         prefilled = self._prefill(sources)
         index = {source: i for i, source in enumerate(sources)}
@@ -192,31 +234,7 @@ class Batch:
         for i, job in enumerate(jobs):
             self.state.put(at[fresh == i], job, self.grammars)
         self._compose()
-        return self._draw(logits[torch.as_tensor(source, device=self.device)], at)
-
-    @torch.inference_mode()
-    def step(self) -> list[Job]:
-        """Decode one token for every row; return the jobs that ended with it."""
-        if self.alive < self.rows - self.rows // 8:
-            self._arrange(np.empty(0, np.int64), 0)
-            self.cache.trim()
-            self._compose()
-        self.cache.make_room(self.rows, 0)
-        out = self.model(
-            input_ids=self._input[: self.rows],
-            attention_mask=self._mask(),
-            position_ids=self.cache.positions(),
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        self.cache.advance()
-        return self._draw(out.logits[:, -1], None)
-
-    def cancel(self, job: Job) -> None:
-        """Free the rows of a job."""
-        self.state["alive"][: self.rows] &= self.state["job"][: self.rows] != job
-        if not self.state["alive"][: self.rows].any():
-            self.rows = self.cache.window.rows = 0
+        return logits[torch.as_tensor(source, device=self.device)], at
 
     def _prefill(self, sources: Sequence[Source]) -> list[tuple[npt.NDArray[np.int64], DynamicCache, Tensor]]:
         """Prefill what is not known of these prompts, like lengths together; for each pass the numbers of its sources,
@@ -364,25 +382,3 @@ class Batch:
             text = self.tokenizer.decode(s["token"][row, max(0, count - tail) : count].tolist())
             found[i] = any(mark in text for mark in stop)
         return found
-
-
-def arrange(
-    live: npt.NDArray[np.int64], live_kinds: npt.NDArray[np.int64], new_kinds: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Positions of the live rows and of the new rows in a layout without gaps, sorted by kind.
-
-    A live row that already stands inside the range of its kind stays, so few rows move.
-    """
-    kinds, counts = np.unique(np.concatenate([live_kinds, new_kinds]), return_counts=True)
-    slots = np.repeat(kinds, counts)
-    total = len(slots)
-    if not total:
-        return live, live[:0]
-    stays = (live < total) & (slots[np.minimum(live, total - 1)] == live_kinds)
-    free = np.ones(total, bool)
-    free[live[stays]] = False
-    movers = np.concatenate([np.flatnonzero(~stays), len(live) + np.arange(len(new_kinds))])
-    order = np.argsort(np.concatenate([live_kinds, new_kinds])[movers], kind="stable")
-    to = np.concatenate([live, np.empty(len(new_kinds), live.dtype)])
-    to[movers[order]] = np.flatnonzero(free)
-    return to[: len(live)], to[len(live) :]

@@ -23,10 +23,12 @@ from cotune.integrations.samplers.transformers.lora import read_adapter
 from cotune.integrations.samplers.transformers.prefixes import PrefixCache
 from cotune.integrations.samplers.transformers.wire import PREFIX_PART, Answer, Command, ModelSource
 from cotune.integrations.samplers.versions import Version, Versions
+from cotune.integrations.torch_trace import Tracer
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.runtime.memory import machine_memory
 from cotune.sampling.protocol import SamplerInfo, SamplingParams, Weights, fingerprint
+from cotune.step_profile import Trace
 
 PREFILL_TOKENS = 8192
 """Prompt tokens prefilled at most between two decode steps; one prompt always goes."""
@@ -55,7 +57,8 @@ class DecodingEngine:
         self._ends = tuple(end_token_ids)
         self._tokenizer = tokenizer
         self.prefixes = PrefixCache(_prefix_bytes(model.device) if source.prefix_cache is None else source.prefix_cache)
-        self._base = Batch(model.eval(), self._ends, tokenizer, self.prefixes)
+        self._tracer = Tracer(model.device)
+        self._base = Batch(model.eval(), self._ends, tokenizer, self.prefixes, self._tracer)
         self._batches = [self._base]
         self._waiting: dict[Batch, deque[Job]] = {self._base: deque()}
         self._versions = Versions((self._base, BASE))
@@ -95,7 +98,12 @@ class DecodingEngine:
                 wait = True
 
     def _handle(self, command: Command) -> None:
-        deeds: dict[str, Callable[..., Any]] = {"publish": self._publish, "retire": self._retire, "info": self._info}
+        deeds: dict[str, Callable[..., Any]] = {
+            "publish": self._publish,
+            "retire": self._retire,
+            "info": self._info,
+            "trace": self._trace,
+        }
         try:
             if command.method == "sample":
                 self._start(command.id, *command.arguments)
@@ -177,21 +185,26 @@ class DecodingEngine:
     def _publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> str:
         if (known := self._versions.known(policy, weights)) is not None:
             return known
-        check_finite(policy, weights)
-        if lora is None:
-            batch, kind = Batch(self._copy(weights), self._ends, self._tokenizer, self.prefixes), BASE
-            self._batches.append(batch)
-            self._waiting[batch] = deque()
-        else:
-            adapter = read_adapter(weights, lora, self._base.model)
-            batch, kind = self._base, next(self._kinds)
-            batch.add_adapter(kind, adapter)
-        for older in self._versions.all():
-            if older.policy.name == policy.name:
-                self.prefixes.drop(older.target)
-        version = Version(policy, fingerprint(weights), (batch, kind))
+        with self._tracer.span("load"):
+            target = self._open(policy, weights, lora)
+            for older in self._versions.all():
+                if older.policy.name == policy.name:
+                    self.prefixes.drop(older.target)
+            version = Version(policy, fingerprint(weights), target)
         self._versions.add(version)
         return version.fingerprint
+
+    def _open(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> tuple[Batch, int]:
+        """A batch of its own for all weights of a model, or an adapter in that of the base."""
+        check_finite(policy, weights)
+        if lora is None:
+            batch = Batch(self._copy(weights), self._ends, self._tokenizer, self.prefixes, self._tracer)
+            self._batches.append(batch)
+            self._waiting[batch] = deque()
+            return batch, BASE
+        adapter, kind = read_adapter(weights, lora, self._base.model), next(self._kinds)
+        self._base.add_adapter(kind, adapter)
+        return self._base, kind
 
     def _copy(self, weights: Weights) -> Any:
         """A model of its own with these weights."""
@@ -221,6 +234,12 @@ class DecodingEngine:
 
     def _info(self) -> SamplerInfo:
         return SamplerInfo(name="transformers", max_model_len=self.max_model_len, served=self._versions.served())
+
+    def _trace(self, on: bool) -> Trace | None:
+        if not on:
+            return self._tracer.end()
+        self._tracer.begin()
+        return None
 
     def _flush(self) -> None:
         if self._replies:

@@ -19,7 +19,8 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import Qwen3Config, Qwen3NextConfig
 
 from cotune.errors import ConfigError, SamplerError, SampleTimeout
-from cotune.integrations.samplers.transformers.batch import BASE, Batch, Job, arrange
+from cotune.integrations.samplers.transformers.arrange import arrange
+from cotune.integrations.samplers.transformers.batch import BASE, Batch, Job
 from cotune.integrations.samplers.transformers.cache import attention_only
 from cotune.integrations.samplers.transformers.draw import RowParams, draw, streams, truncate, uniforms
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler

@@ -18,6 +18,7 @@ from cotune.errors import ConfigError, LearnerError, LearnerLost
 from cotune.integrations.ray.worker_group import WorkerGroup, WorkersClosed, WorkersLost
 from cotune.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Weights
+from cotune.step_profile import Trace
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.learner import LearnerSettings, check_loss
 from cotune.trainer.learner import files
@@ -143,6 +144,14 @@ class FsdpLearner:
         Raises RunError."""
         files.check_identity(folder, [spec for spec in self._specs if spec.name not in new])
         self._all(lambda pool: pool.call("load", str(folder.absolute()), list(new)))
+
+    def begin_trace(self) -> None:
+        """As `LocalLearner.begin_trace`."""
+        self._all(lambda pool: pool.call("begin_trace"))
+
+    def end_trace(self) -> list[Trace]:
+        """What the first rank of each pool has done since `begin_trace`."""
+        return [trace for traces in self._all(lambda pool: pool.call("end_trace")) for trace in traces]
 
     async def aclose(self) -> None:
         """End all actors; calls that still run fail."""

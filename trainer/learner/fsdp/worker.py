@@ -27,6 +27,7 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.policies import Policies
 from cotune.sampling.protocol import Weights
+from cotune.step_profile import Trace
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.critic import CriticLearner
 from cotune.trainer.learner.load import open_policy_models
@@ -141,6 +142,12 @@ class FsdpWorker:
 
     def adopt(self, policy: str, weights: Weights) -> None:
         self._learner.adopt(policy, weights)
+
+    def begin_trace(self) -> None:
+        self._learner.begin_trace()
+
+    def end_trace(self) -> list[Trace]:
+        return self._learner.end_trace()
 
     def save(self, folder: str) -> None:
         self._learner.save_policies(Path(folder))
