@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -57,3 +59,17 @@ def copy_whole(target: Tensor, source: Tensor) -> None:
         source = source.to(device=target.device, dtype=target.dtype)
         source = distribute_tensor(source, target.device_mesh, target.placements, src_data_rank=None)
     target.copy_(source)
+
+
+def clip_gradients(parameters: Sequence[Tensor], limit: float) -> float:
+    """Scale the gradients to an L2 norm of at most `limit` (0: as they are); returns the norm that they had."""
+    if not parameters:
+        return 0.0
+    norm = gather(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+    torch.nn.utils.clip_grads_with_norm_(parameters, limit or float("inf"), norm)
+    return float(norm)
+
+
+def total_norm(tensors: Iterable[Tensor]) -> float:
+    """The L2 norm of all tensors together, of which each rank may hold a part."""
+    return float(gather(torch.nn.utils.get_total_norm([tensor.detach() for tensor in tensors])))

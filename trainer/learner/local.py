@@ -39,7 +39,7 @@ from cotune.trainer.learner.batching import (
     tokens_of,
     trajectory_tokens,
 )
-from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, gather
+from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, clip_gradients, total_norm
 from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
 from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.loss import Tokens, policy_loss, token_weights
@@ -176,7 +176,7 @@ class LocalLearner:
                 "steps": float(len(batches)),
                 "skipped_steps": float(len(norms) - len(finite)),
                 "idle_steps": float(norms.count(0.0)) if self._settings.weight_decay == 0.0 else 0.0,
-                "weight_norm": _norm(model),
+                "weight_norm": total_norm(model.parameters().values()),
                 "pass_tokens": float(self._passes.tokens),
                 "total_tokens": float(sum(len(tokens_of(rows[i])) for batch in batches for i in batch)),
                 "unshared_rows": 0.0 if model.shares_prompts else float(len(rows)),
@@ -365,7 +365,7 @@ class LocalLearner:
         """One optimizer step on the gradients at hand; returns their norm. A non-finite one is not applied, nor one of
         zero, which moves nothing by momentum either; but weight decay acts."""
         model, optimizer = self._policies[policy], self._optimizers[policy]
-        norm = _clip([p for p in model.parameters().values() if p.grad is not None], self._settings.grad_clip)
+        norm = clip_gradients([p for p in model.parameters().values() if p.grad is not None], self._settings.grad_clip)
         if np.isfinite(norm):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(model, self._settings) * lr_scale
@@ -389,16 +389,3 @@ class LocalLearner:
 def _without_graph(tokens: Tokens) -> Tokens:
     entropy = None if tokens.entropy is None else tokens.entropy.detach()
     return replace(tokens, new=tokens.new.detach(), entropy=entropy)
-
-
-def _clip(parameters: Sequence[Tensor], limit: float) -> float:
-    """Scale the gradients to an L2 norm of at most `limit` (0: as they are); returns the norm that they had."""
-    if not parameters:
-        return 0.0
-    norm = gather(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
-    torch.nn.utils.clip_grads_with_norm_(parameters, limit or float("inf"), norm)
-    return float(norm)
-
-
-def _norm(model: PolicyModel) -> float:
-    return float(gather(torch.nn.utils.get_total_norm([p.detach() for p in model.parameters().values()])))
