@@ -79,11 +79,19 @@ def passed(program: str | None, tests: Iterable[Test], function: str = "") -> li
     time passes none of the rest."""
     outcomes: list[bool] = []
     for test in tests:
-        ran = run(program, test["input"], function) if program is not None else None
-        outcomes.append(ran is not None and matches(ran, test, function))
-        if ran is not None and ran.ended != "exit":
-            program = None
+        right, in_time = _outcome(program, function, **test) if program is not None else (False, False)
+        outcomes.append(right)
+        program = program if in_time else None
     return outcomes
+
+
+@functools.lru_cache(4096)
+def _outcome(program: str, function: str, input: str, output: str, also: str | None = None) -> tuple[bool, bool]:
+    """Whether a program passes a test, and whether it ended in time. Kept, as the candidates of a tester are all scored
+    with one program of the coder's, and with the same right and wrong ones."""
+    test = Test(input=input, output=output, also=output if also is None else also)
+    ran = run(program, input, function)
+    return matches(ran, test, function), ran.ended == "exit"
 
 
 def share(outcomes: Sequence[bool]) -> float:

@@ -12,8 +12,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,13 @@ SCREEN = 60
 
 @dataclass(frozen=True)
 class Workload:
-    """A folder of `examples/`, the roles in it, and messages that these could say: some of use, some not."""
+    """A folder of `examples/`, the roles in it, and messages that these could say: some solve one of the two tasks that
+    `make_tasks(2, seed=0, **tasks)` gives, or earn more than others."""
 
     name: str
     roles: tuple[str, ...]
     says: tuple[str, ...]
+    tasks: Mapping[str, Any] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     """Further options of `cotune train`."""
 
@@ -59,6 +61,7 @@ WORKLOADS = (
         ("coder", "tester"),
         ("```python\nprint(0)\n```", "```python\nprint(input())\n```", _TEST.format("1 2", "0"), "I do not know."),
     ),
+    Workload("sudoku", ("planner", "filler"), ("r1c3", "r1c1", "r1c3=2", "r4c3=3", "r1c1=1", "none"), {"empty": 1}),
 )
 
 
@@ -75,7 +78,7 @@ def base(workload: Workload, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tasks(workload: Workload, base: Path) -> Path:
-    made = importlib.import_module(f"examples.{workload.name}.tasks").make_tasks(2, seed=0)
+    made = importlib.import_module(f"examples.{workload.name}.tasks").make_tasks(2, seed=0, **workload.tasks)
     (base.parent / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in made))
     return base.parent / "tasks.jsonl"
 
