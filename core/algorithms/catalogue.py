@@ -22,7 +22,8 @@ RECIPES: Mapping[str, Recipe] = {
     r.name: r
     for r in (
         *PUBLISHED,
-        # arXiv 2510.11062: siblings of one call, r = alpha * team + local of the own turn, clip 0.2, no KL.
+        # arXiv 2510.11062: siblings of one call (equation 1), r = alpha * team + local of the own turn (equation 3),
+        # clip 0.2, no KL.
         Recipe(name="at_grpo", plan="tree", terms=(Term(),), filters=Filters(zero_variance=True)),
         # arXiv 2402.03300, equation 3, without its KL of 0.04 (set kl). It leaves ddof open; this is torch.std's.
         Recipe(name="grpo", plan="independent", terms=(_ROLLOUT,), loss=LossSpec(aggregation="trajectory_mean")),
@@ -33,14 +34,14 @@ RECIPES: Mapping[str, Recipe] = {
             terms=(_REPLACE(_ROLLOUT, scale="none"),),
             loss=LossSpec(aggregation="constant"),
         ),
-        # arXiv 2402.14740: a response is one action, so its token log-probabilities are summed.
+        # arXiv 2402.14740, section 2.3: a response is one action, so its token log-probabilities are summed.
         Recipe(
             name="rloo",
             plan="independent",
             terms=(_REPLACE(_ROLLOUT, baseline="leave_one_out", scale="none"),),
             loss=LossSpec(aggregation="constant"),
         ),
-        # arXiv 2602.08847: mean and std per role over its active steps, population formula.
+        # arXiv 2602.08847, equation 5: mean and std per role over its active steps, population formula.
         Recipe(
             name="dr_mas",
             plan="independent",

@@ -1,4 +1,5 @@
-"""Values of the answers of a search tree, from the outcomes of its episodes (MALT, arXiv 2412.01928).
+"""Values of the answers of a search tree, from the outcomes of its episodes (MALT, arXiv 2412.01928, section 4.2,
+whose formulas have no numbers).
 
 V of an answer that ends an episode is the episode's outcome; V of any other is the mean of V over the answers that were
 drawn after it: a verifier's critique is worth the mean of its refinements, a generator's answer that of its critiques.

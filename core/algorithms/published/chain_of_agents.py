@@ -1,7 +1,8 @@
 """Chain-of-Agents, stage 2 (AFM-RL, arXiv 2508.13167): DAPO on the rollouts of one policy that plays all roles.
 
-r = answer x format, both 0 or 1: an answer of the wrong format earns nothing. A = (r - mean) / std over the episodes of
-a task, tasks without variance are left out, clip 0.2 / 0.28, token mean. Use it with `policies = "shared"`.
+r = answer x format, both 0 or 1: an answer of the wrong format earns nothing (equation 11, of agents that write code;
+for web agents equation 10 has the answer alone). A = (r - mean) / std over the episodes of a task, tasks without
+variance are left out, clip 0.2 / 0.28, token mean. Use it with `policies = "shared"`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """CORY (arXiv 2410.06101): a pioneer answers, an observer answers after it, and both earn what both have earned.
 
-r = sum over the two roles of their own rewards. PPO with a critic: GAE with gamma 1, lambda 0.95, clip 0.2, KL in the
-reward. The roles exchange their models every few steps: `[routing] swap`.
+r = sum over the two roles of their own rewards (equation 4). PPO with a critic: GAE with gamma 1, lambda 0.95, clip
+0.2, KL in the reward (equation 2). The roles exchange their models every few steps (equation 5): `[routing] swap`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """M-GRPO (arXiv 2511.13288): a main agent and its sub-agents, each compared within its role.
 
-Main agent: r = 0.1 format + 0.9 correct. Sub-agent: r = 0.1 format + 0.4 correct (of the main agent's answer) + 0.5
-judge (of its own work). A reply of the wrong format earns nothing. A = (r - mean) / std over the role's calls of a
-task, one ratio per response (GSPO), and every episode gives a sub-agent the same number of calls, at most 8.
+Main agent: r = 0.1 format + 0.9 correct (equation 4). Sub-agent: r = 0.1 format + 0.4 correct (of the main agent's
+answer) + 0.5 judge (of its own work; equation 5). A reply of the wrong format earns nothing. A = (r - mean) / std over
+the role's calls of a task (equations 10 and 13), one ratio per response (equations 14 and 16, as GSPO), and every
+episode gives a sub-agent the same number of calls, at most 8 (equation 11).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SPIRAL (arXiv 2506.24119): self-play on zero-sum games with role-conditioned advantages (RAE).
 
-b <- 0.95 b + 0.05 R for each game and role, then A = R - b, R the outcome of the role's own seat. The loss is -A log pi
-summed over tokens, without ratio, standard deviation or division by the length.
+b <- 0.95 b + 0.05 R for each game and role, then A = R - b (equation 2), R the outcome of the role's own seat. The loss
+is -A log pi summed over tokens (equation 3), without ratio, standard deviation or division by the length.
 """
 
 from __future__ import annotations
