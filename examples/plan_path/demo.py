@@ -139,10 +139,10 @@ def main() -> None:
 
     from cotune.adapters.export import export_run
     from cotune.adapters.serving import serving
+    from cotune.intervals import share
     from cotune.trainer.config.train import load_config
     from cotune.trainer.evaluation.evaluate import evaluate
     from cotune.trainer.evaluation.report import render
-    from cotune.trainer.evaluation.statistics import share
     from cotune.trainer.train import train
 
     with (

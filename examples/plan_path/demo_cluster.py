@@ -113,11 +113,11 @@ def main() -> None:
     held_out = write_tasks(out / "held_out.jsonl", options.eval_tasks, HELD_OUT_SEED)
 
     from cotune.adapters.export import export_run
+    from cotune.intervals import share
     from cotune.storage.run_layout import read_metrics
     from cotune.trainer.config.train import load_config
     from cotune.trainer.evaluation.evaluate import evaluate
     from cotune.trainer.evaluation.report import render
-    from cotune.trainer.evaluation.statistics import share
     from cotune.trainer.train import train
 
     config = load_config(CONFIG, {"model": str(base), "steps": options.steps})

@@ -136,7 +136,7 @@ class Demo:
     def serve(self) -> dict[str, Any]:
         """The unchanged application, in a process of its own, with what is served."""
         from cotune.adapters.serving import serving
-        from cotune.trainer.evaluation.statistics import share
+        from cotune.intervals import share
 
         with serving(self.exported) as endpoint:
             found = share(*run_app(endpoint.url, self.eval_tasks))
