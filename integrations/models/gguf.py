@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cotune.errors import ConfigError
 
 log = logging.getLogger("cotune")
@@ -69,6 +71,7 @@ def _unpack(file: Path, to: Path) -> None:
         first = str(error).partition("\n")[0]
         allowed = f"a GGUF file whose architecture transformers reads ({type(error).__name__}: {first})"
         raise ConfigError("model", str(file), allowed, "Fetch it again, or name the model's own folder.") from error
+    read.config.rope_parameters = _positions(file, read.config)
     # One that was read from GGUF counts as quantised and refuses to be saved: its twin of the same weights does not.
     settings = {key: value for key, value in read.config.to_dict().items() if key != "quantization_config"}
     with torch.device("meta"):
@@ -77,3 +80,40 @@ def _unpack(file: Path, to: Path) -> None:
     plain.tie_weights()
     plain.generation_config = read.generation_config
     plain.save_pretrained(to)
+
+
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""How Llama 3.1 to 3.3 slow their positions; their `factor` differs."""
+
+
+def slowed_positions(config: Any) -> np.ndarray:
+    """By how much a model with `rope_type` llama3 slows each frequency of its positions, as GGUF has it."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    width = 2 * len(slowed)
+    plain = config.rope_parameters["rope_theta"] ** -(np.arange(0, width, 2, dtype=np.float32) / width)
+    return (plain / slowed.numpy()).astype(np.float32)
+
+
+def _positions(file: Path, config: Any) -> dict[str, Any]:
+    """`rope_parameters` of a model read from GGUF: transformers passes the slowed positions of Llama 3 over.
+
+    Raises ConfigError for others that are slowed by frequency.
+    """
+    from gguf import GGUFReader
+
+    plain: dict[str, Any] = config.rope_parameters
+    found = next((tensor.data for tensor in GGUFReader(file).tensors if tensor.name == "rope_freqs.weight"), None)
+    if found is None:
+        return plain
+    config.rope_parameters = {**plain, **LLAMA3, "factor": float(found.max())}
+    if not np.allclose(slowed_positions(config), found, rtol=1e-3):
+        allowed = "a GGUF file whose positions are slowed (rope_freqs) as those of Llama 3.1 to 3.3"
+        raise ConfigError("model", str(file), allowed, "Name the model's own folder.")
+    return dict(config.rope_parameters)

@@ -15,6 +15,7 @@ import numpy as np
 
 from cotune.errors import ConfigError
 from cotune.integrations.models.folder import loading, reading
+from cotune.integrations.models.gguf import slowed_positions
 
 Precision = Literal["f16", "bf16", "f32", "q8_0"]
 """How the matrices of a GGUF file are stored; vectors are always in fp32."""
@@ -192,7 +193,7 @@ def _tensors(model: Path, config: Any) -> Iterator[tuple[str, Sequence[int], Cal
                     partial(_ordered, file, name, config),
                 )
     if config.rope_parameters["rope_type"] == "llama3":
-        factors = _rope_factors(config)
+        factors = slowed_positions(config)
         yield "rope_freqs.weight", factors.shape, lambda: factors
 
 
@@ -204,13 +205,3 @@ def _ordered(file: Any, name: str, config: Any) -> np.ndarray:
         return array
     pairs = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(array.shape))
-
-
-def _rope_factors(config: Any) -> np.ndarray:
-    """By how much Llama 3 slows each frequency of its positions."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    head = _head(config)
-    plain = 1.0 / (config.rope_parameters["rope_theta"] ** (np.arange(0, head, 2, dtype=np.float32) / head))
-    return (plain / slowed.numpy()).astype(np.float32)

@@ -26,6 +26,7 @@ from cotune.adapters.export import TrainedPolicy, export_run, write_export
 from cotune.adapters.open_policies import load_export
 from cotune.cli.main import main
 from cotune.errors import AdapterError, ConfigError
+from cotune.integrations.models.folder import locate_model
 from cotune.policies import LoraSpec
 from cotune.sampling.protocol import Weights
 from tests.adapters.test_export import write_run
@@ -170,6 +171,25 @@ def test_the_slowed_positions_of_llama_3_are_in_the_file(tmp_path: Path) -> None
     np.testing.assert_allclose(factors[[0, 6, 63]], [1.0, 1.0, 8.0], rtol=1e-5)
     # wavelength 2 pi 10000^(20/128) = 26.5, between 64/4 and 64/1: smooth (64/26.5 - 1) / 3, 1 / ((1 - s) / 8 + s)
     np.testing.assert_allclose(factors[10], 1.85928, rtol=1e-4)
+
+
+def test_a_llama_3_in_gguf_form_is_read_with_its_slowed_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    base = build(tmp_path / "base", "llama", rope_parameters=rope)
+    odd = build(tmp_path / "odd", "llama", rope_parameters={**rope, "original_max_position_embeddings": 64})
+    for name, model in (("out", base), ("odd-out", odd)):
+        write_export(tmp_path / name, [full(model)], gguf="f32")
+    folder = locate_model(tmp_path / "out" / "solo" / "solo.gguf")
+    ids = torch.arange(3, 203)[None]
+    with torch.no_grad():
+        found, expected = (AutoModelForCausalLM.from_pretrained(model)(ids).logits for model in (folder, base))
+    assert torch.allclose(found, expected, atol=1e-4)
+    with pytest.raises(ConfigError, match=r"rope_freqs.*Llama 3.*Name the model's own folder"):
+        locate_model(tmp_path / "odd-out" / "solo" / "solo.gguf")
 
 
 def resplit(folder: Path, split: Any, whole: bool) -> None:
