@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +14,8 @@ from examples.search.index import Index
 from examples.search.tasks import Question, make_tasks
 from examples.search.verifier import answer_reward, exact, f1, query_reward, reader_reward, solved
 from examples.tiny_model import word_tokenizer
-from tests.examples.applications import check_knows_nothing_of_cotune, models_asked_by
 from tests.integrations.recorded import Recorded
 
-FOLDER = Path(__file__).parents[2] / "examples" / "search"
 activate()
 TASKS = list(make_tasks(60, 7))
 TASK: Question = {
@@ -134,16 +131,6 @@ def test_a_perfect_team_is_recorded_by_role_and_earns_the_outcome() -> None:
     rewards = record(solve, best).rewards
     assert record.roles == ["writer", "reader"] * 3 + ["answerer"]
     assert rewards == {"team": 1.0}
-
-
-def test_the_application_runs_alone() -> None:
-    asked = models_asked_by("examples.search.app", answer="zebra", ends="0 of 2 are right\n")
-    assert asked == {"writer": 6, "reader": 6, "answerer": 2}
-
-
-@pytest.mark.parametrize("name", ["app.py", "index.py", "tasks.py"])
-def test_the_application_knows_nothing_of_cotune(name: str) -> None:
-    check_knows_nothing_of_cotune(FOLDER / name)
 
 
 def test_the_words_of_the_demonstrations_are_all_in_the_vocabulary() -> None:

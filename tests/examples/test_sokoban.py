@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +15,8 @@ from examples.sokoban import base, game, train
 from examples.sokoban.tasks import fewest_pushes, make_tasks
 from examples.sokoban.verifier import executor_reward, planner_reward, team_reward, verdict
 from examples.tiny_model import word_tokenizer
-from tests.examples.applications import check_knows_nothing_of_cotune, models_asked_by
 from tests.integrations.recorded import Recorded
 
-FOLDER = Path(__file__).parents[2] / "examples" / "sokoban"
 activate()
 LEVELS = list(make_tasks(40, 7))
 TASK: game.Level = {"id": "t", "rows": ["######", "#@   #", "# $  #", "#   .#", "#    #", "######"], "pushes": 3}
@@ -220,16 +217,6 @@ def test_a_perfect_team_is_recorded_by_role_and_wins() -> None:
     asked = [[m for m in record.sink if isinstance(m, Message) and m.id in c.messages] for c in record.calls]
     assert [len(messages) for messages in asked] == [2] * 6  # nothing is remembered
     assert game.EXECUTOR in str(asked[1][0].body) + str(asked[1][1].body)
-
-
-def test_the_application_runs_alone() -> None:
-    asked = models_asked_by("examples.sokoban.app", answer="up", ends="0 of 2 are solved\n")
-    assert asked["planner"] == asked["executor"] <= 2 * game.TURNS
-
-
-@pytest.mark.parametrize("name", ["app.py", "game.py", "tasks.py"])
-def test_the_application_knows_nothing_of_cotune(name: str) -> None:
-    check_knows_nothing_of_cotune(FOLDER / name)
 
 
 def test_the_words_of_the_game_are_all_in_the_vocabulary() -> None:

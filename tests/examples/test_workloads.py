@@ -62,6 +62,8 @@ WORKLOADS = (
         ("```python\nprint(0)\n```", "```python\nprint(input())\n```", _TEST.format("1 2", "0"), "I do not know."),
     ),
     Workload("sudoku", ("planner", "filler"), ("r1c3", "r1c1", "r1c3=2", "r4c3=3", "r1c1=1", "none"), {"empty": 1}),
+    Workload("search", ("writer", "reader", "answerer"), ("Ada", "Coral", "salt", "nothing at all")),
+    Workload("sokoban", ("planner", "executor"), ("2,2 right", "right right", "down left up", "I do not know.")),
 )
 
 
