@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from cotune.algorithms.collect import Collected
 from cotune.algorithms.prepare import Prepared
 from cotune.algorithms.recipes import Recipe
-from cotune.policies import Policies, PolicySpec
+from cotune.policies import Policies
 from cotune.recording.records import PolicyRef, Task
 from cotune.sampling.plans import Plan
 from cotune.sampling.protocol import ChatFormat, Sampler
@@ -130,7 +130,8 @@ class Run:
     @property
     def provider_roles(self) -> list[str]:
         """Roles that are left to the application's provider."""
-        return [role for role, spec in self._players() if spec.kind == "provider"]
+        policies = self.state.policies
+        return [role for role, name in policies.roles.items() if policies.specs[name].kind == "provider"]
 
     def served(self, step: int | None = None) -> dict[str, PolicyRef]:
         """The version that answers each role in a step of training, or in no step; provider roles have none."""
@@ -142,6 +143,3 @@ class Run:
             versions = {0, *(proof.policy.version for proof in self.published.get(found[past].name, ()))}
             found[past] = opponent(routing, step, found[past], versions, self.config.seed)
         return found
-
-    def _players(self) -> list[tuple[str, PolicySpec]]:
-        return [(role, self.state.policies.specs[name]) for role, name in self.state.policies.roles.items()]

@@ -12,45 +12,32 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-RUN = {
-    "model": ("--model", None),
-    "policies": ("--policies", None),
+RUN = (
+    "model", "policies", "plan.kind", "plan.k", "plan.select", "recipe", "steps", "tasks_per_step", "concurrency",
+    "learner.lr", "sampling.max_tokens", "seed", "on_failure", "redact", "roles_by", "mode", "cluster.address",
+    "evaluation.tasks", "init", "loggers", "profile", "records.path", "records.min_reward", "records.best_of",
+)  # fmt: skip
+"""Fields of a run that have flags."""
+_FLAGS = {
     "plan.kind": ("--plan", None),
-    "plan.k": ("-k", "K"),
-    "plan.select": ("--select", None),
-    "recipe": ("--recipe", "RECIPE"),
-    "steps": ("--steps", "N"),
-    "tasks_per_step": ("--tasks-per-step", "N"),
-    "concurrency": ("--concurrency", "N"),
+    **dict.fromkeys(("plan.k", "k"), ("-k", "K")),
     "learner.lr": ("--lr", "LR"),
-    "sampling.max_tokens": ("--max-tokens", "N"),
-    "seed": ("--seed", "N"),
     "on_failure": ("--on-failure", "HOW"),
     "redact": ("--redact", "MODULE:FUNCTION"),
     "roles_by": ("--roles", "WHO"),
-    "mode": ("--mode", None),
     "cluster.address": ("--cluster", "ADDRESS"),
     "evaluation.tasks": ("--eval-tasks", "FILE"),
     "init": ("--init", "RUN"),
     "loggers": ("--logger", None),
     "profile": ("--profile", "STEP"),
-    "records.path": ("--records", "RUN"),
-    "records.min_reward": ("--min-reward", "X"),
-    "records.best_of": ("--best-of", "N"),
-}
-"""By field of a run, its flag and what stands for its value."""
-_FLAGS = {
-    **RUN,
-    "k": ("-k", "K"),
+    **dict.fromkeys(("records.path", "records"), ("--records", "RUN")),
     "episode": ("--episode", "ID"),
     "answer": ("--answer", "TEXT"),
-    "temperature": ("--temperature", "T"),
     "timeout": ("--timeout", "SECONDS"),
     "out": ("--out", "DIR"),
-    "records": ("--records", "RUN"),
     "otlp": ("--otlp", "URL"),
 }
-"""Of other fields too; what is not here has the flag of its name."""
+"""By field, its flag and what stands for its value, where these are not the field's own name."""
 
 
 def add_fields(command: Any, *names: str, table: type[msgspec.Struct] | None = None, **texts: str) -> None:
@@ -61,25 +48,27 @@ def add_fields(command: Any, *names: str, table: type[msgspec.Struct] | None = N
     for name in names:
         kind, default, text = _field(table or TrainConfig, name)
         text = text or _field(TrainConfig, name)[2]
-        flag, stands_for = _FLAGS.get(name) or (f"--{name.replace('_', '-')}", None)
+        own = name.rpartition(".")[2]
+        flag, stands_for = _FLAGS.get(name) or (f"--{own.replace('_', '-')}", None)
         text = texts.get(name, text.rstrip(".") if text[1:2].isupper() else f"{text[:1].lower()}{text[1:]}".rstrip("."))
         unsaid = name in texts or default is False or default in (None, "", (), msgspec.NODEFAULT)
         text += "" if unsaid else f" (default: {default})"
-        command.add_argument(flag, dest=name, help=text, **_reading(kind, stands_for))
+        command.add_argument(flag, dest=name, help=text, **_reading(kind, stands_for, own))
     command.set_defaults(fields=names)
 
 
-def _reading(kind: Any, stands_for: str | None) -> dict[str, Any]:
+def _reading(kind: Any, stands_for: str | None, name: str) -> dict[str, Any]:
     """How argparse reads a field of this type."""
     if kind is bool:
         return {"action": "store_true", "default": None}
     parts = (kind, *get_args(kind))
     number = next((part for part in parts if part in (int, float)), None)
+    choices = next((get_args(part) for part in parts if get_origin(part) is Literal), None)
     return {
         "action": "append" if get_origin(kind) is tuple else "store",
         "type": number,
-        "choices": next((get_args(part) for part in parts if get_origin(part) is Literal), None),
-        "metavar": stands_for or ("N" if number is int else None),
+        "choices": choices,
+        "metavar": None if choices else stands_for or {int: "N", float: "X", None: name.upper()}[number],
     }
 
 

@@ -40,7 +40,7 @@ class Syntax:
     def mark(self, text: str) -> str:
         """A mark as a grammar names it."""
         token = self.token(text)
-        return _quoted(text) if token is None else f"<[{token}]>"
+        return json.dumps(text) if token is None else f"<[{token}]>"
 
 
 def reply_grammar(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, syntax: Syntax) -> str:
@@ -192,10 +192,6 @@ def _thought(syntax: Syntax) -> list[str]:
     if syntax.token(closing) is None:
         return [f"thought: {opened}thinking /\\n{{0,2}}/", f"thinking[lazy]: /(.|\\n)*{_regex(closing)}/"]
     return [f"thought: {opened}THINKING {syntax.mark(closing)} /\\n{{0,2}}/", "THINKING: /(.|\\n)*/"]
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text)
 
 
 def _regex(text: str) -> str:

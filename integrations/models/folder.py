@@ -149,12 +149,7 @@ def _cause(error: Exception) -> str:
 
 def read_parameters(folder: Path) -> Weights:
     """All parameters of a model folder as fp32 arrays under their names in the model."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with reading(folder):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **loading_weights())
-    return {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+    return {name: tensor.detach().numpy() for name, tensor in _model(folder).named_parameters()}
 
 
 def write_model(base: Path, weights: Weights, to: Path) -> None:

@@ -220,7 +220,8 @@ def _take(event: Mapping[str, Any], completion: dict[str, Any], choices: dict[in
             completion[key] = event[key]
     for part in event.get("choices") or []:
         index = number(part, "index")
-        _add(choices.setdefault(index, _empty(index)), part)
+        empty = {"index": index, "message": {"role": "assistant", "content": None}, "finish_reason": None}
+        _add(choices.setdefault(index, empty), part)
 
 
 def _decode(data: bytes) -> dict[str, Any]:
@@ -230,10 +231,6 @@ def _decode(data: bytes) -> dict[str, Any]:
     if event.get("error"):
         raise ValueError(f"error event: {event['error']}")
     return event
-
-
-def _empty(index: int) -> dict[str, Any]:
-    return {"index": index, "message": {"role": "assistant", "content": None}, "finish_reason": None}
 
 
 def _whole(choice: dict[str, Any]) -> dict[str, Any]:

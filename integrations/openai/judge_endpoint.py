@@ -104,15 +104,16 @@ class Endpoint:
             if error.status_code in (408, 409, 429) or error.status_code >= 500:
                 await asyncio.sleep(_PAUSE)
                 raise Passing(said) from None
+            why = " ".join(error.message.split())[:200]
             raise JudgeError(
-                f"{self._name} was refused: {said}: {_short(error.message)}.",
+                f"{self._name} was refused: {said}: {why}.",
                 "Check its model, base_url, api_key and params.",
             ) from None
         except openai.APIConnectionError as error:
             ledger.settle(request, 0, 0, 0.0)
             ledger.count(self._judge, "unreachable")
             await asyncio.sleep(_PAUSE)
-            raise Passing(f"{_address(client)} cannot be reached ({error.__cause__ or error})") from None
+            raise Passing(f"{client.base_url} cannot be reached ({error.__cause__ or error})") from None
         except (openai.OpenAIError, ValueError, TypeError) as error:
             raise Passing(f"the answer cannot be read ({type(error).__name__})") from None
         return self._read(reply, ledger, request)
@@ -164,11 +165,3 @@ class _Lane:
             yield
         finally:
             self.open -= 1
-
-
-def _short(text: str) -> str:
-    return " ".join(str(text).split())[:200]
-
-
-def _address(client: openai.AsyncOpenAI) -> str:
-    return str(client.base_url)
