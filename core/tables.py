@@ -10,6 +10,8 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
+from cotune.recording.records import Candidate
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
@@ -29,6 +31,13 @@ def snippet(value: Any, size: int = 160) -> str:
         value = value.get("content") or value
     line = " ".join(str(value).split())
     return line if len(line) <= size else line[: size - 1] + "…"
+
+
+def answer_line(candidate: Candidate) -> str:
+    """One line of an answer: its text and its tool calls."""
+    functions = [tool.get("function") or {} for tool in candidate.tool_calls]
+    wanted = [f"{function.get('name')}({function.get('arguments', '')})" for function in functions]
+    return snippet(" ".join(filter(None, [candidate.text, *wanted])) or "(nothing)")
 
 
 def scores(rewards: Mapping[str, float]) -> Text:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ from cotune.context import current_episode
 from cotune.recording.answers import Answer
 from cotune.recording.model_calls import ask, ask_async, end_call, observed
 from cotune.recording.recorder import LiveCall
+from cotune.replay.tools import framework_tool
 
 _WRAPPED = "__cotune__"
 
@@ -39,6 +40,18 @@ def replace_method(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
         wrapped = functools.wraps(original)(wrapper(original))
         setattr(wrapped, _WRAPPED, True)
         setattr(cls, name, wrapped)
+
+
+def record_tools(base: Any, *names: str, without: Sequence[str] = ()) -> None:
+    """Wrap these methods of all classes of tools below `base`, those there are and those to come: what they return is
+    recorded, and given again in a replay, where the episode records tools. `without` are arguments that belong to the
+    run and not to the use."""
+
+    def wrap(cls: Any) -> None:
+        for name in names if cls is not base else ():
+            replace_method(cls, name, framework_tool(*without))
+
+    each_subclass(base, wrap)
 
 
 def inside(original: Any, context: Callable[..., AbstractContextManager[Any] | None]) -> Any:

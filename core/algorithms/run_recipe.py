@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 import numpy as np
 
+from cotune.algorithms.advantages import FLAT
 from cotune.algorithms.attribution import Floats, attribute
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import Collected, collect, failure_reward
@@ -71,6 +72,25 @@ def regroup(store: Store, episodes: Iterable[Episode], chosen: Recipe, config: R
         candidates=candidates,
         problems=tuple(prepared.warnings),
     )
+
+
+class GroupCell(msgspec.Struct):
+    """Groups of one role at one turn: sizes, and means and standard deviations of their rewards."""
+
+    sizes: list[int] = []
+    means: list[float] = []
+    spreads: list[float] = []
+    flat: int = 0
+    """Groups without spread."""
+    trained: int = 0
+
+    def add(self, rewards: Floats, trained: bool) -> None:
+        """Count a group."""
+        self.sizes.append(len(rewards))
+        self.means.append(float(rewards.mean()))
+        self.spreads.append(float(rewards.std()))
+        self.flat += bool(np.ptp(rewards) <= FLAT * np.abs(rewards).max())
+        self.trained += trained
 
 
 def recipe_of(store: SqliteStore) -> tuple[Recipe, str]:

@@ -15,10 +15,10 @@ from rich.tree import Tree
 from cotune.cli.show_groups import show_groups
 from cotune.errors import RecordError
 from cotune.policies import UNTRAINED
-from cotune.recording.records import CallRecord, Candidate, Episode, candidate_id
+from cotune.recording.records import CallRecord, Episode, candidate_id
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.tables import BAD, GOOD, NAME, QUIET, cells, grid, plural, scores, snippet, warn
+from cotune.tables import BAD, GOOD, NAME, QUIET, answer_line, cells, grid, plural, scores, snippet, warn
 
 CAUSES = 3
 """Causes of failed episodes that are shown."""
@@ -255,18 +255,11 @@ def _call_details(store: SqliteStore, call: CallRecord, full: bool) -> Iterable[
         chosen = candidate.index == call.chosen
         line = Text("> " if chosen else "  ", style=GOOD)
         line.append_text(scores(rewards[candidate_id(call.id, candidate.index)]))
-        said = _whole(candidate.message) if full else _said(candidate)
+        said = _whole(candidate.message) if full else answer_line(candidate)
         line.append("  " if len(line) > 2 else "").append(said, style="" if chosen else QUIET)
         if candidate.finish_reason == "length":
             line.append(" [cut at the length limit]", style=BAD)
         yield _line(line, full)
-
-
-def _said(candidate: Candidate) -> str:
-    wanted = [
-        f"{f.get('name')}({f.get('arguments', '')})" for f in (t.get("function") or {} for t in candidate.tool_calls)
-    ]
-    return snippet(" ".join([*([candidate.text] if candidate.text else []), *wanted]) or "(nothing)")
 
 
 def _whole(message: Any) -> str:

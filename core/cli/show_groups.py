@@ -10,28 +10,17 @@ import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
-from cotune.algorithms.advantages import FLAT
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.recipes import Recipe
-from cotune.algorithms.run_recipe import config_of, recipe_of, regroup
+from cotune.algorithms.run_recipe import GroupCell, config_of, recipe_of, regroup
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tables import BAD, QUIET, grid, plural, warn
-
-
-class Cell(msgspec.Struct):
-    """Groups of one role at one turn."""
-
-    sizes: list[int] = []
-    means: list[float] = []
-    spreads: list[float] = []
-    flat: int = 0
-    trained: int = 0
 
 
 class GroupCounts(msgspec.Struct):
     """Groups of several training steps, by role and turn (None where the recipe's key has neither)."""
 
-    cells: dict[tuple[str | None, int | None], Cell] = {}
+    cells: dict[tuple[str | None, int | None], GroupCell] = {}
     left_out: Counter[str] = msgspec.field(default_factory=Counter)
     candidates: int = 0
     kept: int = 0
@@ -77,12 +66,8 @@ def _count(
     counts.problems.extend(found.problems)
     for group, values in found.groups:
         fields = dict(zip(chosen.key, group.key, strict=True))
-        cell = counts.cells.setdefault((fields.get("role"), fields.get("turn")), Cell())  # type: ignore[arg-type]
-        cell.sizes.append(len(values))
-        cell.means.append(float(values.mean()))
-        cell.spreads.append(float(values.std()))
-        cell.flat += bool(np.ptp(values) <= FLAT * np.abs(values).max())
-        cell.trained += group.id in consumed
+        cell = counts.cells.setdefault((fields.get("role"), fields.get("turn")), GroupCell())  # type: ignore[arg-type]
+        cell.add(values, group.id in consumed)
 
 
 def _table(counts: GroupCounts) -> RenderableType:

@@ -16,10 +16,9 @@ from autogen_core import BaseAgent, SingleThreadedAgentRuntime
 from autogen_core.tools import BaseStreamTool, BaseTool
 
 from cotune.context import current_episode, entered, recording
-from cotune.integrations.autogen import tools
 from cotune.integrations.autogen.clients import ClientAttribute, lineage_of
 from cotune.integrations.autogen.scopes import AutogenScope, open_scope, stepped
-from cotune.integrations.patching import replace_method
+from cotune.integrations.patching import record_tools, replace_method
 from cotune.integrations.versions import missing_hook
 from cotune.recording.recorder import LiveEpisode
 
@@ -55,7 +54,7 @@ def install() -> None:
     replace_method(BaseAgent, "on_message", _on_message)
     replace_method(SingleThreadedAgentRuntime, "send_message", _sent)
     replace_method(SingleThreadedAgentRuntime, "publish_message", _sent)
-    tools.install()
+    record_tools(BaseTool, "run")
     replace_method(BaseTool, "run_json", _tool)
     replace_method(BaseStreamTool, "run_json_stream", _tool_stream)
 

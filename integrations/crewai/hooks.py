@@ -13,11 +13,11 @@ from crewai import Agent, Crew, Flow, Task
 from crewai.agents.agent_builder.base_agent import BaseAgent
 from crewai.flow.runtime import Flow as RuntimeFlow
 from crewai.lite_agent import LiteAgent
+from crewai.tools import BaseTool
 
 from cotune.context import current_episode
 from cotune.errors import WorkflowError
 from cotune.integrations.crewai import models as crewai_models
-from cotune.integrations.crewai import tools as crewai_tools
 from cotune.integrations.crewai.scopes import (
     CrewScope,
     agent_scope,
@@ -27,7 +27,7 @@ from cotune.integrations.crewai.scopes import (
     remember_template,
     role_of,
 )
-from cotune.integrations.patching import inside
+from cotune.integrations.patching import inside, record_tools
 from cotune.integrations.versions import missing_hook
 from cotune.recording.app_parts import Part, Parts
 
@@ -41,7 +41,7 @@ _GUARDED = ("crewai.task", "crewai.agent.core", "crewai.lite_agent")
 def install() -> None:
     """Hook agents, tasks, flows and models. Raises UnsupportedVersion where this CrewAI has not what is hooked."""
     crewai_models.install()
-    crewai_tools.install()
+    record_tools(BaseTool, "run", "_run", "arun", "_arun")
     for name in ("execute_task", "aexecute_task"):
         _scoped(Agent, name, lambda agent, given: agent_scope(agent, given.get("task")))
     for name in _KICKOFFS:

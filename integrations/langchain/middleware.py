@@ -7,8 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from cotune.context import current_episode
-from cotune.integrations.patching import each_subclass, replace_method
+from cotune.integrations.patching import each_subclass, inside, replace_method
 from cotune.integrations.versions import missing_hook
 from cotune.runtime.context_vars import setting
 
@@ -38,36 +37,15 @@ def install() -> None:
 
 def _wrap(cls: type) -> None:
     for name in _WRAPPERS:
-        replace_method(cls, name, _awrapped if name.startswith("a") else _wrapped)
+        replace_method(cls, name, _wrapped)
 
 
 def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, in its middleware; the handler that it calls is in what was around it."""
+    running = inside(original, lambda self, *args: setting(current_middleware, MiddlewareCall(self.name)))
+
     def wrapper(self: Any, request: Any, handler: Callable[..., Any]) -> Any:
-        if current_episode.get() is None:
-            return original(self, request, handler)
         outer = current_middleware.get()
-
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            with setting(current_middleware, outer):
-                return handler(*args, **kwargs)
-
-        with setting(current_middleware, MiddlewareCall(self.name)):
-            return original(self, request, inner)
-
-    return wrapper
-
-
-def _awrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-    async def wrapper(self: Any, request: Any, handler: Callable[..., Any]) -> Any:
-        if current_episode.get() is None:
-            return await original(self, request, handler)
-        outer = current_middleware.get()
-
-        async def inner(*args: Any, **kwargs: Any) -> Any:
-            with setting(current_middleware, outer):
-                return await handler(*args, **kwargs)
-
-        with setting(current_middleware, MiddlewareCall(self.name)):
-            return await original(self, request, inner)
+        return running(self, request, inside(handler, lambda *args, **kwargs: setting(current_middleware, outer)))
 
     return wrapper

@@ -8,13 +8,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from cotune.context import Scope, called_by, current_episode, entered
 from cotune.integrations.agent_state import AgentState
-from cotune.integrations.patching import step_inside
+from cotune.integrations.patching import inside, step_inside
 from cotune.integrations.versions import missing_hook
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.pending_call import CallerContext
@@ -114,14 +114,10 @@ def _report_parts(parts: Parts, agent: Any) -> None:
 
 
 def _invoked(original: Any) -> Any:
-    @functools.wraps(original)
-    async def invoke(*, function_tool: Any, context: Any, **options: Any) -> Any:
-        if current_episode.get() is None:
-            return await original(function_tool=function_tool, context=context, **options)
-        with entered(ToolScope(getattr(context, "agent", None), function_tool.name)):
-            return await original(function_tool=function_tool, context=context, **options)
+    def context(*, function_tool: Any, context: Any, **_: Any) -> AbstractContextManager[None]:
+        return entered(ToolScope(getattr(context, "agent", None), function_tool.name))
 
-    return invoke
+    return inside(original, context)
 
 
 def _caller(agent: Any) -> CallerContext:

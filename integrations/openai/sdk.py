@@ -18,7 +18,7 @@ import msgspec
 from cotune.context import current_episode, identify, opened_call
 from cotune.errors import RecordError, SamplerError
 from cotune.integrations.openai.forms import TEXT_COMPLETION, TEXT_COMPLETIONS, Form, asked_in, finish, form_of, part_of
-from cotune.integrations.patching import replace_method
+from cotune.integrations.patching import inside, replace_method
 from cotune.integrations.versions import missing_hook
 from cotune.recording.answers import Answer
 from cotune.recording.model_calls import UNREADABLE, answer, answer_blocking, failed, reason_of, warn_unrecorded
@@ -53,9 +53,9 @@ def install() -> None:
         for name in ("request", "_send_request"):
             if not callable(getattr(client, name, None)):
                 raise missing_hook("openai", f"{client.__name__}.{name}")
-    replace_method(base.SyncAPIClient, "request", _sync_request)
+    replace_method(base.SyncAPIClient, "request", _request)
     replace_method(base.SyncAPIClient, "_send_request", _sync_send)
-    replace_method(base.AsyncAPIClient, "request", _async_request)
+    replace_method(base.AsyncAPIClient, "request", _request)
     replace_method(base.AsyncAPIClient, "_send_request", _async_send)
 
 
@@ -70,24 +70,8 @@ def _new_exchange() -> Iterator[None]:
         raise
 
 
-def _sync_request(original: Any) -> Any:
-    def request(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if current_episode.get() is None:
-            return original(self, *args, **kwargs)
-        with _new_exchange():
-            return original(self, *args, **kwargs)
-
-    return request
-
-
-def _async_request(original: Any) -> Any:
-    async def request(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if current_episode.get() is None:
-            return await original(self, *args, **kwargs)
-        with _new_exchange():
-            return await original(self, *args, **kwargs)
-
-    return request
+def _request(original: Any) -> Any:
+    return inside(original, lambda *args, **kwargs: _new_exchange())
 
 
 def _sync_send(original: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from threading import Lock
 from typing import Any
 
-import msgspec
+import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from cotune.algorithms.filters import REASONS
+from cotune.algorithms.run_recipe import GroupCell
 from cotune.errors import CotuneError, RecordError
 from cotune.integrations.http.requests import json_response
 from cotune.integrations.viewer import episode as episodes_of
@@ -354,27 +355,11 @@ def _wanted(group: ShownGroup, role: str, kind: str) -> bool:
     return (not role or group.role == role) and (not kind or (kind == "left_out") == bool(group.reason))
 
 
-class GroupCell(msgspec.Struct):
-    """Groups of one role at one turn."""
-
-    groups: int = 0
-    candidates: int = 0
-    mean: float = 0.0
-    spread: float = 0.0
-    flat: int = 0
-    trained: int = 0
-
-
 def _cells(groups: tuple[ShownGroup, ...]) -> dict[tuple[str, Any], GroupCell]:
     cells: dict[tuple[str, Any], GroupCell] = {}
     for group in groups:
         cell = cells.setdefault((group.role, group.key.get("turn")), GroupCell())
-        cell.groups, cell.candidates = cell.groups + 1, cell.candidates + len(group.samples)
-        cell.mean, cell.spread = cell.mean + group.mean, cell.spread + group.spread
-        cell.flat += len(set(group.rewards)) == 1
-        cell.trained += not group.reason
-    for cell in cells.values():
-        cell.mean, cell.spread = cell.mean / cell.groups, cell.spread / cell.groups
+        cell.add(np.array(group.rewards), not group.reason)
     return dict(sorted(cells.items(), key=lambda item: (item[0][0], item[0][1] is None, item[0][1] or 0)))
 
 

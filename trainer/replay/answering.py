@@ -11,7 +11,7 @@ from cotune.adapters.manifest import is_export
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.models.folder import locate_model
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.policies import UNTRAINED, stand_in
+from cotune.policies import stand_in
 from cotune.sampling.protocol import UNSHAPED, SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.run_layout import RunLayout, is_run, newest_checkpoint
@@ -36,33 +36,28 @@ async def answering(
 
     `temperature` replaces what the application asks. Raises RunError, AdapterError, ConfigError, SyncError.
     """
-    evaluated: EvaluatedPolicies | None = None
-    if model is None:
-        if newest_checkpoint(RunLayout(run).checkpoints) is None:
-            yield Answering("the application's own provider", None)
-            return
-        evaluated, who = open_evaluated_policies(run), f"the policies of {run}"
-    elif is_export(Path(model)) or is_run(model):
-        evaluated, who = open_evaluated_policies(model), f"the policies of {model}"
+    if model is None and newest_checkpoint(RunLayout(run).checkpoints) is None:
+        yield Answering("the application's own provider", None)
+        return
+    source = model or run
+    if model is None or is_export(Path(model)) or is_run(model):
+        evaluated, who = open_evaluated_policies(source), f"the policies of {source}"
     else:
-        who = f"{model}, untrained"
-    base = str(locate_model(evaluated.model if evaluated else str(model)))
+        evaluated, who = EvaluatedPolicies(model, ()), f"{model}, untrained"
+    base = str(locate_model(evaluated.model))
     async with contextlib.AsyncExitStack() as stack:
         sampler = await TransformersSampler.open(base)
         stack.push_async_callback(sampler.aclose)
-        if evaluated is not None:
-            await evaluated.publish(sampler)
-        yield Answering(
-            who,
-            PolicyResponder(
-                sampler,
-                ChatTemplate.load(base, evaluated.tool_format if evaluated else "auto"),
-                evaluated.roles if evaluated else {},
-                scorers=workflow.scorers,
-                defaults=SamplingParams(max_tokens=max_tokens),
-                override=None if temperature is None else {"temperature": temperature, **UNSHAPED},
-                provider_roles=evaluated.provider_roles if evaluated else (),
-                others=stand_in(evaluated.other_roles) if evaluated else UNTRAINED,
-                seed=0,
-            ),
+        await evaluated.publish(sampler)
+        responder = PolicyResponder(
+            sampler,
+            ChatTemplate.load(base, evaluated.tool_format),
+            evaluated.roles,
+            scorers=workflow.scorers,
+            defaults=SamplingParams(max_tokens=max_tokens),
+            override=None if temperature is None else {"temperature": temperature, **UNSHAPED},
+            provider_roles=evaluated.provider_roles,
+            others=stand_in(evaluated.other_roles),
+            seed=0,
         )
+        yield Answering(who, responder)

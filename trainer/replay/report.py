@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cotune.recording.records import CallRecord
-from cotune.tables import BAD, GOOD, NAME, QUIET, cells, grid, plural, scores, snippet
+from cotune.tables import BAD, GOOD, NAME, QUIET, answer_line, cells, grid, plural, scores
 from cotune.trainer.replay.replay import Repetition, ReplayReport, Seen
 
 _CAUSES = 5
@@ -102,12 +102,7 @@ def _said(call: CallRecord | None) -> Text:
         return Text("(not asked)", style=QUIET)
     if call.chosen is None:
         return Text(call.error or call.status, style=BAD)
-    candidate = call.candidates[call.chosen]
-    tools = [tool.get("function") or {} for tool in candidate.tool_calls]
-    wanted = [f"{f.get('name')}({f.get('arguments', '')})" for f in tools]
-    return Text(
-        snippet(" ".join([candidate.text, *wanted]).strip() or "(nothing)"), style=QUIET if call.replayed else ""
-    )
+    return Text(answer_line(call.candidates[call.chosen]), style=QUIET if call.replayed else "")
 
 
 def _ending(seen: Seen) -> Sequence[Text]:
