@@ -30,8 +30,8 @@ QUEUE_BYTES = 14 << 20
 PUT_TIMEOUT = 5.0
 """Seconds that `put` waits for room in a full queue. While the disk fails, or after one such time-out until there is
 room again, it drops the records at once."""
-RECENT_IDS = 16384
-"""Content addresses known to be stored, in each of two generations."""
+RECENT_IDS = 32768
+"""Content addresses that are known to be stored; with more, all are forgotten, and some are written again in vain."""
 BROKEN = (sqlite3.Error, ValueError, OverflowError)
 """What writing a row raises that no disk can hold; sqlite3.OperationalError apart, which the disk is the cause of."""
 RETRY = (0.05, 2.0)
@@ -40,23 +40,6 @@ RETRY = (0.05, 2.0)
 MOST_ROWS = 2048
 """Rows per statement; SQLite takes up to 32,766 values in one. The interpreter lock is handed over once per statement,
 and a busy application gives it back only after its switch interval: many small statements would starve the writer."""
-
-
-class RecentIds:
-    """A bounded set of ids known to be stored: two generations, the older one dropped when the younger is full."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._young: set[str] = set()
-        self._old: set[str] = set()
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._young or item in self._old
-
-    def add(self, ids: Iterable[str]) -> None:
-        self._young.update(ids)
-        if len(self._young) >= self._size:
-            self._old, self._young = self._young, set()
 
 
 class Batch:
@@ -93,7 +76,8 @@ class Writer:
         self._db = connection
         self._name = name
         self._opened = os.stat(name)  # noqa: PTH116
-        self._known = RecentIds(RECENT_IDS)
+        self._known: set[str] = set()
+        """Content addresses known to be stored."""
         self._queue: deque[Batch | Ledger] = deque()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -304,8 +288,10 @@ class Writer:
             self._counted["lost"] += lost
             self._counted["refused"] += refused
         if isinstance(taken, Batch) and not lost:
-            self._known.add(taken.tables["messages"][:: WIDTHS["messages"]])
-            self._known.add(taken.tables["segments"][:: WIDTHS["segments"]])
+            if len(self._known) > RECENT_IDS:
+                self._known.clear()
+            for table in ("messages", "segments"):
+                self._known.update(taken.tables[table][:: WIDTHS[table]])
         if refused:
             self._report("a reward came after its group was consumed and is refused")
 

@@ -18,8 +18,9 @@ import pytest
 import cotune
 from cotune.errors import RecordError, RunError
 from cotune.recording.records import CallRecord, Candidate, Episode, Message, RewardRecord, Task
+from cotune.storage import sqlite_writer
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.storage.sqlite_writer import LATE, YIELD, RecentIds
+from cotune.storage.sqlite_writer import LATE, YIELD
 from tests.core.storage.whole_file import copied
 
 
@@ -360,13 +361,15 @@ def test_a_forked_child_reads_but_does_not_write(store):
     assert store.rows("SELECT id FROM messages ORDER BY id") == [("k",), ("m",)]
 
 
-def test_recent_ids_are_bounded():
-    recent = RecentIds(10)
-    for i in range(0, 100, 5):
-        recent.add([str(j) for j in range(i, i + 5)])
-    assert "99" in recent
-    assert "70" not in recent
-    assert sum(str(i) in recent for i in range(100)) <= 20
+def test_what_is_known_to_be_stored_is_bounded_and_may_be_written_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(sqlite_writer, "RECENT_IDS", 10)
+    with SqliteStore.open(tmp_path / "r.db") as store:
+        for number in [*range(40), *range(40)]:
+            store.write([Message(f"m{number}", number)])
+            store.flush()
+            assert len(store._writer._known) <= 11
+        assert store.rows("SELECT count(*) FROM messages") == [(40,)]
+        assert (store.message("m0"), store.message("m39"), store.lost) == (0, 39, 0)
 
 
 @pytest.fixture
