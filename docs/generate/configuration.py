@@ -72,14 +72,15 @@ def _kind(kind: Any) -> str:
     if (args := get_args(kind)) and get_origin(kind) not in (tuple, dict, Mapping):
         return " | ".join(filter(None, (_kind(part) for part in args)))
     if get_origin(kind) is tuple:
-        return f"list of {_kind(args[0])}" if args[-1] is Ellipsis else f"{len(args)} of {_kind(args[0])}"
+        return f"list of {_kind(args[0])}" if args[-1] is Ellipsis else f"list of {len(args)}, each {_kind(args[0])}"
     plain = {int: "integer", float: "number", str: "text", bool: "true or false"}
-    return plain.get(kind, "list of tables" if _is_table(kind) else "table")
+    return plain.get(kind, "tables" if _is_table(kind) else "table")
 
 
 def _allowed(dotted: str, kind: Any) -> str:
     """What the field says that it allows when it gets a value that makes no sense; "" where it takes any."""
-    bad = next((BAD[part] for part in (kind, *get_args(kind)) if part in BAD), None)
+    parts = (kind,) if get_origin(kind) in (tuple, dict, Mapping) else (kind, *get_args(kind))
+    bad = next((BAD[part] for part in parts if part in BAD), None)
     if bad is None or dotted == "model":
         return ""
     *parents, leaf = dotted.split(".")

@@ -93,7 +93,9 @@ def test_every_field_is_there(site: Path) -> None:
         ("model", "text, required"),
         ("learner.lr", "Allowed: a number above 0."),
         ("steps", "Allowed: a number above 0."),
-        ("learner.betas", "2 of number, default [0.9, 0.999]"),
+        ("learner.betas", "list of 2, each number, default [0.9, 0.999]"),
+        ("policy", "list of tables, default []"),
+        ("roles", "list of text, default [] Roles that the application has but shows only on some tasks."),
         ("on_failure", "reward:<number>"),
     ],
 )

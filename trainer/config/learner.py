@@ -92,7 +92,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         counts = ("mini_batch", "epochs", "micro_batch_tokens", "threads")
         check_bounds(self, *counts, least=1, table="learner.")
         check_bounds(self, "lr", table="learner.")
-        check_bounds(self, "grad_clip", least=0, table="learner.")
+        check_bounds(self, "grad_clip", "weight_decay", "eps", least=0, table="learner.")
         if self.memory:
             _check_memory(self.memory)
 

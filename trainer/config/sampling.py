@@ -24,7 +24,7 @@ class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     without a value a 32nd of the machine's, or of the GPU's."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "temperature", "max_tokens", table="sampling.")
+        check_bounds(self, "temperature", "max_tokens", "timeout", "threads", table="sampling.")
         try:
             self.prefix_bytes()
         except ValueError:

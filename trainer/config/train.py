@@ -64,6 +64,9 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     warmup: int = 0
     """Steps of linear warm-up."""
 
+    def __post_init__(self) -> None:
+        check_bounds(self, "warmup", least=0, table="schedule.")
+
 
 class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[evaluation] Held-out tasks within the run: single samples, nothing is selected."""
@@ -181,7 +184,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         counts = ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "max_staleness")
-        check_bounds(self, *counts)
+        check_bounds(self, *counts, "episode_timeout", "probe_bound")
         if self.profile is not None and not 1 <= self.profile <= self.steps:
             raise ConfigError("profile", self.profile, f"a step of the run, 1 to {self.steps}", "Steps count from 1.")
         _failure("on_failure", self.on_failure)
