@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from examples.sandbox.permission import SandboxUnavailable, cause_of, find_tools
+from examples.sandbox.system_calls import refusing_filter
 
 SCRATCH = "/tmp"
 """Where a program may write; it starts there."""
@@ -85,6 +86,7 @@ class Sandbox:
         self.limits = limits or Limits()
         self.bwrap, self.prlimit, self.setpriv = find_tools("bwrap", "prlimit", "setpriv")
         self.python = python or _interpreter()
+        self._filter = refusing_filter()
         self._free = threading.BoundedSemaphore(at_once or os.cpu_count() or 1)
         self._try()
 
@@ -94,14 +96,15 @@ class Sandbox:
         Raises SandboxUnavailable if bubblewrap did not start it.
         """
         with self._free, contextlib.ExitStack() as files:
-            script, status, *streams = (_memory_file(files, text) for text in (program, "", stdin, "", ""))
+            given = (program.encode(errors="replace"), self._filter, b"", stdin.encode(errors="replace"), b"", b"")
+            script, refused, status, *streams = (_memory_file(files, content) for content in given)
             began, ended = time.monotonic(), "exit"
             process = subprocess.Popen(
-                self._command(script, status),
+                self._command(script, refused, status),
                 stdin=streams[0],
                 stdout=streams[1],
                 stderr=streams[2],
-                pass_fds=(script, status),
+                pass_fds=(script, refused, status),
                 env={},
                 cwd="/",
             )
@@ -120,12 +123,21 @@ class Sandbox:
             (stdout, more), (stderr, more_errors) = (_text(file, self.limits.output_kb * 1024) for file in streams[1:])
         return Ran(code, ended, stdout, stderr, more or more_errors, seconds)
 
-    def _command(self, script: int, status: int) -> list[str]:
+    def _command(self, script: int, refused: int, status: int) -> list[str]:
         limits, command = self.limits, []
         if os.geteuid() == 0:
             command += [self.setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
         command += [self.bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
-        command += ["--new-session", "--clearenv", "--cap-drop", "ALL", "--json-status-fd", str(status)]
+        command += [
+            "--new-session",
+            "--clearenv",
+            "--cap-drop",
+            "ALL",
+            "--json-status-fd",
+            str(status),
+            "--seccomp",
+            str(refused),
+        ]
         command += [*_system_folders(self.python), "--ro-bind-data", str(script), PROGRAM]
         command += ["--size", str(limits.scratch_mb << 20), "--tmpfs", SCRATCH, "--remount-ro", "/"]
         command += ["--chdir", SCRATCH, self.prlimit, f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}", "--core=0"]
@@ -167,11 +179,11 @@ def _open_to_all(path: Path) -> bool:
     return all(part.stat().st_mode & 0o001 for part in (path, *path.parents))
 
 
-def _memory_file(files: contextlib.ExitStack, text: str) -> int:
+def _memory_file(files: contextlib.ExitStack, content: bytes) -> int:
     descriptor = os.memfd_create("sandbox")
     files.callback(os.close, descriptor)
     with open(descriptor, "wb", closefd=False) as file:
-        file.write(text.encode(errors="replace"))
+        file.write(content)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
 

@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from examples.sandbox.bubblewrap import Limits, Ran, Sandbox
+from examples.sandbox.permission import SandboxUnavailable
+from examples.sandbox.system_calls import refusing_filter
 
 SECRET = "sk-not-for-programs"
 MARK = "SANDBOX_TEST_MARK"
@@ -43,9 +45,12 @@ def ran(sandbox: Sandbox, program: str, stdin: str = "") -> Ran:
     return sandbox.run(dedent(program), stdin)
 
 
-def processes_with(mark: str) -> list[psutil.Process]:
-    """Those whose command line has the mark."""
-    return [p for p in psutil.process_iter(["cmdline"]) if any(mark in word for word in p.info["cmdline"] or ())]
+def wait_for_the_end_of(mark: str) -> None:
+    """Fail if a process whose command line has the mark is still there after a while."""
+    deadline = time.monotonic() + 10
+    while [p for p in psutil.process_iter(["cmdline"]) if any(mark in word for word in p.info["cmdline"] or ())]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_program_reads_writes_and_ends_as_any_other(sandbox: Sandbox) -> None:
@@ -194,6 +199,32 @@ def test_nested_namespaces_are_refused(sandbox: Sandbox) -> None:
     assert [ran(sandbox, program.format(flag=flag)).stdout for flag in (0x10000000, 0x00020000)] == ["-1\n", "-1\n"]
 
 
+def test_the_first_process_of_the_sandbox_which_no_limit_binds_cannot_be_taken_over(sandbox: Sandbox) -> None:
+    found = ran(
+        sandbox,
+        """
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        for request in (16, 0x4206):  # PTRACE_ATTACH, PTRACE_SEIZE
+            print(libc.ptrace(request, 1, 0, 0), os.strerror(ctypes.get_errno()))
+        print(libc.process_vm_writev(1, 0, 0, 0, 0, 0), os.strerror(ctypes.get_errno()))
+        for fd in range(3, 64):
+            try:
+                os.fstat(fd)
+                print("open", fd)
+            except OSError:
+                pass
+        """,
+    )
+    assert found.stdout == "-1 Operation not permitted\n" * 3 and found.ok
+
+
+def test_other_machines_have_their_own_numbers_and_unknown_ones_no_sandbox() -> None:
+    assert len(refusing_filter("x86_64")) == len(refusing_filter("aarch64")) == 8 * (4 + 16 + 3)
+    with pytest.raises(SandboxUnavailable, match="not riscv64"):
+        refusing_filter("riscv64")
+
+
 def test_a_daemon_ends_with_the_program_that_started_it(crowd: Sandbox) -> None:
     mark = f"{MARK}_{os.getpid()}"
     daemon = f"""
@@ -208,10 +239,7 @@ def test_a_daemon_ends_with_the_program_that_started_it(crowd: Sandbox) -> None:
     """
     found = ran(crowd, daemon)
     assert (found.stdout, found.seconds < 50) == ("gone\n", True)
-    deadline = time.monotonic() + 10
-    while processes_with(mark):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for_the_end_of(mark)
 
 
 def test_a_busy_loop_ends_by_cpu_seconds_even_if_it_ignores_the_signal(sandbox: Sandbox) -> None:
@@ -220,14 +248,25 @@ def test_a_busy_loop_ends_by_cpu_seconds_even_if_it_ignores_the_signal(sandbox: 
     assert (found.ended, found.ok) == ("cpu", False)
 
 
-def test_one_that_waits_ends_by_the_wall_clock() -> None:
-    asleep = Sandbox(Limits(wall_s=3)).run("import time; print('on', flush=True); time.sleep(1000)")
+def test_one_that_waits_ends_by_the_wall_clock_even_if_it_would_outlive_its_parent() -> None:
+    short, mark = Sandbox(Limits(wall_s=2)), f"{MARK}_waits_{os.getpid()}"
+    program = "import ctypes, time; ctypes.CDLL(None).prctl(1, 0); print('on', flush=True); time.sleep(1000)"
+    asleep = short.run(
+        f"import os; os.execv({str(short.python)!r}, ['python', '-I', '-S', '-c', {program!r}, {mark!r}])"
+    )
     assert (asleep.ended, asleep.stdout, asleep.ok) == ("wall clock", "on\n", False)
-    assert 3 <= asleep.seconds < 20
+    assert 2 <= asleep.seconds < 20
+    wait_for_the_end_of(mark)
 
 
 def test_memory_is_refused_beyond_its_limit(sandbox: Sandbox) -> None:
     assert "MemoryError" in ran(sandbox, "bytearray(200 << 20)").stderr
+
+
+def test_memory_that_is_in_no_address_space_is_refused(sandbox: Sandbox) -> None:
+    assert "PermissionError" in ran(sandbox, "import os; os.memfd_create('x')").stderr
+    shared = "import ctypes; libc = ctypes.CDLL(None); print(libc.shmget(0, 1 << 20, 0o1600), libc.msgget(0, 0o1600))"
+    assert ran(sandbox, shared).stdout == "-1 -1\n"
 
 
 def test_limits_cannot_be_raised(sandbox: Sandbox) -> None:
