@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,10 @@ from cotune.sampling.protocol import Sampler, SamplingParams, Weights, fingerpri
 
 PROBE = SamplingParams(temperature=1.0, max_tokens=16, seed=0)
 """How the probe is sampled: untruncated, so that the trainer's log-probabilities are of the same distribution."""
+PROBE_CANDIDATES = 4
+PROBE_PROMPT = 64
+"""Tokens of a prompt that the probe begins with, at most. Any text tells weights apart, and nothing is cached for a new
+version: four whole prompts took longer than all else in a publication."""
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,12 +44,17 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Probe:
-    """Prompts (token ids) that a version is sampled with, the trainer's log-probabilities of rows, and the largest mean
-    gap between both, in nats."""
+    """Prompts (token ids) that a version is sampled with, `PROBE_CANDIDATES` in all, the trainer's log-probabilities of
+    rows, and the largest mean gap between both, in nats."""
 
     prompts: Sequence[Sequence[int]]
     logprobs: Callable[[Sequence[TrainRow]], Sequence[npt.NDArray[Any]]]
     bound: float = 1e-2
+
+
+def probe_prompts(prompts: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
+    """The different ways in which prompts begin, as many as there are candidates in a probe at most."""
+    return list(dict.fromkeys(tuple(ids[:PROBE_PROMPT]) for ids in prompts))[:PROBE_CANDIDATES]
 
 
 def norm(weights: Weights) -> float:
@@ -66,7 +75,7 @@ async def prove_publish(
     """Publish a version, prove that it is served, then retire older ones.
 
     Checks, in order: that the weights are other than those of the `previous` proof; the fingerprint of what arrived;
-    the mean gap of the `probe`, on one completion per prompt. Raises SyncError with the figures.
+    the mean gap of the `probe`. Raises SyncError with the figures.
     """
     proof = _moved(policy, weights, previous)
     await publish_verified(sampler, policy, weights, lora, proof.fingerprint)
@@ -93,7 +102,9 @@ def _moved(policy: PolicyRef, weights: Weights, previous: Proof | None) -> Proof
 
 
 async def _probed(sampler: Sampler, proof: Proof, probe: Probe) -> Proof:
-    completions = await asyncio.gather(*(sampler.sample(ids, 1, PROBE, proof.policy) for ids in probe.prompts))
+    each = -(-PROBE_CANDIDATES // len(probe.prompts))
+    drawn = await asyncio.gather(*(sampler.sample(ids, each, PROBE, proof.policy) for ids in probe.prompts))
+    pairs = [(ids, one) for ids, found in zip(probe.prompts, drawn, strict=True) for one in found]
     rows = [
         TrainRow(
             id=f"probe.{i}",
@@ -104,7 +115,7 @@ async def _probed(sampler: Sampler, proof: Proof, probe: Probe) -> Proof:
             advantage=0.0,
             version=proof.policy.version,
         )
-        for i, (ids, (completion,)) in enumerate(zip(probe.prompts, completions, strict=True))
+        for i, (ids, completion) in enumerate(pairs)
         if completion.token_ids
     ]
     if not rows:

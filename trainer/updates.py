@@ -10,7 +10,7 @@ from typing import cast
 from cotune.algorithms.samples import TrainRow
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import SleepingSampler
-from cotune.trainer.publish import Probe, prove_publish
+from cotune.trainer.publish import Probe, probe_prompts, prove_publish
 from cotune.trainer.reporting.metrics import Updates, moved
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.run import Run
@@ -20,8 +20,6 @@ from cotune.trainer.schedules.schedule import lr_scale
 
 OPPONENTS = "opponents"
 """Folder in the run folder of the versions that a later step may play against."""
-PROBE_PROMPTS = 4
-"""Prompts of its rows that the publication of a policy is probed with."""
 
 
 async def update(run: Run, rows: Mapping[str, Sequence[TrainRow]]) -> Updates:
@@ -55,8 +53,8 @@ async def sampler_asleep(run: Run, report: StepReport) -> AsyncIterator[None]:
 async def publish(run: Run, rows: Mapping[str, Sequence[TrainRow]], updates: Updates) -> None:
     """Publish the next version of every policy that has moved."""
     for name in moved(updates):
-        prompts = list({row.prompt_ids: None for row in rows[name][:64]})
-        await publish_version(run, name, run.state.versions.get(name, 0) + 1, probe=prompts[:PROBE_PROMPTS])
+        probe = probe_prompts(row.prompt_ids for row in rows[name])
+        await publish_version(run, name, run.state.versions.get(name, 0) + 1, probe=probe)
 
 
 async def publish_version(run: Run, policy: str, version: int, *, probe: Sequence[Sequence[int]] = ()) -> None:
