@@ -85,7 +85,8 @@ def _all(report: ReplayReport) -> Iterable[RenderableType]:
         yield Text(f"\n{plural(rest, 'episode')} with other errors", style=BAD)
     changed = [one for one in report.repetitions if not _same(one)]
     if changed:
-        table = grid("episode", "task", "old", "new", "status", title=f"\nnot the same: {len(changed)}")
+        title = f"\nnot the same: {len(changed)}" + (f", the first {_LISTED}" if len(changed) > _LISTED else "")
+        table = grid("episode", "task", "old", "new", "status", title=title)
         for one in changed[:_LISTED]:
             now = one.new[0]
             row = (Text(one.old.episode.id, style=NAME), one.old.episode.task.id)
