@@ -19,3 +19,13 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     )
     files = [*site.rglob("*.html"), *site.rglob("*.css")]
     assert [(file.name, found) for file in files for found in loaded.findall(file.read_text())] == []
+
+
+def test_every_part_that_a_page_asks_for_is_made(site: Path) -> None:
+    assert [file.name for file in site.rglob("*.html") if "<!-- generated" in file.read_text()] == []
+
+
+def test_links_from_outside_of_the_site_lead_to_headings(site: Path) -> None:
+    outside = [*ROOT.glob("*.md"), *ROOT.glob("examples/**/*.md")]
+    links = [link for file in outside for link in re.findall(r"docs/([\w/-]+)\.md#([\w-]+)", file.read_text())]
+    assert links and [to for to in links if f'id="{to[1]}"' not in (site / f"{to[0]}.html").read_text()] == []
