@@ -62,6 +62,12 @@ def test_readme_names_every_subcommand() -> None:
     assert set(re.findall(r"^\| `cotune (\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)) == set(choices)
 
 
+def test_every_extra_is_explained() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    page = (ROOT / "docs" / "how-to" / "install.md").read_text()
+    assert [name for name in extras if f"`{name}`" not in page] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_path_is_there(page: Path) -> None:
     named = re.findall(rf"`((?:{FOLDERS})/[\w./]*)`", page.read_text())
