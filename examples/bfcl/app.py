@@ -20,6 +20,8 @@ CHOOSER: list[dict[str, str]] = [
     {"role": "system", "content": "Name the tool of the next step, or say done."},
     {"role": "user", "content": "Tools: cat(file_name), mkdir(dir_name), rm(file_name)\nMake a folder for photos."},
     {"role": "assistant", "content": "mkdir"},
+    {"role": "user", "content": "Tools: ls(), rm(file_name)\nDelete a.txt.\nrm(file_name='a.txt') -> null"},
+    {"role": "assistant", "content": "done"},
 ]
 CALLER: list[dict[str, str]] = [
     {"role": "system", "content": "Write the call of the tool."},

@@ -159,8 +159,8 @@ def main() -> None:
     ):
         report = evaluate(run, WORKFLOW, held_out, modes=MODES, out=out / "eval")
         console.print(render(report))
-    with stages("export", f"cotune export {run} --to {export}"):
-        export_run(run, export)
+    with stages("export", f"cotune export {run} --to {export} --evaluation {out / 'eval'}"):
+        export_run(run, export, evaluation=out / "eval")
     with (
         stages("serve", f"cotune serve {export} & OPENAI_BASE_URL=... python -m {APP} --tasks {options.eval_tasks}"),
         serving(export) as endpoint,

@@ -131,7 +131,7 @@ class Demo:
         from cotune.adapters.export import export_run
 
         shutil.rmtree(self.exported, ignore_errors=True)
-        export_run(self.run, self.exported)
+        export_run(self.run, self.exported, evaluation=self.evaluation)
 
     def serve(self) -> dict[str, Any]:
         """The unchanged application, in a process of its own, with what is served."""
@@ -153,7 +153,7 @@ def run_stages(demo: Demo, stages: Stages) -> dict[str, Any]:
     counts = stages.once("train", resumed or begun, demo.train)
     command = f"cotune eval {WORKFLOW} --tasks {demo.held_out} --run {trained} --modes {','.join(MODES)}"
     found = stages.once("evaluate", command, demo.evaluate)
-    stages.once("export", f"cotune export {trained} --to {demo.exported}", demo.export)
+    stages.once("export", f"cotune export {trained} --to {demo.exported} --evaluation {demo.evaluation}", demo.export)
     found["served"] = stages.once("serve", serve, demo.serve)
     return {**{f"success_{name}": row for name, row in found.items()}, **stages.took(), **counts}
 

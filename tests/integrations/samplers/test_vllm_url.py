@@ -11,11 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import numpy as np
 import pytest
+from peft import PeftModel
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
+from cotune.adapters.export import TrainedPolicy, write_export
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
@@ -24,6 +28,7 @@ from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.teacher import LocalTeacher, tokenizer_of
 from cotune.trainer.train import train
+from tests.adapters.test_gguf import LORA, adapter, greedy
 from tests.integrations import tiny_models
 from tests.integrations.samplers.vllm_server import vllm_server
 from tests.trainer import worker_app
@@ -42,6 +47,24 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with vllm_server(base, tmp_path_factory.mktemp("vllm") / "log") as url:
         yield url
+
+
+def test_a_server_loads_an_exported_adapter_and_says_what_peft_says(base: Path, server: str, tmp_path: Path) -> None:
+    weights, lora = adapter(base), msgspec.structs.replace(LORA, alpha=64.0)
+    policy = TrainedPolicy(
+        name="planner", kind="lora", version=1, roles=("planner",), model=str(base), weights=weights, lora=lora
+    )
+    write_export(tmp_path / "out", [policy])
+    folder = tmp_path / "out" / "planner"
+    asked = {"lora_name": "planner", "lora_path": str(folder)}
+    httpx.post(f"{server}/v1/load_lora_adapter", json=asked, timeout=120).raise_for_status()
+    prompt = [5, 6, 7, 8]
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    expected = greedy(PeftModel.from_pretrained(plain, folder), prompt)[:8]
+    sent = {"model": "planner", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    reply = httpx.post(f"{server}/v1/completions", json={**sent, "return_token_ids": True}, timeout=120).json()
+    assert reply["choices"][0]["token_ids"] == expected
+    assert greedy(AutoModelForCausalLM.from_pretrained(base), prompt)[:8] != expected
 
 
 def run(base: Path, url: str, folder: Path, **settings: Any) -> list[dict[str, Any]]:
