@@ -15,7 +15,8 @@ from transformers.cache_utils import DynamicCache
 
 from cotune.integrations.chat.grammar import Grammars
 from cotune.integrations.samplers.transformers.arrange import arrange
-from cotune.integrations.samplers.transformers.cache import RowCache, use_rows_attention
+from cotune.integrations.samplers.transformers.attention import alike_rows, runs, use_rows_attention
+from cotune.integrations.samplers.transformers.cache import RowCache
 from cotune.integrations.samplers.transformers.draw import RowParams, Shaped, draw, is_shaped, shape, streams, uniforms
 from cotune.integrations.samplers.transformers.lora import Adapter, LoraRows
 from cotune.integrations.samplers.transformers.prefill import like_lengths, prefill
@@ -133,7 +134,7 @@ class Batch:
         self.model = model
         self.tracer = tracer or Tracer(model.device)
         self.prefixes = prefixes or PrefixCache(0)
-        use_rows_attention(model)
+        own_attention = use_rows_attention(model)
         self.lora = LoraRows(model)
         self.tokenizer = tokenizer
         self.grammars = None if tokenizer is None else Grammars(tokenizer, self.vocabulary)
@@ -148,6 +149,8 @@ class Batch:
             and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
             and not getattr(config, "sliding_window", None)
         )
+        self._reads_once = own_attention and self._one_mask
+        self._groups: list[tuple[int, int]] = []
         self._ends = np.zeros(max(config.vocab_size, *end_token_ids, 0) + 1, bool)
         self._ends[list(end_token_ids)] = True
         self._input = torch.zeros((0, 1), dtype=torch.long, device=parameter.device)
@@ -194,6 +197,7 @@ class Batch:
                 position_ids=self.cache.positions(),
                 past_key_values=self.cache,
                 use_cache=True,
+                **self._alike(),
             )
             self.cache.advance()
         with self.tracer.span("sampling"):
@@ -253,6 +257,16 @@ class Batch:
             return self.cache.mask()
         return self.cache.mask()[:, 0, 0] == 0  # the model builds one mask per kind of layer from this
 
+    def _alike(self) -> dict[str, Any]:
+        """What the attention is told of candidates of one prompt: up to the end of their prompt they are the same."""
+        if not self._reads_once:
+            return {}
+        rows, window = slice(0, self.rows), self.cache.window
+        longest = int((self.state["count"][rows] * self.state["alive"][rows]).max())
+        columns = window.end - window.first - (longest - 1)
+        alike = alike_rows(columns, self._groups, self.cache.token_bytes())
+        return {} if alike is None else {"alike": alike}
+
     def _arrange(self, new_kinds: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
         """Close the gaps of ended rows, keep rows sorted by kind; return where the new rows go."""
         live = np.flatnonzero(self.state["alive"][: self.rows])
@@ -281,6 +295,7 @@ class Batch:
         s, rows = self.state, slice(0, self.rows)
         self._params = self._row_params(rows)
         self._route(s["kind"][rows])
+        self._groups = runs(s["job"][rows])
 
     def _row_params(self, rows: Any) -> RowParams:
         names = ("temperature", "top_k", "top_p", "min_p")

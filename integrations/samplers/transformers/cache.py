@@ -1,4 +1,4 @@
-"""Key/value memory of a running batch, and attention over it: one row per sequence, all rows ending in the same column.
+"""Key/value memory of a running batch: one row per sequence, all rows ending in the same column.
 
 Rows are aligned at their ends, so one decode step writes one column of a preallocated buffer in place and a
 model sees plain left padding. Columns [first, end) are in use; row i starts at column `starts[i]`.
@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 HEADROOM = 64
 """Free columns made at least when a buffer is (re)placed, so that moving it is rare."""
@@ -105,6 +102,11 @@ class RowCache(Cache):
         """Position of the next token of each row, [rows, 1]."""
         w = self.window
         return (w.end - self.starts[: w.rows]).unsqueeze(1)
+
+    def token_bytes(self) -> int:
+        """What the keys and values of one token take in one layer."""
+        keys, values = self.layers[0].buffers()
+        return int(keys.shape[1]) * int(keys.shape[3] + values.shape[3]) * int(keys.element_size())
 
     def advance(self) -> None:
         """Call after each step, when every layer has written its column."""
@@ -207,41 +209,3 @@ def attention_only(config: Any) -> bool:
     if not kinds <= {"full_attention", "sliding_attention"}:
         return False
     return all(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=config).layers)
-
-
-ATTENTION = "cotune_rows"
-_PLAIN = {"dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache"}
-
-
-def rows_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Output [rows, 1, heads, head_dim] for `query` [rows, heads, 1, head_dim] and an additive mask.
-
-    Two batched matrix products, on CPU faster than the general kernel.
-    Everything else (prefill, boolean masks, options of other models) goes to the model library's own function.
-    """
-    rows, heads, length, dim = query.shape
-    additive = attention_mask is not None and attention_mask.is_floating_point() and attention_mask.shape[1] == 1
-    if length != 1 or not additive or any(v is not None for k, v in kwargs.items() if k not in _PLAIN):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    shared = query.view(rows, key.shape[1], heads // key.shape[1], dim) * (dim**-0.5 if scaling is None else scaling)
-    scores = torch.matmul(shared, key.transpose(2, 3)).add_(attention_mask)
-    out = torch.matmul(torch.softmax(scores, -1), value)
-    return out.view(rows, 1, heads, value.shape[3]), None
-
-
-def use_rows_attention(model: Any) -> bool:
-    """Switch a model on CPU to `rows_attention` where it uses the general kernel; say whether it was."""
-    if model.device.type != "cpu" or model.config._attn_implementation != "sdpa":
-        return False
-    AttentionInterface.register(ATTENTION, rows_attention)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-    model.set_attn_implementation(ATTENTION)
-    return True

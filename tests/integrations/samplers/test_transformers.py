@@ -19,7 +19,9 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import Qwen3Config, Qwen3NextConfig
 
 from cotune.errors import ConfigError, SamplerError, SampleTimeout
+from cotune.integrations.samplers.transformers import attention
 from cotune.integrations.samplers.transformers.arrange import arrange
+from cotune.integrations.samplers.transformers.attention import Alike
 from cotune.integrations.samplers.transformers.batch import BASE, Batch, Job
 from cotune.integrations.samplers.transformers.cache import attention_only
 from cotune.integrations.samplers.transformers.draw import RowParams, draw, streams, truncate, uniforms
@@ -235,6 +237,45 @@ def test_replies_do_not_depend_on_who_comes_and_goes(qwen: Any, plan: list[tuple
             assert [c.token_ids for c in one.done] == [c.token_ids for c in expected]
             for c, d in zip(one.done, expected, strict=True):
                 assert np.allclose(c.logprobs, d.logprobs, atol=1e-4)
+
+
+def test_candidates_of_one_prompt_read_it_once(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [((5, 6, 7, 8, 9), 3, 12), ((7, 8), 1, 4), ((5, 6, 7), 4, 9), (tuple(range(9, 30)), 2, 20), ((3, 4), 2, 9)]
+
+    def replies() -> tuple[list[Any], list[Alike]]:
+        seen: list[Alike] = []
+        inner = attention._attend_alike
+
+        def spied(query: Any, key: Any, value: Any, mask: Any, alike: Alike) -> Any:
+            seen.append(alike)
+            return inner(query, key, value, mask, alike)
+
+        batch = Batch(qwen, [2])
+        asked = [
+            Job(i, prompt, n, SamplingParams(temperature=0.7), BASE, limit, seed=i)
+            for i, (prompt, n, limit) in enumerate(jobs)
+        ]
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "_attend_alike", spied)
+            batch.admit(asked[:3])
+            for late in asked[3:]:  # one comes when rows have gone, one leaves half-way
+                for _ in range(5):
+                    batch.step()
+                batch.admit([late])
+            batch.step()
+            batch.cancel(asked[4])
+            while batch.rows:
+                batch.step()
+        return [c for job in asked[:4] for c in job.done], seen
+
+    apart, none = replies()
+    monkeypatch.setattr(attention, "WORTH", 0)
+    together, seen = replies()
+    assert not none
+    assert seen[0] == Alike(5, [(0, 3), (3, 4), (4, 8)])
+    assert [c.token_ids for c in together] == [c.token_ids for c in apart]
+    for one, other in zip(together, apart, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 kinds = st.lists(st.integers(-1, 3), max_size=12)

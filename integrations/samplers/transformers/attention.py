@@ -1,0 +1,105 @@
+"""Attention of one decode step on the CPU: candidates of one prompt read its keys and values once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+ATTENTION = "cotune_rows"
+_PLAIN = {"dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache"}
+WORTH = 2 << 20
+"""Bytes of keys and values that a group of rows has to save in a layer: about what its own products cost in time."""
+
+
+class Alike(NamedTuple):
+    """Rows that hold the same in all columns before `columns`: each of `groups` from its first row to its last, plus
+    one. The groups cover all rows in order."""
+
+    columns: int
+    groups: Sequence[tuple[int, int]]
+
+
+def runs(values: npt.NDArray[Any]) -> list[tuple[int, int]]:
+    """Where each run of equal values starts and ends."""
+    edges = np.flatnonzero(values[1:] != values[:-1]) + 1
+    return list(pairwise([0, *edges.tolist(), len(values)]))
+
+
+def alike_rows(columns: int, groups: Sequence[tuple[int, int]], token_bytes: int) -> Alike | None:
+    """None where it takes longer to read what rows have in common once; `token_bytes` a layer."""
+    saved = (groups[-1][1] - len(groups)) * columns * token_bytes
+    return Alike(columns, groups) if saved > 0 and saved >= len(groups) * WORTH else None
+
+
+def rows_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    alike: Alike | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Output [rows, 1, heads, head_dim] for `query` [rows, heads, 1, head_dim] and an additive mask.
+
+    Two batched matrix products, on CPU faster than the general kernel; more where rows are `alike`.
+    Everything else (prefill, boolean masks, options of other models) goes to the model library's own function.
+    """
+    rows, heads, length, dim = query.shape
+    additive = attention_mask is not None and attention_mask.is_floating_point() and attention_mask.shape[1] == 1
+    if length != 1 or not additive or any(v is not None for k, v in kwargs.items() if k not in _PLAIN):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    shared = query.view(rows, key.shape[1], heads // key.shape[1], dim) * (dim**-0.5 if scaling is None else scaling)
+    if alike is None:
+        scores = torch.matmul(shared, key.transpose(2, 3)).add_(attention_mask)
+        out = torch.matmul(torch.softmax(scores, -1), value)
+    else:
+        out = _attend_alike(shared, key, value, attention_mask, alike)
+    return out.view(rows, 1, heads, value.shape[3]), None
+
+
+def _attend_alike(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, alike: Alike) -> Tensor:
+    """query [rows, groups, queries, width], where `queries` of a row share a head's keys; returns the same shape."""
+    at = alike.columns
+    scores = query.new_empty((*query.shape[:3], key.shape[2]))
+    scores[..., at:] = torch.matmul(query, key[:, :, at:].transpose(2, 3))
+    for low, high in alike.groups:
+        found = torch.matmul(_joined(query[low:high]), key[low, :, :at].transpose(1, 2))
+        scores[low:high, ..., :at] = _apart(found, high - low)
+    weights = torch.softmax(scores.add_(mask), -1)
+    out = torch.matmul(weights[..., at:], value[:, :, at:])
+    for low, high in alike.groups:
+        found = torch.matmul(_joined(weights[low:high, ..., :at]), value[low, :, :at])
+        out[low:high] += _apart(found, high - low)
+    return out
+
+
+def _joined(rows: Tensor) -> Tensor:
+    """[rows, groups, queries, n] as [groups, rows x queries, n]."""
+    return rows.transpose(0, 1).flatten(1, 2)
+
+
+def _apart(joined: Tensor, rows: int) -> Tensor:
+    return joined.unflatten(1, (rows, -1)).transpose(0, 1)
+
+
+def use_rows_attention(model: Any) -> bool:
+    """Switch a model on CPU to `rows_attention` where it uses the general kernel; say whether it uses it now."""
+    if model.config._attn_implementation == ATTENTION:
+        return True
+    if model.device.type != "cpu" or model.config._attn_implementation != "sdpa":
+        return False
+    AttentionInterface.register(ATTENTION, rows_attention)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    model.set_attn_implementation(ATTENTION)
+    return True
