@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoConfig
 
-from benchmarks.tree import build
+from benchmarks.tree import LAYERS, build
 from cotune.integrations.models.folder import locate_model
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.recording.records import PolicyRef
@@ -73,13 +73,16 @@ async def measure(folder: str, args: argparse.Namespace) -> None:
     print(f"{args.episodes} episodes of {args.turns} turns, K = {args.k}; {equal} of {len(greedy[0])} greedy equal")
     for name in samplers:
         print(f"{name:8} {statistics.median(wall[name]):8.2f} s {statistics.median(cpu[name]):8.2f} s of CPU")
-    seconds = {name: statistics.median(times) for name, times in wall.items()}
-    print(json.dumps({"ratio": round(seconds["without"] / seconds["with"], 2), "equal": equal == len(greedy[0])}))
+    ratio, cpu_ratio = (
+        round(statistics.median(times["without"]) / statistics.median(times["with"]), 2) for times in (wall, cpu)
+    )
+    print(json.dumps({"ratio": ratio, "cpu_ratio": cpu_ratio, "equal": equal == len(greedy[0])}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder, an id, or a file in GGUF form")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the model that is measured without --model")
     parser.add_argument("--episodes", type=int, default=4)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--k", type=int, default=4)
@@ -92,7 +95,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         if not args.model:
-            build(Path(name))
+            build(Path(name), args.layers)
         asyncio.run(measure(str(locate_model(args.model or name)), args))
 
 
