@@ -33,29 +33,42 @@ class DatasetError(ValueError):
 
 
 def rows(file: Path, *fields: str) -> Iterator[dict[str, Any]]:
-    """The rows of a file of JSON lines or of Parquet. Raises DatasetError if one lacks a field."""
+    """The rows of a file of JSON lines or of Parquet. Raises DatasetError if one lacks a field, or there is no file."""
     if not file.is_file():
-        raise DatasetError(f"{file} is no file; the data sets are downloaded by their Hugging Face ids")
-    if file.suffix == ".parquet":
-        import pyarrow.parquet as parquet  # only for this form
-
-        found = (row for batch in parquet.ParquetFile(file).iter_batches(64) for row in batch.to_pylist())
-    else:
-        found = (json.loads(line) for line in file.read_text().splitlines() if line.strip())
-    for number, row in enumerate(found, 1):
+        raise DatasetError(f"{file} is no file; download the data set by its Hugging Face id")
+    for number, row in enumerate(_parquet(file) if file.suffix == ".parquet" else _json_lines(file), 1):
         if missing := [name for name in fields if name not in row]:
             raise DatasetError(f"{file}, row {number}: no field {', '.join(missing)}; it has {', '.join(row)}")
         yield row
 
 
-def apps(file: Path, most: int) -> Iterator[Problem]:
-    """APPS. Fields problem_id (or id), question, solutions, input_output, starter_code; the third and fourth are JSON.
-    Rows without tests are left out. Its wrong programs are changed right ones that fail a hidden test."""
+def _parquet(file: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet as parquet  # only for this form
+
+    return (row for batch in parquet.ParquetFile(file).iter_batches(64) for row in batch.to_pylist())
+
+
+def _json_lines(file: Path) -> Iterator[dict[str, Any]]:
+    with file.open() as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DatasetError(f"{file}, line {number}: not JSON ({error})") from None
+            if not isinstance(row, dict):
+                raise DatasetError(f"{file}, line {number}: not an object, but {line[:40]!r}")
+            yield row
+
+
+def apps(file: Path, most: int) -> Iterator[Problem | None]:
+    """APPS, codeparrot/apps. Fields problem_id (or id), question, solutions, input_output, starter_code; the third and
+    fourth are JSON. Its wrong programs are changed right ones that fail a hidden test."""
     for row in rows(file, "question", "solutions", "input_output"):
         cases = json.loads(row["input_output"] or "{}")
         function = cases.get("fn_name") or ""
         pairs = list(zip(cases.get("inputs", []), cases.get("outputs", []), strict=True))[:most]
         if not pairs:
+            yield None
             continue
         tests = [_apps_call(*pair) if function else Test(input=_text(pair[0]), output=_text(pair[1])) for pair in pairs]
         reference = next(iter(json.loads(row["solutions"] or "[]")), "")
@@ -71,9 +84,10 @@ def apps(file: Path, most: int) -> Iterator[Problem]:
         }
 
 
-def codecontests(file: Path, most: int) -> Iterator[Problem]:
-    """CodeContests. Fields name, description, public_tests, private_tests, generated_tests (each with lists input and
-    output), solutions, incorrect_solutions (each with lists language and solution). Only Python 3 is taken."""
+def codecontests(file: Path, most: int) -> Iterator[Problem | None]:
+    """CodeContests, deepmind/code_contests. Fields name, description; public_tests, private_tests, generated_tests, each
+    with lists input and output; solutions, incorrect_solutions, each with lists language and solution. Only Python 3 is
+    taken."""
     tested = ("public_tests", "private_tests", "generated_tests")
     for row in rows(file, "name", "description", *tested, "solutions", "incorrect_solutions"):
         public, private, generated = (
@@ -81,22 +95,22 @@ def codecontests(file: Path, most: int) -> Iterator[Problem]:
             for name in tested
         )
         tests = [*private, *generated][:most] or public[:most]
-        if tests:
-            yield {
-                "id": f"codecontests-{row['name']}",
-                "question": row["description"],
-                "examples": public if private or generated else [],
-                "tests": tests,
-                "function": "",
-                "reference": next(iter(_python(row["solutions"])), ""),
-                "wrong": _python(row["incorrect_solutions"])[:WRONG],
-            }
+        problem: Problem = {
+            "id": f"codecontests-{row['name']}",
+            "question": row["description"],
+            "examples": public if private or generated else [],
+            "tests": tests,
+            "function": "",
+            "reference": next(iter(_python(row["solutions"])), ""),
+            "wrong": _python(row["incorrect_solutions"])[:WRONG],
+        }
+        yield problem if tests else None
 
 
-def livecodebench(file: Path, most: int) -> Iterator[Problem]:
-    """LiveCodeBench. Fields question_id, question_content, starter_code, metadata, public_test_cases and
-    private_test_cases (JSON; private ones also in base64 of zlib of pickle of JSON). It has no right programs: for
-    evaluation."""
+def livecodebench(file: Path, most: int) -> Iterator[Problem | None]:
+    """LiveCodeBench, livecodebench/code_generation_lite. Fields question_id, question_content, starter_code, metadata,
+    public_test_cases and private_test_cases (JSON; private ones also in base64 of zlib of pickle of JSON). It has no
+    right programs: for evaluation."""
     for row in rows(file, "question_id", "question_content", "public_test_cases", "private_test_cases"):
         function = json.loads(row.get("metadata") or "{}").get("func_name") or ""
         public, private = (
@@ -104,7 +118,7 @@ def livecodebench(file: Path, most: int) -> Iterator[Problem]:
             for text in (row["public_test_cases"], row["private_test_cases"])
         )
         starter = row.get("starter_code")
-        yield {
+        problem: Problem = {
             "id": f"livecodebench-{row['question_id']}",
             "question": row["question_content"] + (f"\n\n{starter}" if starter else ""),
             "examples": public,
@@ -113,14 +127,15 @@ def livecodebench(file: Path, most: int) -> Iterator[Problem]:
             "reference": "",
             "wrong": [],
         }
+        yield problem if problem["tests"] else None
 
 
-LOADERS: Mapping[str, Callable[[Path, int], Iterator[Problem]]] = {
+LOADERS: Mapping[str, Callable[[Path, int], Iterator[Problem | None]]] = {
     "apps": apps,
     "codecontests": codecontests,
     "livecodebench": livecodebench,
 }
-"""By name: a function of a file and of the most hidden tests that a problem gets."""
+"""By name: a function of a file and of the most hidden tests that a problem gets; None for a row without tests."""
 
 
 def _text(value: Any) -> str:

@@ -12,13 +12,14 @@ import json
 import random
 import string
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from examples.code.datasets import LOADERS
+from examples.code.datasets import LOADERS, DatasetError
 from examples.code.families import FAMILIES, Family
 from examples.code.programs import Test, sandbox
 from examples.code.verifier import Problem
+from examples.sandbox.permission import SandboxUnavailable
 
 HIDDEN = 5
 """Hidden tests of a problem of our own; one more is the example in its question."""
@@ -80,7 +81,7 @@ def _answers(wanted: Sequence[tuple[str, list[str]]]) -> list[list[str]]:
     return answers
 
 
-def _loaded(options: argparse.Namespace) -> Iterator[Problem]:
+def _loaded(options: argparse.Namespace) -> Iterator[Problem | None]:
     for name, loader in LOADERS.items():
         for file in getattr(options, name):
             yield from loader(file, options.tests)
@@ -92,19 +93,31 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=512, help="at most (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     for name, loader in LOADERS.items():
-        about = (loader.__doc__ or "").partition(".")[0]
+        about = " ".join((loader.__doc__ or "").split())
         parser.add_argument(f"--{name}", type=Path, nargs="+", default=[], metavar="FILE", help=about)
     parser.add_argument("--tests", type=int, default=16, help="most hidden tests of a problem (default: %(default)s)")
     options = parser.parse_args()
-    public = any(getattr(options, name) for name in LOADERS)
-    tasks = (
-        list(itertools.islice(_loaded(options), options.tasks)) if public else make_tasks(options.tasks, options.seed)
-    )
-    for task in tasks:
+    try:
+        public = any(getattr(options, name) for name in LOADERS)
+        _print(_loaded(options) if public else make_tasks(options.tasks, options.seed), options.tasks)
+    except (DatasetError, SandboxUnavailable) as error:
+        raise SystemExit(str(error)) from None
+
+
+def _print(rows: Iterable[Problem | None], most: int) -> None:
+    printed = unjudged = left_out = 0
+    for task in rows:
+        if task is None:
+            left_out += 1
+            continue
         print(json.dumps(task))
-    unjudged = sum(not task["reference"] or not task["wrong"] for task in tasks)
+        printed += 1
+        unjudged += not (task["reference"] and task["wrong"])
+        if printed == most:
+            break
     print(
-        f"{len(tasks)} problems; {unjudged} without a right and a wrong program, which teach the tester nothing",
+        f"{printed} problems, {unjudged} of them without a right and a wrong program, which teach the tester nothing; "
+        f"{left_out} rows without tests are left out",
         file=sys.stderr,
     )
 

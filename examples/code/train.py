@@ -10,12 +10,14 @@ import asyncio
 import cotune
 from cotune.types import Call, Candidate
 from examples.code.app import asked, graph
+from examples.code.programs import sandbox
 from examples.code.verifier import Problem, coder_reward, solved, tester_reward
 
 
 @cotune.workflow
 async def solve(task: Problem) -> dict[str, float]:
     """Solve one problem; `success` is a program that passes all hidden tests."""
+    await asyncio.to_thread(sandbox)  # where there is none, the first episode says so
     state = await graph.ainvoke(asked(task))
     found = await asyncio.to_thread(solved, state["program"], task)
     return {"team": found, "success": float(found == 1)}

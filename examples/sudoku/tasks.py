@@ -21,14 +21,25 @@ from examples.sudoku.verifier import Puzzle
 EMPTY = {4: 8, 9: 45}
 """Cells to fill, by size; fewer where no more can be taken away without a second solution."""
 
+REPEATS = 200
+"""Puzzles drawn again, one after the other, after which no more are expected."""
+
 
 def make_tasks(count: int, seed: int = 0, *, size: int = 4, empty: int | None = None) -> list[Puzzle]:
-    """`count` different puzzles of at most so many empty cells, the same for the same seed; other seeds give others."""
-    rng = random.Random(f"sudoku {size} {seed}")
-    made: dict[str, Puzzle] = {}
+    """`count` different puzzles of at most so many empty cells, the same for the same seed; other seeds give others.
+
+    Raises ValueError for a number of empty cells that no puzzle has, or that too few have.
+    """
+    empty = EMPTY[size] if empty is None else empty
+    if not 1 <= empty < size * size:
+        raise ValueError(f"empty = {empty}, but a puzzle of {size} x {size} has 1 to {size * size - 1} cells to fill")
+    rng, made, again = random.Random(f"sudoku {size} {seed}"), dict[str, Puzzle](), 0
     while len(made) < count:
         solution = full_board(rng, size)
-        puzzle = emptied(rng, solution, EMPTY[size] if empty is None else empty)
+        puzzle = emptied(rng, solution, empty)
+        again = again + 1 if str(puzzle) in made else 0
+        if again == REPEATS:
+            raise ValueError(f"no more than about {len(made)} puzzles have {empty} empty cells: ask for fewer")
         made.setdefault(str(puzzle), {"id": f"{size}-{seed}-{len(made)}", "puzzle": puzzle, "solution": solution})
     return list(made.values())
 
@@ -94,7 +105,11 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=4, choices=sorted(EMPTY))
     parser.add_argument("--empty", type=int, help="cells to fill at most (default: 8 of 16, 45 of 81)")
     options = parser.parse_args()
-    for task in make_tasks(options.tasks, options.seed, size=options.size, empty=options.empty):
+    try:
+        tasks = make_tasks(options.tasks, options.seed, size=options.size, empty=options.empty)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    for task in tasks:
         print(json.dumps(task))
 
 

@@ -47,7 +47,8 @@ def test_apps(tmp_path: Path) -> None:
         apps_row(8, called, ["def twice(n):\n    return n * 2"], "def twice(n):"),
         apps_row(9, None),
     )
-    first, second = datasets.apps(file, most=2)
+    first, second, without_tests = datasets.apps(file, most=2)
+    assert first is not None and second is not None and without_tests is None
     assert (first["id"], first["function"], first["reference"]) == ("apps-7", "", DOUBLE)
     assert first["tests"] == [{"input": "1\n", "output": "3\n"}, {"input": "2\n", "output": "5\n"}]
     assert verifier.solved(first["reference"], first) == 1
@@ -119,6 +120,9 @@ def test_a_file_that_is_not_of_the_data_set_is_named_with_what_it_lacks(tmp_path
         list(datasets.apps(lines(tmp_path / "x.jsonl", {"question": "q"}), most=1))
     with pytest.raises(datasets.DatasetError, match="is no file"):
         list(datasets.apps(tmp_path / "none.jsonl", most=1))
+    (tmp_path / "x.jsonl").write_text("so\n")
+    with pytest.raises(datasets.DatasetError, match="line 1: not JSON"):
+        list(datasets.apps(tmp_path / "x.jsonl", most=1))
 
 
 def test_wrong_programs_differ_in_one_place_each() -> None:
@@ -134,8 +138,14 @@ def test_wrong_programs_differ_in_one_place_each() -> None:
 
 
 def test_the_command_prints_problems_and_counts_those_without_programs(tmp_path: Path) -> None:
-    file = lines(tmp_path / "test6.jsonl", lcb_row(json.dumps([{"input": "1", "output": "1"}])))
+    row = lcb_row(json.dumps([{"input": "1", "output": "1"}]))
+    file = lines(tmp_path / "test6.jsonl", {**row, "public_test_cases": "[]", "private_test_cases": "[]"}, row)
     command = [sys.executable, "-m", "examples.code.tasks", "--livecodebench", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["id"] == "livecodebench-q1"
-    assert done.stderr == "1 problems; 1 without a right and a wrong program, which teach the tester nothing\n"
+    assert done.stderr == (
+        "1 problems, 1 of them without a right and a wrong program, which teach the tester nothing; "
+        "1 rows without tests are left out\n"
+    )
+    done = subprocess.run([*command, "none"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "none is no file; download the data set by its Hugging Face id\n")

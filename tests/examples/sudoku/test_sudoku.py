@@ -51,6 +51,14 @@ def test_a_puzzle_of_two_solutions_is_told_from_one_of_one() -> None:
     assert second is not None and second != first and not verifier.faults(two, second)
 
 
+def test_more_puzzles_than_there_are_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "REPEATS", 5)
+    with pytest.raises(ValueError, match="puzzles have 1 empty cells: ask for fewer"):
+        tasks.make_tasks(10_000, empty=1)
+    with pytest.raises(ValueError, match="empty = 16, but a puzzle of 4 x 4 has 1 to 15 cells to fill"):
+        tasks.make_tasks(1, empty=16)
+
+
 def candidates(rng: random.Random, task: verifier.Puzzle) -> board.Board:
     """A board near to the solution: another valid one, a few cells wrong or empty or out of range, or random."""
     kind, grid = rng.randrange(6), copy.deepcopy(task["solution"])
