@@ -85,9 +85,9 @@ def apps(file: Path, most: int) -> Iterator[Problem | None]:
 
 
 def codecontests(file: Path, most: int) -> Iterator[Problem | None]:
-    """CodeContests, deepmind/code_contests. Fields name, description; public_tests, private_tests, generated_tests, each
-    with lists input and output; solutions, incorrect_solutions, each with lists language and solution. Only Python 3 is
-    taken."""
+    """CodeContests, deepmind/code_contests. Fields name, description; public_tests, private_tests, generated_tests,
+    each with lists input and output; solutions, incorrect_solutions, each with lists language and solution. Only Python
+    3 is taken."""
     tested = ("public_tests", "private_tests", "generated_tests")
     for row in rows(file, "name", "description", *tested, "solutions", "incorrect_solutions"):
         public, private, generated = (
