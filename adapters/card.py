@@ -99,6 +99,7 @@ def _curves(about: Background) -> Iterator[str]:
             first, last = (figure(value, chart.percent) for value in (known[0], known[-1]))
             rows.append((chart.title, line.label, first, last, sparkline(line.values)))
     yield _table(("", "of", "first", "last", "steps"), rows)
+    yield "\n".join(f"- {chart.title}: {chart.help}" for chart in about.charts)
 
 
 def _evaluation(about: Background) -> Iterator[str]:

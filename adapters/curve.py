@@ -25,7 +25,7 @@ def svg(charts: Sequence[Chart]) -> str:
 
 def _chart(chart: Chart, x: int) -> Iterator[str]:
     known = [value for line in chart.series for value in line.values if value is not None]
-    low, high = min(known), max(known)
+    low, high = (0.0, 1.0) if chart.percent and max(known) <= 1 else (min(known), max(known))
     left, right, base = x + LEFT, x + WIDTH - RIGHT, HEIGHT - BOTTOM
     yield _text(left, 18, chart.title, 'font-weight="bold"')
     yield f'<path d="M{left} {TOP}V{base}H{right}" fill="none" stroke="#afb8c1"/>'

@@ -22,8 +22,9 @@ from tests.adapters.test_gguf import build, full
 
 
 def line(step: int, success: float, reward: float) -> dict[str, Any]:
-    counts = {"calls": 8, "candidates": 32, "groups": 8, "episodes": 4, "left_out": {}}
+    counts: dict[str, Any] = {"calls": 8, "candidates": 32, "groups": 8, "episodes": 4, "left_out": {}}
     roles = {"planner": {"reward": reward}}
+    counts["path"] = "best of 4 by scorer"
     return {"step": step, "outcome": {"success": success}, "roles": roles, "seconds": {"rollout": 30.0}, **counts}
 
 
@@ -65,6 +66,7 @@ def test_the_card_tells_of_the_training_the_evaluation_and_the_bill(tmp_path: Pa
         "2 of 2 steps of recipe `at_grpo`, 1.0 minutes.",
         "| Success in training | success | 25.0% | 75.0% | ▁█ |",
         "| Reward | planner | 0.5 | 1.5 | ▁█ |",
+        "- Success in training: Mean over the step's episodes, of best of 4 by scorer; failed ones count.",
         "| base | 10.0% [5.5%, 17.4%] |  | 100 |",
         "| trained | 64.0% [54.2%, 72.7%] |  | 100 |",
         "- trained is better than base",
@@ -75,7 +77,7 @@ def test_the_card_tells_of_the_training_the_evaluation_and_the_bill(tmp_path: Pa
     assert "![Success in training and Reward, by step](curve.svg)" in card
     image = ElementTree.parse(tmp_path / "out" / "curve.svg")
     lines = image.findall("{http://www.w3.org/2000/svg}polyline")
-    assert [found.get("points") for found in lines] == ["52.0,178.0 408.0,30.0", "472.0,178.0 828.0,30.0"]
+    assert [found.get("points") for found in lines] == ["52.0,141.0 408.0,67.0", "472.0,178.0 828.0,30.0"]
 
 
 def test_an_evaluation_elsewhere_is_named_and_must_be_one(
