@@ -3,6 +3,12 @@
 256 sequences: 32 prompts of 64 tokens, 8 candidates of 32 new tokens each, on a Qwen3 of about 0.8M parameters
 with random weights (hidden 128, 2 layers), fp32, same number of threads. Both are warm; rounds alternate, and the
 ratio is that of the median times. The last line is the result as JSON.
+
+    python -m benchmarks.rollout --model SmolLM2-135M-Instruct.Q4_1.gguf [--vllm] [--new 32] [--rounds 3]
+
+is the same on a pretrained model, at 1, 8 and 64 sequences (up to 8 of a prompt) on each number of threads in
+--thread-counts, and with --vllm beside vLLM in this machine too. A pass of `generate()` has no log-probabilities to
+give; the two samplers do. The last line is tokens per second, and of CPU time, by engine, threads and sequences.
 """
 
 from __future__ import annotations
@@ -10,17 +16,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from cotune.integrations.models.folder import locate_model
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.recording.records import PolicyRef
-from cotune.sampling.protocol import Completion, SamplingParams
+from cotune.sampling.protocol import Completion, Sampler, SamplingParams
 
 POLICY = PolicyRef("base")
 
@@ -53,7 +62,7 @@ def generate(model: Any, prompts: list[list[int]], k: int, new: int, greedy: boo
 
 
 async def sample(
-    sampler: TransformersSampler, prompts: list[list[int]], k: int, new: int, temperature: float
+    sampler: Sampler, prompts: list[list[int]], k: int, new: int, temperature: float
 ) -> list[list[Completion]]:
     params = SamplingParams(temperature=temperature, max_tokens=new)
     return await asyncio.gather(*(sampler.sample(p, k, params, POLICY) for p in prompts))
@@ -72,8 +81,79 @@ def logprob_gap(model: Any, prompts: list[list[int]], answers: list[list[Complet
     return worst
 
 
+def cpu_seconds() -> float:
+    """Of this process and all below it, so far."""
+    ticks, below, parents = 0, {os.getpid()}, []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        parents.append((int(path.parent.name), int(fields[1]), int(fields[11]) + int(fields[12])))
+    for pid, parent, used in sorted(parents):
+        if pid in below or parent in below:
+            below.add(pid)
+            ticks += used
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def open_engine(name: str, folder: str, threads: int) -> Any:
+    """A sampler, or the model itself for `generate()`."""
+    if name == "sampler":
+        return await TransformersSampler.open(folder, device="cpu", threads=threads, end_token_ids=(), prefix_cache=0)
+    if name == "vLLM":
+        from cotune.integrations.samplers.vllm.engine import VllmSampler
+
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        limits = {"max_model_len": 512, "max_num_seqs": 64, "enable_prefix_caching": False, "dtype": "float32"}
+        return await VllmSampler.open(folder, policies=1, staleness=1, engine_args=limits)
+    torch.set_num_threads(threads)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+async def measure(engine: Any, counts: list[int], args: argparse.Namespace, vocabulary: int) -> dict[str, list[float]]:
+    """By number of sequences, the best tokens per second and per CPU second."""
+    found = {}
+    for count in counts:
+        k = min(count, args.k)
+        prompts = np.random.default_rng(0).integers(16, vocabulary, (count // k, args.prompt)).tolist()
+        rates = []
+        for _ in range(args.rounds + 1):  # the first warms up
+            began, used = time.perf_counter(), cpu_seconds()
+            if isinstance(engine, torch.nn.Module):
+                made = generate(engine, prompts, k, args.new, greedy=False).numel()
+            else:
+                made = sum(len(c.token_ids) for found in await sample(engine, prompts, k, args.new, 1.0) for c in found)
+            rates.append((made / (time.perf_counter() - began), made / max(cpu_seconds() - used, 0.01)))
+        found[str(count)] = [round(max(column), 1) for column in zip(*rates[1:], strict=True)]
+    return found
+
+
+async def compare(args: argparse.Namespace) -> None:
+    """The engines on a pretrained model, one after the other."""
+    folder = str(locate_model(args.model))
+    vocabulary = AutoConfig.from_pretrained(folder).vocab_size
+    counts = [int(count) for count in args.sequence_counts.split(",")]
+    result: dict[str, dict[str, list[float]]] = {}
+    print(f"{'tokens/s (tokens per CPU second)':34}" + "".join(f"{f'{count} sequences':>22}" for count in counts))
+    for threads in (int(number) for number in args.thread_counts.split(",")):
+        for name in ("sampler", "generate()", *(["vLLM"] if args.vllm else [])):
+            engine = await open_engine(name, folder, threads)
+            found = await measure(engine, counts, args, vocabulary)
+            if name != "generate()":
+                await engine.aclose()
+            result[f"{name}, {threads}"] = found
+            cells = "".join(f"{f'{wall:.1f} ({cpu:.1f})':>22}" for wall, cpu in found.values())
+            print(f"{f'{name}, {threads} thread(s)':34}{cells}", flush=True)
+    print(json.dumps(result))
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder, GGUF file or id of a model to compare the engines on")
+    parser.add_argument("--vllm", action="store_true", help="with --model: vLLM too, which takes about 6 GB")
+    parser.add_argument("--sequence-counts", default="1,8,64", help="with --model (default: %(default)s)")
+    parser.add_argument("--thread-counts", default="1,2", help="with --model (default: %(default)s)")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--k", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=64)
@@ -82,6 +162,8 @@ async def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
+    if args.model:
+        return await compare(args)
     torch.set_num_threads(args.threads)
     model = build(args.vocabulary)
     rng = np.random.default_rng(0)

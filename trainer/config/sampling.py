@@ -17,8 +17,9 @@ class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Most new tokens per candidate where the application names no limit."""
     timeout: float = 300.0
     """Seconds until a request fails."""
-    threads: int = 1
-    """CPU threads of the sampler."""
+    threads: int | None = None
+    """CPU threads of the in-process sampler; without a value one for each core, or one in all for a model of less than
+    16 million parameters, whose passes are too short to divide."""
     prefix_cache: str = ""
     """Memory in which the in-process sampler keeps keys and values of earlier prompts ("512MiB"; "0B": it keeps none);
     without a value a 32nd of the machine's, or of the GPU's."""

@@ -53,8 +53,8 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for one episode; one that takes longer has failed."""
     seed: int = 0
     """A call at the same place draws the same random numbers in every mode."""
-    threads: int = 1
-    """CPU threads of the sampler."""
+    threads: int | None = None
+    """CPU threads of the sampler; without a value as `sampling.threads` has it."""
     out: str | Path | None = None
     """Also write the records and evaluation.json to this new folder; without it nothing is stored."""
     prices: Prices = {}

@@ -32,6 +32,8 @@ from cotune.step_profile import Trace
 
 PREFILL_TOKENS = 8192
 """Prompt tokens prefilled at most between two decode steps; one prompt always goes."""
+LARGE = 16_000_000
+"""Parameters from which on passes are divided among threads by default."""
 
 
 class DecodingEngine:
@@ -52,6 +54,7 @@ class DecodingEngine:
                 "Serve it with vLLM.",
             )
         self.source = source
+        self.threads = usual_threads(model.num_parameters()) if source.threads is None else source.threads
         self.max_model_len: int = getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 20)
         self._emit = emit
         self._ends = tuple(end_token_ids)
@@ -73,7 +76,7 @@ class DecodingEngine:
 
     def run(self) -> None:
         """Serve until Close. Raises what made the engine unable to go on."""
-        torch.set_num_threads(self.source.threads)
+        torch.set_num_threads(self.threads)
         while self._receive():
             for batch in self._batches:
                 self._finish(self._admit(batch))
@@ -252,7 +255,8 @@ def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingE
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    torch.set_num_threads(source.threads)
+    if source.threads is not None:
+        torch.set_num_threads(source.threads)
     model, tokenizer = source.model, source.tokenizer
     if isinstance(model, str):
         disable_progress_bar()
@@ -267,6 +271,12 @@ def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingE
     if ends is None:
         ends = ids_of(model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None))
     return DecodingEngine(model, tokenizer, ends, source, emit)
+
+
+def usual_threads(parameters: int) -> int:
+    """CPU threads for a model of so many parameters: those of torch, which are the cores that are there unless it was
+    told otherwise, where passes are long enough to divide."""
+    return torch.get_num_threads() if parameters >= LARGE else 1
 
 
 def _prefix_bytes(device: torch.device) -> int:

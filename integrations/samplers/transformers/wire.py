@@ -16,7 +16,7 @@ class ModelSource(NamedTuple):
     model: Any
     device: str | None
     dtype: str | None
-    threads: int
+    threads: int | None
     max_batch_rows: int
     max_batch_tokens: int
     tokenizer: Any

@@ -19,7 +19,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import Qwen3Config, Qwen3NextConfig
 
 from cotune.errors import ConfigError, SamplerError, SampleTimeout
-from cotune.integrations.samplers.transformers import attention
+from cotune.integrations.samplers.transformers import attention, engine
 from cotune.integrations.samplers.transformers.arrange import arrange
 from cotune.integrations.samplers.transformers.attention import Alike
 from cotune.integrations.samplers.transformers.batch import BASE, Batch, Job
@@ -41,6 +41,23 @@ BASE_POLICY = PolicyRef("any")
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tiny_models.build("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def test_a_large_model_takes_the_threads_that_are_there(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+
+    async def threads(asked: int | None) -> int:
+        sampler = await TransformersSampler.open(qwen, host="thread", threads=asked, end_token_ids=())
+        try:
+            return sampler._host._engine.threads
+        finally:
+            await sampler.aclose()
+
+    assert asyncio.run(threads(None)) == 1
+    assert asyncio.run(threads(2)) == 2
+    monkeypatch.setattr(engine, "LARGE", qwen.num_parameters())
+    assert asyncio.run(threads(None)) == 7
 
 
 def gap(model: Any, prompt: list[int], completion: Completion) -> float:
