@@ -19,6 +19,9 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = "core|integrations|adapters|trainer|examples|benchmarks|tests|docs"
 FOREIGN = ("llama-server", "ollama")
 """Programs that an export is served by."""
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+SAVED = {name for page in PAGES for name in re.findall(r"^```\w+\n# (\w+\.\w+)$", page.read_text(), re.MULTILINE)}
+"""Files that pages tell their reader to save."""
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -42,16 +45,20 @@ def test_every_command_exists(words: list[str]) -> None:
     match [word for word in words if not re.fullmatch(r"[A-Z_]+=.*", word)]:
         case ["cotune", *arguments]:
             assert parser().parse_args(arguments).command == arguments[0]
+        case ["export"]:
+            pass
         case ["make", *targets]:
             assert targets and set(targets) <= MAKE_TARGETS
         case ["python", "-m", "pytest", *_, file]:
             assert (ROOT / file).is_file()
         case ["python", "-m", module, *_]:
             assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
-        case ["python", script, *_]:
-            assert (ROOT / script).is_file()
+        case ["python" | "bash", script, *_]:
+            assert script in SAVED or (ROOT / script).is_file()
+        case ["pip", "install", name] if not name.startswith("-"):
+            assert any(line.startswith(name) for extra in EXTRAS.values() for line in extra)
         case ["pip", "install", "-e", extras]:
-            known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            known = EXTRAS
             assert set(extras.removeprefix(".[").removesuffix("]").split(",")) <= set(known)
         case [program, *_]:
             assert program in FOREIGN

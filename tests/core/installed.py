@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
@@ -30,13 +30,18 @@ def build_wheel(folder: Path) -> Path:
     return wheel
 
 
-def install(wheel: Path, folder: Path, *extras: str) -> Path:
-    """The `bin` of a new environment with the wheel. What it requires is linked from this environment: no download."""
+def install(wheel: Path, folder: Path, *extras: str, also: Sequence[str] = ()) -> Path:
+    """The `bin` of a new environment with the wheel. What it requires, and the distributions `also` with what they
+    require, is linked from this environment: no download."""
     uv("venv", "--python", sys.executable, folder)
     uv("pip", "install", "--no-deps", "--python", folder / "bin" / "python", wheel)
     packages = next(folder.glob("lib/python*/site-packages"))
     (metadata,) = packages.glob("cotune-*.dist-info")
-    for found in requirements(Distribution.at(metadata), set(extras), {}):
+    seen = {name: distribution(name) for name in also}
+    wanted = [Distribution.at(metadata), *seen.values()]
+    for place, one in enumerate(wanted[:]):
+        wanted += requirements(one, set(extras) if place == 0 else set(), seen)
+    for found in wanted[1:]:
         for top in {Path(file).parts[0] for file in found.files or ()}:
             here = Path(sysconfig.get_path("purelib")) / top
             if here.exists() and not (packages / top).exists() and top not in ("..", "__pycache__"):

@@ -1,0 +1,30 @@
+"""The notebook runs as it stands, cell by cell, in a kernel, whose event loop is running."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.core.installed import ROOT
+
+NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
+
+
+def test_the_notebook_traces_trains_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTEBOOK_FOLDER", str(tmp_path / "work"))
+    monkeypatch.setenv("NOTEBOOK_STEPS", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in notebook.cells), "no outputs"
+    client = NotebookClient(notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}})
+    client.execute()
+
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    texts = [output["data"].get("text/plain", "") for output in outputs if "data" in output]
+    assert any(text.startswith("[('triage', 0, '") and "('writer', 0, '" in text for text in texts)
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    lines = (tmp_path / "work" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 2
