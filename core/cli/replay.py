@@ -31,8 +31,8 @@ def add_replay(commands: Any) -> None:
     example = (
         "cotune replay runs/r1 --episode 01K0ABC --call 2 -k 4\n"
         "  cotune replay runs/r1 --episode 01K0ABC --call 2 --answer 'go left'\n"
-        "  cotune replay runs/traced --workflow app:solve --all                  does it still ask what it asked?\n"
-        "  cotune replay runs/traced --workflow app:solve --all --model base/    the same tasks with another model"
+        "  cotune replay runs/traced --workflow app:solve --all                  # does it still ask what it asked?\n"
+        "  cotune replay runs/traced --workflow app:solve --all --model base/    # the same tasks with another model"
     )
     command = add_command(commands, "replay", run, text, example, extra="train")
     add_trust(command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from textwrap import dedent
 
 from wording import entry, prose, small
 
@@ -26,7 +27,7 @@ def _below(command: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Arg
 
 def _command(name: str, command: argparse.ArgumentParser) -> str:
     said, _, example = (command.description or "").partition("\n\nExample:\n")
-    shown = f"```sh\n{' '.join(example.split())}\n```\n\n" if example else ""
+    shown = f"```sh\n{dedent(example).strip()}\n```\n\n" if example else ""
     extra = command.get_default("extra")
     needs = f"It needs the extra `{extra}`: `pip install 'cotune[{extra}]'`.\n\n" if extra else ""
     rows = [_argument(command, action) for action in command._actions if action.dest != "help"]

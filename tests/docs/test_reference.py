@@ -71,6 +71,11 @@ def test_every_flag_is_there_with_its_help(site: Path) -> None:
     assert {"cotune train", "cotune otel import", "cotune report"} <= {words for words, _ in found}
 
 
+def test_every_example_is_a_line_of_its_own(site: Path) -> None:
+    lines = re.sub(r"<[^>]+>", "", section(page(site, "cli"), "cotune-replay")).splitlines()
+    assert sum(line.startswith("cotune replay runs/") for line in lines) == 4
+
+
 def fields(kind: Any, prefix: str = "") -> Iterator[str]:
     for field in msgspec.structs.fields(kind):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
