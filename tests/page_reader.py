@@ -65,8 +65,7 @@ class Reader:
         started = time.perf_counter()
         if words[0] == "cotune" and words[1] in SERVERS:
             self.stop()
-            self._server = subprocess.Popen(shlex.split(command), **self._how())
-            self._until_open(int(self._ports[PORT.findall(line)[0]]))
+            self.serve(shlex.split(command), int(self._ports[PORT.findall(line)[0]]))
         else:
             status, self.said[line] = self.run(command)
             assert status == 0, f"{command}\n{self.said[line]}"
@@ -76,6 +75,11 @@ class Reader:
         for usual, here in self.smaller.items():
             text = text.replace(usual, here)
         return text
+
+    def serve(self, words: list[str], port: int) -> None:
+        """Start a server as in a second terminal, until it listens."""
+        self._server = subprocess.Popen(words, **self._how())
+        self._until_open(port)
 
     def run(self, command: str) -> tuple[int, str]:
         """Run a command in a shell; its status, and what it says."""

@@ -3,6 +3,7 @@ and the model to train is small."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -11,11 +12,13 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cotune.adapters.serving import serving as serving_model
 from cotune.cli.main import main
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.storage.run_layout import read_metrics
@@ -43,11 +46,23 @@ PAGES = {
 
 
 class Here(Reader):
-    """Runs commands of cotune in this process, which spares each the start of an interpreter."""
+    """Runs commands and models in this process, which spares each the start of an interpreter."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str], smaller: dict[str, str]) -> None:
         super().__init__(folder, {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}, smaller)
         self._capsys = capsys
+        self._open = contextlib.ExitStack()
+
+    def serve(self, words: list[str], port: int) -> None:
+        if words[1] != "serve":
+            return super().serve(words, port)
+        names = [name for flag, name in pairwise(words) if flag == "--role"]
+        self._open.enter_context(serving_model(words[2], names=names, port=port))
+        return None
+
+    def stop(self) -> None:
+        super().stop()
+        self._open.close()
 
     def run(self, command: str) -> tuple[int, str]:
         words, given = shlex.split(command), dict(self.environment)
