@@ -11,10 +11,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -103,6 +105,11 @@ def config(architecture: str, vocabulary: int) -> object:
     if architecture == "qwen3-sliding":
         kinds = ["sliding_attention", "full_attention"]
         return Qwen3Config(**shape, use_sliding_window=True, sliding_window=8, layer_types=kinds)
+    if architecture == "gemma3":
+        kinds = ["sliding_attention", "full_attention"]
+        return Gemma3TextConfig(**shape, sliding_window=8, layer_types=kinds)
+    if architecture == "mamba":
+        return MambaConfig(vocab_size=vocabulary, hidden_size=64, num_hidden_layers=2, state_size=8, eos_token_id=2)
     if architecture == "bloom":
         return BloomConfig(
             vocab_size=vocabulary, hidden_size=64, n_layer=2, n_head=4, initializer_range=0.15, eos_token_id=2

@@ -138,7 +138,7 @@ def test_known_architectures_attend_over_trees(architecture, flex):
         torch.testing.assert_close(states, plain_states(network, rows), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ["bloom", "qwen3-sliding"])
+@pytest.mark.parametrize("architecture", ["bloom", "qwen3-sliding", "gemma3", "mamba"])
 def test_models_with_other_attention_compute_each_row(architecture, tmp_path, caplog):
     network = AutoModelForCausalLM.from_config(tiny_models.config(architecture, 64))
     network.save_pretrained(tmp_path)
