@@ -18,7 +18,7 @@ from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Sampler, SamplingParams, Weights, fingerprint, publish_verified
 
-PROBE = SamplingParams(temperature=1.0, max_tokens=16, seed=0)
+PROBE = SamplingParams(temperature=1.0, max_tokens=8, seed=0)
 """How the probe is sampled: untruncated, so that the trainer's log-probabilities are of the same distribution."""
 PROBE_CANDIDATES = 4
 PROBE_PROMPT = 64
