@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypedDict
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -35,9 +35,9 @@ class Problem(TypedDict):
     answer: str
 
 
-def make_tasks(count: int, skip: int = 0, seed: int = 0) -> list[Problem]:
+def make_tasks(count: int, skip: int = 0, seed: int = 0, kinds: Mapping[str, dict[str, Any]] = KINDS) -> list[Problem]:
     """`count` problems of all kinds in turn, after the first `skip`; no question comes twice in a seed's sequence."""
-    streams = itertools.cycle([_problems(kind, settings, seed) for kind, settings in KINDS.items()])
+    streams = itertools.cycle([_problems(kind, settings, seed) for kind, settings in kinds.items()])
     asked: set[str] = set()
     tasks: list[Problem] = []
     while len(tasks) < skip + count:

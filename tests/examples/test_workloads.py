@@ -63,6 +63,11 @@ WORKLOADS = (
     ),
     Workload("sudoku", ("planner", "filler"), ("r1c3", "r1c1", "r1c3=2", "r4c3=3", "r1c1=1", "none"), {"empty": 1}),
     Workload("search", ("writer", "reader", "answerer"), ("Ada", "Coral", "salt", "nothing at all")),
+    Workload(
+        "maths",
+        ("reasoner", "tool_user", "judge"),
+        ("Answer: 28080", "Answer: 7", "```python\nprint(28080)\n```", "I do not know."),
+    ),
     Workload("sokoban", ("planner", "executor"), ("2,2 right", "right right", "down left up", "I do not know.")),
 )
 
