@@ -6,9 +6,17 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from examples.self_play import games
+from examples.self_play import duel, noughts
+from examples.self_play.turns import with_rules
 from examples.tiny_model import Demonstration, build_base
 
+SPECIAL_TOKENS = 4
+WORDS = (
+    *("user", "assistant", "row", "column", "choose", *duel.CHOICES, "x", "o"),
+    *(str(cell + 1) for cell in noughts.CELLS),
+    *(f"{cell + 1}={mark}" for cell in noughts.CELLS for mark in ".xo"),
+)
+"""The players' language: a token each, after the special ones. It has no words for rules."""
 LEFT = {"row": 0.85, "column": 0.15}
 """How often the base chooses left: far from the equilibrium."""
 MOVES, CHOICES = 6000, 400
@@ -16,18 +24,23 @@ ILLEGAL = 0.05
 """Share of the moves on the board that name any cell."""
 
 
+def choices_only() -> dict[str, int]:
+    """A `logit_bias` that leaves nothing but the choices of the matrix game."""
+    return {str(SPECIAL_TOKENS + WORDS.index(word)): 50 for word in duel.CHOICES}
+
+
 def demonstrations(rng: random.Random, moves: int = MOVES) -> Iterator[Demonstration]:
     """Choices by `LEFT`, and moves to a random cell of random positions, which is seldom not free."""
     for i in range(CHOICES):
         seat = ("row", "column")[i % 2]
-        yield games.payoff_messages(seat), games.CHOICES[0 if rng.random() < LEFT[seat] else 1]
+        yield duel.messages({}, [], seat), duel.CHOICES[0 if rng.random() < LEFT[seat] else 1]
     for _ in range(moves):
-        board = games.EMPTY
+        board = noughts.EMPTY
         for number in range(rng.randrange(9)):
-            board = games.placed(board, rng.choice(games.free(board)), "xo"[number % 2])
-        seat = "xo"[(9 - len(games.free(board))) % 2]
-        cell = rng.choice(list(games.CELLS) if rng.random() < ILLEGAL else games.free(board))
-        yield games.board_messages(board, seat), str(cell + 1)
+            board = noughts.placed(board, rng.choice(noughts.free(board)), "xo"[number % 2])
+        seat = "xo"[(9 - len(noughts.free(board))) % 2]
+        cell = rng.choice(list(noughts.CELLS) if rng.random() < ILLEGAL else noughts.free(board))
+        yield with_rules({}, noughts.board_seen(board, seat)), str(cell + 1)
 
 
 def build(folder: Path, *, seed: int = 0, steps: int = 400, moves: int = MOVES) -> Path:
@@ -35,5 +48,5 @@ def build(folder: Path, *, seed: int = 0, steps: int = 400, moves: int = MOVES) 
     board it knows the matrix game alone."""
     rng = random.Random(f"games {seed}")
     shown = list(demonstrations(rng, moves))
-    build_base(folder, games.WORDS, shown, rng, seed=seed, steps=steps, batch=64)
+    build_base(folder, WORDS, shown, rng, seed=seed, steps=steps, batch=64)
     return folder

@@ -20,8 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import cotune
 from cotune.storage.run_layout import read_metrics
-from examples.self_play import base, games
-from examples.self_play.train import duel, noughts
+from examples.self_play import base, train
+from examples.self_play.duel import exploitability
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "duel": {
@@ -45,7 +45,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "evaluation": {"every": 25},
     },
 }
-WORKFLOWS = {"duel": duel, "noughts": noughts}
+TASKS: dict[str, dict[str, Any]] = {
+    "duel": {"id": "game", "game": "duel", "logit_bias": base.choices_only()},
+    "noughts": {"id": "game", "game": "noughts"},
+}
+"""Without rules, which the base has no words for."""
 GAMES = 100
 """Games against random moves from each seat."""
 
@@ -54,7 +58,7 @@ def main() -> None:
     """Train, and print the curve."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--game", choices=sorted(WORKFLOWS), required=True)
+    parser.add_argument("--game", choices=sorted(TASKS), required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int)
     options = parser.parse_args()
@@ -72,10 +76,10 @@ def play(game: str, model: Path, run: Path, **settings: Any) -> None:
     if "evaluation" in chosen:
         tasks = run.with_suffix(".jsonl")
         tasks.parent.mkdir(parents=True, exist_ok=True)
-        rounds = [{"id": f"{seat}{i}", "random": seat} for seat in ("o", "x") for i in range(GAMES)]
+        rounds = [{"id": f"{seat}{i}", "game": game, "random": seat} for seat in ("o", "x") for i in range(GAMES)]
         tasks.write_text("".join(json.dumps(task) + "\n" for task in rounds))
         chosen["evaluation"] = {**chosen["evaluation"], "tasks": str(tasks)}
-    cotune.train(WORKFLOWS[game], [{"id": "game"}], chosen, run=run)
+    cotune.train(getattr(train, game), [TASKS[game]], chosen, run=run)
 
 
 def duel_curve(run: Path) -> list[dict[str, float]]:
@@ -83,7 +87,7 @@ def duel_curve(run: Path) -> list[dict[str, float]]:
     lines = [(line["outcome"]["row_left"], line["outcome"]["column_left"]) for line in read_metrics(run)]
     tens = [list(zip(*lines[i : i + 10], strict=True)) for i in range(0, len(lines), 10)]
     shares = [(fmean(row), fmean(column)) for row, column in tens]
-    return [{"row": r, "column": c, "exploitability": games.exploitability(r, c)} for r, c in shares]
+    return [{"row": r, "column": c, "exploitability": exploitability(r, c)} for r, c in shares]
 
 
 def noughts_curve(run: Path) -> list[dict[str, float]]:

@@ -44,6 +44,10 @@ class Workload:
     tasks: Mapping[str, Any] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     """Further options of `cotune train`."""
+    flow: str = "solve"
+    """The workflow in `train.py`; where it is one of several, the game that the application is told to play."""
+    recipe: str = "dr_mas"
+    """Of independent episodes."""
 
     @property
     def folder(self) -> Path:
@@ -51,7 +55,7 @@ class Workload:
 
     @property
     def workflow(self) -> str:
-        return f"examples.{self.name}.train:solve"
+        return f"examples.{self.name}.train:{self.flow}"
 
 
 _TEST = "**Test Input:**\n```\n{}\n```\n**Test Output:**\n```\n{}\n```"
@@ -68,11 +72,29 @@ WORKLOADS = (
         ("reasoner", "tool_user", "judge"),
         ("Answer: 28080", "Answer: 7", "```python\nprint(28080)\n```", "I do not know."),
     ),
+    Workload(
+        "self_play",
+        ("first", "second"),
+        ("accept", "offer me 3 lamp you 3 cup 1 hat", "offer me 3 lamp you 1 ball 3 pen"),
+        {"game": "negotiation"},
+        ("--recipe", "at_grpo"),
+        flow="negotiation",
+        recipe="spiral",
+    ),
+    Workload(
+        "self_play",
+        ("affirmative", "negative", "judge"),
+        ("yes", "no", '"Ada is richer than Emil"'),
+        {"game": "debate"},
+        ("--recipe", "at_grpo"),
+        flow="debate",
+        recipe="spiral",
+    ),
     Workload("sokoban", ("planner", "executor"), ("2,2 right", "right right", "down left up", "I do not know.")),
 )
 
 
-@pytest.fixture(scope="module", params=WORKLOADS, ids=lambda workload: workload.name)
+@pytest.fixture(scope="module", params=WORKLOADS, ids=lambda workload: f"{workload.name}-{workload.flow}")
 def workload(request: pytest.FixtureRequest) -> Workload:
     return request.param
 
@@ -145,6 +167,7 @@ def test_it_has_the_shape_of_a_workload(workload: Workload) -> None:
 
 def test_it_runs_alone_and_under_trace_against_what_cotune_serves(workload: Workload, base: Path, tasks: Path) -> None:
     alone = [sys.executable, "-m", f"examples.{workload.name}.app", "--tasks", "2"]
+    alone += [] if workload.flow == "solve" else ["--game", workload.flow]
     out = base.parent / "traced"
     traced = [sys.executable, "-m", "cotune", "trace", workload.workflow, "--tasks", str(tasks), "--out", str(out)]
     with serving(base, names=workload.roles) as endpoint:
@@ -178,7 +201,7 @@ def test_it_trains_by_its_settings_with_a_tree_of_candidates(workload: Workload,
 
 
 def test_it_trains_on_independent_episodes(workload: Workload, base: Path, tasks: Path, in_thread: None) -> None:
-    check_trained(trained(workload, base, tasks, "independent", "--recipe", "dr_mas"), workload)
+    check_trained(trained(workload, base, tasks, "independent", "--recipe", workload.recipe), workload)
 
 
 def test_it_is_evaluated_and_exported(workload: Workload, run: Path, tasks: Path, in_thread: None) -> None:

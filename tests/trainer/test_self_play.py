@@ -10,8 +10,7 @@ from statistics import fmean
 
 import pytest
 
-from examples.self_play import base, games
-from examples.self_play.train import duel
+from examples.self_play import base, duel, noughts, train
 from tests.trainer.conftest import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -23,28 +22,28 @@ def model(tmp_path_factory) -> Path:
 
 
 def test_what_can_be_won_against_a_player_is_nothing_in_equilibrium_alone():
-    assert games.exploitability(*games.EQUILIBRIUM) == pytest.approx(0.0)
+    assert duel.exploitability(*duel.EQUILIBRIUM) == pytest.approx(0.0)
     # against left always: 2 for the row player; the column player loses -1 to left always, by right
-    assert games.exploitability(1.0, 1.0) == pytest.approx(2.0 + 1.0)
-    assert games.exploitability(0.0, 1.0, games.SADDLE) == pytest.approx(0.0)
+    assert duel.exploitability(1.0, 1.0) == pytest.approx(2.0 + 1.0)
+    assert duel.exploitability(0.0, 1.0, duel.SADDLE) == pytest.approx(0.0)
     # row 0.449: column has odds exp((2 - 5 x 0.449) / 0.5), 0.380; row then exp((5 x 0.380 - 2) / 0.5), 0.450
-    assert games.quantal(0.5) == pytest.approx((0.449, 0.380), abs=2e-3)
+    assert duel.quantal(0.5) == pytest.approx((0.449, 0.380), abs=2e-3)
 
 
 def test_the_rules_of_tic_tac_toe():
-    assert games.winner("xxxoo....") == games.winner("x.o.x.o.x") == "x"
-    assert games.winner("o.xo.xo..") == "o" and games.winner(games.EMPTY) is None
-    assert games.free("xxxoo....") == [5, 6, 7, 8]
-    assert [games.cell_in(text) for text in ("1", "9", "0", "x", "")] == [0, 8, None, None, None]
-    assert games.board_messages("x.o......", "x")[0]["content"] == "x 1=x 2=. 3=o 4=. 5=. 6=. 7=. 8=. 9=."
+    assert noughts.winner("xxxoo....") == noughts.winner("x.o.x.o.x") == "x"
+    assert noughts.winner("o.xo.xo..") == "o" and noughts.winner(noughts.EMPTY) is None
+    assert noughts.free("xxxoo....") == [5, 6, 7, 8]
+    assert [noughts.cell_in(text) for text in ("1", "9", "0", "x", "")] == [0, 8, None, None, None]
+    assert noughts.board_seen("x.o......", "x") == "x 1=x 2=. 3=o 4=. 5=. 6=. 7=. 8=. 9=."
 
 
 def test_two_roles_of_opposite_rewards_find_the_saddle_of_a_game(_in_thread, model, tmp_path):
     """The base starts from the opposite corner: the row player chooses left, the column player right."""
     trainer = Trainer(tmp_path, model)
-    task = {"id": "game", "payoff": games.SADDLE}
+    task = {"id": "game", "game": "duel", "payoff": duel.SADDLE, "logit_bias": base.choices_only()}
     settings = {"recipe": "spiral", "policies": "full", "steps": 12, "tasks_per_step": 1, "plan": {"k": 16}}
-    trainer(duel, [task], **settings, learner={"lr": 2e-3, "betas": [0.0, 0.99]})
+    trainer(train.duel, [task], **settings, learner={"lr": 2e-3, "betas": [0.0, 0.99]})
     lines = trainer.metrics()
     first, last = ([line["outcome"][f"{seat}_left"] for seat in ("row", "column")] for line in (lines[0], lines[-1]))
     assert first[0] > 0.6 and first[1] < 0.4
@@ -65,8 +64,8 @@ def test_a_matrix_game_comes_to_its_mixed_equilibrium(tmp_path):
     found = curve(tmp_path, "duel", 100)
     assert found[0]["exploitability"] > 0.5
     shares = [fmean(ten[seat] for ten in found[5:]) for seat in ("row", "column")]
-    assert shares == pytest.approx(games.quantal(0.5), abs=0.08)
-    assert games.exploitability(*shares) < 0.35
+    assert shares == pytest.approx(duel.quantal(0.5), abs=0.08)
+    assert duel.exploitability(*shares) < 0.35
 
 
 @pytest.mark.long
