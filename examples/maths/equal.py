@@ -22,6 +22,8 @@ SECONDS = 2
 PATIENCE = 30.0
 """Seconds until a child that does not answer is ended; its start is among them."""
 MEMORY = 2 << 30
+DIGITS = 60
+"""To which values are compared; math-verify's own 15 take a near miss."""
 log = logging.getLogger(__name__)
 
 
@@ -85,7 +87,7 @@ def _equal(gold: str, answer: str) -> bool:
         right, found = _tree(gold), _tree(answer)
         if right is None or found is None or _left_to_do(found) > _left_to_do(right):
             return False
-        return bool(verify([right], [found], timeout_seconds=SECONDS))
+        return bool(verify([right], [found], numeric_precision=DIGITS, timeout_seconds=SECONDS))
     except (MemoryError, RecursionError):
         return False
 

@@ -23,7 +23,9 @@ _ALLOWED = {
     rf"\{name}" for name in ("frac", "dfrac", "tfrac", "sqrt", "pi", "cdot", "left", "right", "{", "}", ",", "!")
 }
 """Commands that an answer may have without the right one having them: nothing that is left to be worked out."""
-_AS_OFTEN = ",;=<>±!"
+_ALIKE = {r"\leq": r"\le", r"\ge": r"\le", r"\geq": r"\le", r"\ln": r"\log", r"\dbinom": r"\binom"}
+"""Commands that may stand for another."""
+_NO_MORE = ";=<>±!"
 """Signs of lists, chains, ranges and factorials: no more of them than in the right answer."""
 
 
@@ -76,13 +78,13 @@ def _in_form(answer: str, gold: str, question: str) -> bool:
     """Whether an answer could be one of this kind: one value, or as many as there are, and worked out."""
     if "$" in answer or ("." in answer and "." not in gold):
         return False
-    if not set(_COMMAND.findall(answer)) <= _ALLOWED | set(_COMMAND.findall(gold)):
+    if not _commands(answer) <= _ALLOWED | _commands(gold):
         return False
-    bare, bare_gold = (_COMMAND.sub(" ", text) for text in (answer, gold))
+    bare, bare_gold = (_COMMAND.sub(" ", text).replace("<", ">") for text in (answer, gold))
     if not set(_WORD.findall(bare)) <= set(_WORD.findall(bare_gold)):
         return False
     counts, most = Counter(bare), Counter(bare_gold)
-    if any(counts[sign] > most[sign] for sign in _AS_OFTEN) or counts[","] != most[","]:
+    if any(counts[sign] > most[sign] for sign in _NO_MORE) or counts[","] != most[","]:
         return False
     if _brackets(answer) != _brackets(gold):
         return False
@@ -90,10 +92,14 @@ def _in_form(answer: str, gold: str, question: str) -> bool:
     return not quoted or "".join(answer.split()) == "".join(gold.split())
 
 
+def _commands(text: str) -> set[str]:
+    return {_ALIKE.get(command, command) for command in _COMMAND.findall(text)}
+
+
 def _brackets(text: str) -> str:
-    """How an interval, a tuple or a set begins and ends, so that (1, 2) is not [1, 2] or 1, 2; nothing of a value."""
+    """How an interval or a tuple begins and ends, so that (1, 2) is not [1, 2] or 1, 2; nothing of a value or a set."""
     bare = re.sub(r"\\(?:left|right)|\s", "", text)
-    return "" if "," not in bare else bare[0] + bare[-1] if bare[0] in "([\\" else ""
+    return "" if "," not in bare else bare[0] + bare[-1] if bare[0] in "([" else ""
 
 
 @functools.cache
