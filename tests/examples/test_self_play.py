@@ -209,6 +209,27 @@ def test_a_deal_gives_each_what_its_share_is_worth_to_it() -> None:
     assert outcome(NEGOTIATION, worse) == {"first": 0.0, "second": 0.4, "sum": 0.4, "pareto": 0.0, "success": 0.0}
 
 
+def test_a_deal_is_pareto_where_no_other_gives_one_more_and_the_other_as_much() -> None:
+    efficient = weakly = 0
+    for task in make_tasks(6, 9, game="negotiation"):
+        (a, many_a), (b, many_b), (c, many_c) = task["items"].items()
+        worth = {}
+        for x, y, z in itertools.product(range(many_a + 1), range(many_b + 1), range(many_c + 1)):
+            first, second = task["values"]["first"], task["values"]["second"]
+            mine = x * first[a] + y * first[b] + z * first[c]
+            theirs = (many_a - x) * second[a] + (many_b - y) * second[b] + (many_c - z) * second[c]
+            offer = f"offer me {x} {a} {y} {b} {z} {c} you {many_a - x} {a} {many_b - y} {b} {many_c - z} {c}"
+            worth[offer] = (mine, theirs)
+        for offer, (mine, theirs) in worth.items():
+            found = outcome(task, by_turns(offer, "accept"))
+            better = [(m, t) for m, t in worth.values() if (m >= mine and t > theirs) or (m > mine and t >= theirs)]
+            assert found["pareto"] == found["success"] == float(not better)
+            assert found["sum"] == pytest.approx((mine + theirs) / 10)
+            efficient += not better
+            weakly += bool(better) and all(m == mine or t == theirs for m, t in better)
+    assert efficient > 20 and weakly > 5
+
+
 @pytest.mark.parametrize(
     "texts",
     [
