@@ -1,6 +1,6 @@
 """Games by seed: items to divide, questions to debate, tic-tac-toe, matrix games.
 
-python -m examples.self_play.tasks --tasks 512 --seed 0 > tasks.jsonl
+python -m examples.self_play.tasks --tasks 512 --seed 0 --game debate > tasks.jsonl
 python -m examples.self_play.tasks --tasks 300 --seed 1 --game debate > held_out.jsonl
 """
 
@@ -91,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--tasks", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--game", choices=sorted(MAKERS), help="one game only (default: each in its turn)")
+    parser.add_argument("--game", choices=sorted(MAKERS), required=True)
     options = parser.parse_args()
     for task in make_tasks(options.tasks, options.seed, game=options.game):
         print(json.dumps(task))
