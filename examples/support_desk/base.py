@@ -56,13 +56,13 @@ def write_tasks(path: Path, count: int, seed: int) -> None:
     path.write_text("".join(json.dumps(ticket(rng, number)) + "\n" for number in range(count)))
 
 
-def build(folder: Path) -> None:
+def build(folder: Path, *, steps: int = STEPS) -> None:
     """Build, warm up and save the base model in a folder."""
     rng = random.Random(0)
     shown = [demonstration(rng, role) for _ in range(DEMONSTRATIONS // 2) for role in PROMPTS]
     texts = [text for messages, answer in shown for text in (*(m["content"] for m in messages), answer)]
     words = ["system", "user", "assistant", *sorted({word for text in texts for word in text.split()})]
-    build_base(folder, words, shown, rng, seed=0, steps=STEPS)
+    build_base(folder, words, shown, rng, seed=0, steps=steps)
 
 
 def main() -> None:

@@ -105,6 +105,7 @@ def test_kinds_of_applications(app: Callable[[str], Any], provider: Provider, mo
 EXAMPLES = {
     "code": "code.tasks",
     "judged": "judged.products",
+    "maths": "maths.tasks",
     "plan_path": "plan_path.grid",
     "plan_path_autogen": "plan_path.grid",
     "plan_path_crewai": "plan_path.grid",
@@ -126,14 +127,16 @@ def _forget_examples() -> None:
 def some_tasks(name: str) -> list[Any]:
     if name == "bfcl":  # whose tasks are those of a benchmark
         return importlib.import_module("examples.bfcl.tasks").make_tasks("turns")[:3]
+    if name == "self_play":
+        return list(importlib.import_module("examples.self_play.tasks").make_tasks(3, seed=1, game="negotiation"))
     return list(importlib.import_module(f"examples.{EXAMPLES[name]}").make_tasks(3, seed=1))
 
 
-@pytest.mark.parametrize("name", [*EXAMPLES, "bfcl"])
+@pytest.mark.parametrize("name", [*EXAMPLES, "bfcl", "self_play"])
 def test_examples(name: str, provider: Provider):
     provider.reply = functools.partial(answers, each_tool=True)
     _forget_examples()
-    flow = load_workflow(f"examples.{name}.train:solve")
+    flow = load_workflow(f"examples.{name}.train:{'negotiation' if name == 'self_play' else 'solve'}")
     tasks = some_tasks(name)
     sink = episodes(flow, [Task(id=f"e{i}", input=task) for i, task in enumerate(tasks)])
     _forget_examples()
@@ -142,4 +145,4 @@ def test_examples(name: str, provider: Provider):
 
 
 def test_no_example_is_missing_here():
-    assert {path.parent.name for path in (ROOT / "examples").glob("*/app.py")} == {*EXAMPLES, "bfcl"}
+    assert {path.parent.name for path in (ROOT / "examples").glob("*/app.py")} == {*EXAMPLES, "bfcl", "self_play"}

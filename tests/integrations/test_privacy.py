@@ -152,7 +152,11 @@ def app(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_text_tasks_errors_and_finish_reasons_are_redacted(provider: Provider, app: Path, capsys):
+def test_text_tasks_errors_and_finish_reasons_are_redacted(
+    provider: Provider, app: Path, capsys, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "200")
+
     def hide(message):
         return {**message, "content": str(message.get("content")).replace(SECRET, "***")}
 

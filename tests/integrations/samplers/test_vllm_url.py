@@ -63,6 +63,7 @@ def test_a_server_loads_an_exported_adapter_and_says_what_peft_says(base: Path, 
     expected = greedy(PeftModel.from_pretrained(plain, folder), prompt)[:8]
     sent = {"model": "planner", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     reply = httpx.post(f"{server}/v1/completions", json={**sent, "return_token_ids": True}, timeout=120).json()
+    httpx.post(f"{server}/v1/unload_lora_adapter", json={"lora_name": "planner"}, timeout=120).raise_for_status()
     assert reply["choices"][0]["token_ids"] == expected
     assert greedy(AutoModelForCausalLM.from_pretrained(base), prompt)[:8] != expected
 
