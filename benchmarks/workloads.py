@@ -4,7 +4,7 @@
     python -m benchmarks.workloads --workload search --seeds 0 --steps 10   # a reduced form
 
 A seed is a base model of its own, from which its three trainings start: a single agent that does everything, the team
-with one shared LoRA, the team with a LoRA per role; each with the example's scorers and `train.toml` (AT-GRPO, tree).
+with one shared LoRA, the team with a LoRA per role; each with the example's scorers and `small.toml` (AT-GRPO, tree).
 What a step samples is measured in two steps, and the tasks per step are set so that each training samples as many
 tokens as the team with a LoRA per role does. Every row is evaluated on the same fresh tasks with single samples at
 temperature 1. Results are appended to OUT/results.jsonl and not computed again under the same settings; a training that
@@ -85,7 +85,7 @@ class Trainings:
             "seed": self.seed,
             "checkpoint_every": 10,
         }
-        config = load_config(Path("examples") / self.workload / "train.toml", settings)
+        config = load_config(Path("examples") / self.workload / "small.toml", settings)
         if not (folder / "run.json").is_file():
             console.print(f"{self.workload}, seed {self.seed}: {name}, {steps} steps of {tasks_per_step} tasks")
             train(getattr(self.example, flow), tasks, config, run=folder, console=console)

@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
 
-from examples.search.index import Index
+from examples.search.index import Index, last_line
 from examples.search.tasks import Document, Question, make_tasks
 
 TURNS = 3
@@ -39,19 +39,18 @@ class State(TypedDict, total=False):
     answer: str
 
 
-def model(role: str, max_tokens: int) -> ChatOpenAI:
+def model(role: str) -> ChatOpenAI:
     """The chat model that plays a role; served under the role's name."""
-    return ChatOpenAI(model=role, temperature=TEMPERATURE, api_key=API_KEY, max_tokens=max_tokens)
+    return ChatOpenAI(model=role, temperature=TEMPERATURE, api_key=API_KEY)
 
 
-writer_model, reader_model, answerer_model = model("writer", 12), model("reader", 12), model("answerer", 12)
-agent_model = model("agent", 12)
+writer_model, reader_model, answerer_model, agent_model = map(model, ("writer", "reader", "answerer", "agent"))
 
 
 async def writer(state: State) -> State:
     """Search for what is missing."""
     reply = await writer_model.ainvoke(_asked(WRITER, state, notes(state)))
-    found = state["index"].best(reply.text)
+    found = state["index"].best(last_line(reply.text))
     searches = state["searches"] + 1
     if found is None:
         return {"searches": searches, "found": {"title": "", "text": "nothing found"}}
@@ -61,13 +60,13 @@ async def writer(state: State) -> State:
 async def reader(state: State) -> State:
     """Note what the document has to do with the question."""
     reply = await reader_model.ainvoke(_asked(READER, state, f"passage {state['found']['text']}"))
-    return {"notes": [*state["notes"], f"{state['found']['title']} says {reply.text.strip()}"]}
+    return {"notes": [*state["notes"], f"{state['found']['title']} says {last_line(reply.text)}"]}
 
 
 async def answerer(state: State) -> State:
     """Answer."""
     reply = await answerer_model.ainvoke(_asked(ANSWERER, state, notes(state)))
-    return {"answer": reply.text.strip()}
+    return {"answer": last_line(reply.text)}
 
 
 def onward(state: State) -> str:
@@ -78,7 +77,7 @@ def onward(state: State) -> str:
 async def agent(state: State) -> State:
     """Do the whole thing alone: `search ...`, or `answer ...`, from the documents themselves."""
     reply = await agent_model.ainvoke(_asked(ALONE, state, notes(state)))
-    asked, _, rest = reply.text.strip().partition(" ")
+    asked, _, rest = last_line(reply.text).partition(" ")
     if asked == "answer":
         return {"answer": rest}
     found = state["index"].best(rest) if asked == "search" else None

@@ -12,6 +12,11 @@ MAX_WORDS = 6
 """Words of a query that are looked for."""
 
 
+def last_line(message: str) -> str:
+    """What counts of a message: a model may think before."""
+    return message.strip().rpartition("\n")[2]
+
+
 class Index:
     """A corpus that can be searched."""
 

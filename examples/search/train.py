@@ -1,6 +1,6 @@
 """The search team as a cotune workflow: what an answer is worth, and what each role's message is worth.
 
-cotune train examples/search/train.py:solve --config examples/search/train.toml --model BASE --tasks FILE
+cotune train examples/search/train.py:solve --config examples/search/small.toml --model BASE --tasks FILE
 """
 
 from __future__ import annotations
@@ -9,21 +9,25 @@ import cotune
 from cotune.types import Call, Candidate
 from examples.search import app
 from examples.search.tasks import Question
-from examples.search.verifier import agent_reward, answer_reward, query_reward, reader_reward, solved
+from examples.search.verifier import agent_reward, answer_reward, evidence_found, query_reward, reader_reward, solved
 
 
 @cotune.workflow
-async def solve(task: Question) -> bool:
-    """Answer one question, from what was retrieved."""
-    state = await app.solve(task)
-    return solved(task, state["answer"], state["retrieved"])
+async def solve(task: Question) -> dict[str, float]:
+    """Answer one question; `success` is whether the answer is right and rests on what was retrieved."""
+    return outcome(task, await app.solve(task))
 
 
 @cotune.workflow
-async def alone(task: Question) -> bool:
+async def alone(task: Question) -> dict[str, float]:
     """The same with a single agent, which may not have answered in the end."""
-    state = await app.solve(task, app.single_graph)
-    return solved(task, state.get("answer", ""), state["retrieved"])
+    return outcome(task, await app.solve(task, app.single_graph))
+
+
+def outcome(task: Question, state: app.State) -> dict[str, float]:
+    """A point for a right answer, and up to one for the share of its documents that were found."""
+    right = float(solved(task, state.get("answer", ""), state["retrieved"]))
+    return {"team": right + evidence_found(task, state["retrieved"]), "success": right}
 
 
 @alone.scorer("agent")

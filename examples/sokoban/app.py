@@ -69,12 +69,11 @@ class Player(AssistantAgent):
         return result.messages[-1].to_text()
 
 
-def model(role: str, max_tokens: int) -> OpenAIChatCompletionClient:
+def model(role: str) -> OpenAIChatCompletionClient:
     """The model client that plays a role; served under the role's name."""
     return OpenAIChatCompletionClient(
         model=role,
         temperature=TEMPERATURE,
-        max_tokens=max_tokens,
         api_key=API_KEY,
         model_info={
             "vision": False,
@@ -86,7 +85,7 @@ def model(role: str, max_tokens: int) -> OpenAIChatCompletionClient:
     )
 
 
-MODELS = {"planner": model("planner", 16), "executor": model("executor", 24), "agent": model("agent", 24)}
+MODELS = {role: model(role) for role in ("planner", "executor", "agent")}
 
 
 async def solve(task: Level) -> Game:

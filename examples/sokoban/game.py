@@ -145,8 +145,8 @@ def best_push(floor: Floor, position: Position) -> tuple[Cell, str]:
 
 
 def plan_in(message: str) -> tuple[Cell, list[str]] | None:
-    """The box and its pushes that the planner's message names, as in `3,2 right right`; None for anything else."""
-    cell, *pushes = message.split() or [""]
+    """The box and its pushes that the planner's last line names, as in `3,2 right right`; None for anything else."""
+    cell, *pushes = _last_line(message).split() or [""]
     x, comma, y = cell.partition(",")
     if not (comma and x.isascii() and y.isascii() and x.isdigit() and y.isdigit()):
         return None
@@ -154,8 +154,8 @@ def plan_in(message: str) -> tuple[Cell, list[str]] | None:
 
 
 def moves_in(message: str) -> list[str] | None:
-    """The moves of the executor's message; None for anything else."""
-    words = message.split()
+    """The moves that the executor's last line consists of; None for anything else."""
+    words = _last_line(message).split()
     return words if _are_moves(words, MAX_MOVES) else None
 
 
@@ -176,6 +176,10 @@ def agent_sees(floor: Floor, position: Position) -> str:
 
 
 OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
+
+
+def _last_line(message: str) -> str:
+    return message.strip().rpartition("\n")[2]
 
 
 def _are_moves(words: Sequence[str], most: int) -> bool:

@@ -1,6 +1,6 @@
 """Sokoban as a cotune workflow: what its outcome is worth, and what each role's message is worth.
 
-cotune train examples/sokoban/train.py:solve --config examples/sokoban/train.toml --model BASE --tasks FILE
+cotune train examples/sokoban/train.py:solve --config examples/sokoban/small.toml --model BASE --tasks FILE
 """
 
 from __future__ import annotations

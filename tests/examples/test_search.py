@@ -105,6 +105,16 @@ def test_a_query_of_every_name_still_finds_one_document() -> None:
     assert query_reward(TASK, INDEX, TASK["evidence"][:2], "u v w x y z North") == {"team": 0.0, "local": -0.5}
 
 
+def test_of_a_message_the_last_line_counts() -> None:
+    assert query_reward(TASK, INDEX, [], "Bram or Ada?\nAda")["team"] == 1.0
+    assert reader_reward(TASK, "Ada", TASK["documents"][0]["text"], "It says where.\nCoral") == {
+        "team": 1.0,
+        "local": 0.0,
+    }
+    assert answer_reward(TASK, TASK["evidence"], "wine\nsalt")["team"] == 2.0
+    assert answer_reward(TASK, TASK["evidence"], "salt\nwine")["team"] == 0.0
+
+
 def test_a_note_that_copies_the_passage_earns_less_than_what_matters_in_it() -> None:
     passage = TASK["documents"][0]["text"]
     assert reader_reward(TASK, "Ada", passage, "Coral") == {"team": 1.0, "local": 0.0}
@@ -130,7 +140,7 @@ def test_a_perfect_team_is_recorded_by_role_and_earns_the_outcome() -> None:
 
     rewards = record(solve, best).rewards
     assert record.roles == ["writer", "reader"] * 3 + ["answerer"]
-    assert rewards == {"team": 1.0}
+    assert rewards == {"team": 2.0}
 
 
 def test_the_words_of_the_demonstrations_are_all_in_the_vocabulary() -> None:

@@ -153,6 +153,12 @@ def test_a_plan_that_nobody_can_carry_out_earns_nothing(text: str) -> None:
     assert planner_reward(FLOOR, START, text) == {"team": 0.0, "local": -0.5}
 
 
+def test_of_a_message_the_last_line_counts() -> None:
+    assert executor_reward(FLOOR, START, "Below the box?\nNo: left.\ndown right right\n")["team"] == 0.75
+    assert executor_reward(FLOOR, START, "down right right\nThat is it.")["local"] == -1.0
+    assert game.plan_in("I push.\n2,2 right") == ((2, 2), ["right"])
+
+
 def test_a_push_earns_by_how_much_nearer_it_is() -> None:
     assert game.distance(FLOOR, START) == 6
     assert planner_reward(FLOOR, START, "2,2 right right") == {"team": 0.75, "local": 0.0}

@@ -66,7 +66,7 @@ WORKLOADS = (
         ("```python\nprint(0)\n```", "```python\nprint(input())\n```", _TEST.format("1 2", "0"), "I do not know."),
     ),
     Workload("sudoku", ("planner", "filler"), ("r1c3", "r1c1", "r1c3=2", "r4c3=3", "r1c1=1", "none"), {"empty": 1}),
-    Workload("search", ("writer", "reader", "answerer"), ("Ada", "Coral", "salt", "nothing at all")),
+    Workload("search", ("writer", "reader", "answerer"), ("Fenn", "Dara", "salt", "nothing at all")),
     Workload(
         "maths",
         ("reasoner", "tool_user", "judge"),
