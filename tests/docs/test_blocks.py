@@ -51,9 +51,7 @@ SMALLER = {"steps=100": "steps=1", '{"k": 8}': '{"k": 2}'}
 BACKEND = "127.0.0.1:4318"
 """The address of a backend in the documentation."""
 OF_CLUSTERS = ("how-to/vllm.md", "internals/fsdp.md", "internals/router.md")
-FRAMEWORKS = ("frameworks/autogen.md", "frameworks/crewai.md")
-"""Pages that suppose a team or a crew, which take long to import."""
-ELSEWHERE = ("start.md", "tutorials/", "frameworks/openai-agents.md")
+ELSEWHERE = ("start.md", "tutorials/", *(f"frameworks/{name}.md" for name in ("autogen", "crewai", "openai-agents")))
 """Pages that other tests follow: step by step, or with the framework."""
 EXAMPLES = ("workflow", "role", "recorded", "trace", "train", "evaluate", "deployed", "gateway", "Judge", "CotuneError")
 """The public names in the order in which their examples build on each other."""
@@ -182,7 +180,7 @@ def example(name: str) -> str:
 def pages() -> list[str]:
     """Pages with python blocks that are run here."""
     named = [str(page.relative_to(ROOT / "docs")) for page in sorted((ROOT / "docs").rglob("*.md"))]
-    left = (*OF_CLUSTERS, *FRAMEWORKS, *ELSEWHERE)
+    left = (*OF_CLUSTERS, *ELSEWHERE)
     return [name for name in named if not name.startswith(left) and blocks(ROOT / "docs" / name, "python")]
 
 
@@ -241,7 +239,7 @@ def test_scorers_of_the_page_give_what_it_says(world: dict[str, Any]) -> None:
     assert [found["shortest"] for found in shortest] == [False, True, True]
 
 
-@pytest.mark.parametrize("page", [*OF_CLUSTERS, *FRAMEWORKS])
+@pytest.mark.parametrize("page", OF_CLUSTERS)
 def test_what_needs_more_calls_what_there_is(page: str) -> None:
     """Imports are there, and every call of what is imported fits its signature."""
     bound = 0
