@@ -44,12 +44,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def own_vllm(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with vllm_server(base, tmp_path_factory.mktemp("vllm") / "log") as url:
         yield url
 
 
-def test_a_server_loads_an_exported_adapter_and_says_what_peft_says(base: Path, server: str, tmp_path: Path) -> None:
+def test_a_server_loads_an_exported_adapter_and_says_what_peft_says(base: Path, own_vllm: str, tmp_path: Path) -> None:
     weights, lora = adapter(base), msgspec.structs.replace(LORA, alpha=64.0)
     policy = TrainedPolicy(
         name="planner", kind="lora", version=1, roles=("planner",), model=str(base), weights=weights, lora=lora
@@ -57,13 +57,13 @@ def test_a_server_loads_an_exported_adapter_and_says_what_peft_says(base: Path, 
     write_export(tmp_path / "out", [policy])
     folder = tmp_path / "out" / "planner"
     asked = {"lora_name": "planner", "lora_path": str(folder)}
-    httpx.post(f"{server}/v1/load_lora_adapter", json=asked, timeout=120).raise_for_status()
+    httpx.post(f"{own_vllm}/v1/load_lora_adapter", json=asked, timeout=120).raise_for_status()
     prompt = [5, 6, 7, 8]
     plain = AutoModelForCausalLM.from_pretrained(base)
     expected = greedy(PeftModel.from_pretrained(plain, folder), prompt)[:8]
     sent = {"model": "planner", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    reply = httpx.post(f"{server}/v1/completions", json={**sent, "return_token_ids": True}, timeout=120).json()
-    httpx.post(f"{server}/v1/unload_lora_adapter", json={"lora_name": "planner"}, timeout=120).raise_for_status()
+    reply = httpx.post(f"{own_vllm}/v1/completions", json={**sent, "return_token_ids": True}, timeout=120).json()
+    httpx.post(f"{own_vllm}/v1/unload_lora_adapter", json={"lora_name": "planner"}, timeout=120).raise_for_status()
     assert reply["choices"][0]["token_ids"] == expected
     assert greedy(AutoModelForCausalLM.from_pretrained(base), prompt)[:8] != expected
 
@@ -77,7 +77,7 @@ def run(base: Path, url: str, folder: Path, **settings: Any) -> list[dict[str, A
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_server_scores_as_the_teacher_in_this_process(base: Path, server: str) -> None:
+def test_a_server_scores_as_the_teacher_in_this_process(base: Path, own_vllm: str) -> None:
     tokenizer = tokenizer_of(str(base))
     draw = random.Random(0)
     rows = [
@@ -92,7 +92,7 @@ def test_a_server_scores_as_the_teacher_in_this_process(base: Path, server: str)
         for n in range(40)
     ]
     rows.append(msgspec.structs.replace(rows[0], response_ids=(5,) * 300))  # longer than its context
-    served = VllmTeacher(server, tokenizer)
+    served = VllmTeacher(own_vllm, tokenizer)
     found = served.logprobs(rows)
     served.close()
     assert found.pop() is None and served.counters["unscored"] == 1
@@ -100,17 +100,21 @@ def test_a_server_scores_as_the_teacher_in_this_process(base: Path, server: str)
     np.testing.assert_allclose(np.concatenate(found), np.concatenate(here), atol=1e-4)
     tiny_models.build("qwen3", other := base.parent / "other")
     with pytest.raises(ConfigError, match=r"reads the tokens 0 to .* otherwise"):
-        VllmTeacher(server, tokenizer_of(str(other)))
+        VllmTeacher(own_vllm, tokenizer_of(str(other)))
 
 
 def test_a_run_comes_nearer_to_a_teacher_by_its_address(
-    base: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, own_vllm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = functools.partial(TransformersSampler.open, host="thread", device="cpu")
     monkeypatch.setattr(TransformersSampler, "open", opened)
     student = sharpened(build_base(tmp_path / "student", seed=5))
     given = {"model": str(student), "steps": 4, "tasks_per_step": 3, "plan": {"k": 8}, "policies": "full"}
-    given |= {"recipe": "distill", "distill": {"teacher": f"{server}/v1"}, "learner": {"lr": 2e-3, "device": "cpu"}}
+    given |= {
+        "recipe": "distill",
+        "distill": {"teacher": f"{own_vllm}/v1"},
+        "learner": {"lr": 2e-3, "device": "cpu"},
+    }
     train(application(converse), TASKS, given, run=tmp_path / "run", console=Console(file=io.StringIO()))
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     gaps = [sum(line["roles"][role]["kl"] for role in ("first", "second")) for line in lines]
@@ -121,15 +125,15 @@ def test_a_run_comes_nearer_to_a_teacher_by_its_address(
 
 
 def test_a_run_trains_adapters_on_a_server_and_leaves_it_as_it_was(
-    ray_runtime: str, base: Path, server: str, tmp_path: Path
+    ray_runtime: str, base: Path, own_vllm: str, tmp_path: Path
 ) -> None:
-    lines = run(base, server, tmp_path / "run", policies="lora", lora={"rank": 4})
+    lines = run(base, own_vllm, tmp_path / "run", policies="lora", lora={"rank": 4})
     assert len(lines) == 2
     assert all(line["updated"] and not line["failed"] and set(line["staleness"]) == {"0"} for line in lines)
-    with urllib.request.urlopen(f"{server}/v1/models") as answer:
+    with urllib.request.urlopen(f"{own_vllm}/v1/models") as answer:
         assert [card["id"] for card in json.load(answer)["data"]] == [str(base)]
     with pytest.raises(ConfigError, match=r"rank 16 .*Start it with .* --max-lora-rank of at least 16"):
-        run(base, server, tmp_path / "wide", policies="lora", lora={"rank": 16})
+        run(base, own_vllm, tmp_path / "wide", policies="lora", lora={"rank": 16})
 
 
 def test_full_weights_are_refused(ray_runtime: str, base: Path, tmp_path: Path) -> None:
