@@ -311,7 +311,7 @@ def quick_sandbox() -> Sandbox:
         ("pass", None),
         ("print('\\n'.join(map(str, range(100))))", None),  # every number
         ("print(14); raise SystemExit(1)", None),
-        ("import glob\nfor name in [*glob.glob('/work/**'), *glob.glob('/tmp/*')]: print(open(name).read())", None),
+        ("import glob\nfor name in [*glob.glob('/root/**'), *glob.glob('/tmp/*')]: print(open(name).read())", None),
         ("print(open('/etc/passwd').read(), open('tasks.jsonl').read())", None),
         ("print(14, flush=True)\nwhile True: pass", None),
     ],
