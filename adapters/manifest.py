@@ -148,7 +148,6 @@ def _check_policy(policy: ExportedPolicy, path: Path, remedy: str) -> None:
 
 def serve_commands(manifest: Manifest) -> dict[str, list[str]]:
     """Command lines by server, to be run in the folder of the export; model names are the roles."""
-    vllm: list[str] = []
     files = [policy for policy in manifest.policies if policy.gguf]
     if files:
         roles = {policy.name: [e.role for e in manifest.roles if e.policy == policy.name] for policy in files}
@@ -160,6 +159,7 @@ def serve_commands(manifest: Manifest) -> dict[str, list[str]]:
                 for role in roles[policy.name]
             ],
         }
+    vllm: list[str] = []
     adapters: dict[str, list[tuple[ExportedRole, ExportedPolicy]]] = {}
     for entry in manifest.roles:
         policy = manifest.policy(entry.role)

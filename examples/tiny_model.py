@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -58,6 +60,23 @@ def build_base(
     warm_up(model, _tokenized(tokenizer, demonstrations), rng, steps=steps, batch=batch, lr=lr, report=report)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def build_by_command(build: Callable[..., None], steps: int) -> None:
+    """The command line of a base model: `build` it in the folder `--out`, by default in so many steps of warm-up."""
+    parser = argparse.ArgumentParser(description=build.__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=steps)
+    options = parser.parse_args()
+    started = time.monotonic()
+
+    def report(step: int, loss: float) -> None:
+        if step % 50 == 0 or step == options.steps:
+            print(f"warm-up {step}/{options.steps}: loss {loss:.3f}, {time.monotonic() - started:.0f} s", flush=True)
+
+    build(options.out, seed=options.seed, steps=options.steps, report=report)
+    print(f"base model saved in {options.out}")
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import io
 import json
@@ -40,6 +41,13 @@ def rows(file: Path, *fields: str) -> Iterator[dict[str, Any]]:
         if missing := [name for name in fields if name not in row]:
             raise DatasetError(f"{file}, row {number}: no field {', '.join(missing)}; it has {', '.join(row)}")
         yield row
+
+
+def add_files(parser: argparse.ArgumentParser, loaders: Mapping[str, Callable[..., Any]]) -> None:
+    """Add a flag for the files of each data set; the loader's docstring is its help."""
+    for name, loader in loaders.items():
+        about = " ".join((loader.__doc__ or "").split())
+        parser.add_argument(f"--{name}", type=Path, nargs="+", default=[], metavar="FILE", help=about)
 
 
 def _parquet(file: Path) -> Iterator[dict[str, Any]]:

@@ -13,9 +13,8 @@ import random
 import string
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
-from examples.code.datasets import LOADERS, DatasetError
+from examples.code.datasets import LOADERS, DatasetError, add_files
 from examples.code.families import FAMILIES, Family
 from examples.code.programs import Test, sandbox
 from examples.code.verifier import Problem
@@ -92,9 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--tasks", type=int, default=512, help="at most (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    for name, loader in LOADERS.items():
-        about = " ".join((loader.__doc__ or "").split())
-        parser.add_argument(f"--{name}", type=Path, nargs="+", default=[], metavar="FILE", help=about)
+    add_files(parser, LOADERS)
     parser.add_argument("--tests", type=int, default=16, help="most hidden tests of a problem (default: %(default)s)")
     options = parser.parse_args()
     try:

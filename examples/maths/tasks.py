@@ -10,10 +10,9 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
-from examples.code.datasets import DatasetError
+from examples.code.datasets import DatasetError, add_files
 from examples.maths.answers import number, plain
 from examples.maths.datasets import LOADERS
 from examples.maths.verifier import Problem
@@ -54,9 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--tasks", type=int, default=512, help="at most (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    for name, loader in LOADERS.items():
-        about = " ".join((loader.__doc__ or "").split())
-        parser.add_argument(f"--{name}", type=Path, nargs="+", default=[], metavar="FILE", help=about)
+    add_files(parser, LOADERS)
     options = parser.parse_args()
     public = any(getattr(options, name) for name in LOADERS)
     try:

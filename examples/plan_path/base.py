@@ -8,10 +8,8 @@ and the game, but err often, so that the base succeeds at about one task in seve
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -32,7 +30,7 @@ from examples.plan_path.grid import (
     navigator_messages,
     step,
 )
-from examples.tiny_model import Demonstration, build_base
+from examples.tiny_model import Demonstration, build_base, build_by_command
 
 STEPS = 260
 BATCH = 96
@@ -133,22 +131,5 @@ def build(
     build_base(folder, [*WORDS, *words], shown, rng, seed=seed, steps=steps, batch=BATCH, lr=LR, report=report)
 
 
-def main() -> None:
-    """Build the base model."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    options = parser.parse_args()
-    started = time.monotonic()
-
-    def report(step: int, loss: float) -> None:
-        if step % 50 == 0 or step == options.steps:
-            print(f"warm-up {step}/{options.steps}: loss {loss:.3f}, {time.monotonic() - started:.0f} s", flush=True)
-
-    build(options.out, seed=options.seed, steps=options.steps, report=report)
-    print(f"base model saved in {options.out}")
-
-
 if __name__ == "__main__":
-    main()
+    build_by_command(build, STEPS)

@@ -5,7 +5,6 @@ python -m examples.plan_path_crewai.base --out runs/crewai/base
 
 from __future__ import annotations
 
-import argparse
 import random
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from crewai import Agent, BaseLLM
 
 from examples.plan_path import base
 from examples.plan_path_crewai.app import driver, navigator
+from examples.tiny_model import build_by_command
 
 PLACE = "<what is asked>"
 
@@ -62,16 +62,5 @@ def build(folder: Path, **options: Any) -> None:
     base.build(folder, demonstrators=TEAM, words=WORDS, **options)
 
 
-def main() -> None:
-    """Build the base model."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=base.STEPS)
-    options = parser.parse_args()
-    build(options.out, seed=options.seed, steps=options.steps)
-    print(f"base model saved in {options.out}")
-
-
 if __name__ == "__main__":
-    main()
+    build_by_command(build, base.STEPS)

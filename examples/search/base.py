@@ -6,14 +6,13 @@ demonstrations.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 from examples.search.app import ALONE, ANSWERER, READER, WRITER
 from examples.search.tasks import GOODS, PEOPLE, PROVINCES, QUESTIONS, SIGHTS, TOWNS, TRADES, Question, make_tasks
-from examples.tiny_model import Demonstration, build_base
+from examples.tiny_model import Demonstration, build_base, build_by_command
 
 STEPS, DEMONSTRATIONS = 400, 12000
 ERRING = {"writer": 0.45, "reader": 0.4, "answerer": 0.4, "agent": 0.45}
@@ -74,21 +73,5 @@ def build(
     build_base(folder, WORDS, shown, rng, seed=seed, steps=steps, report=report)
 
 
-def main() -> None:
-    """Build the base model."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    options = parser.parse_args()
-
-    def report(step: int, loss: float) -> None:
-        if step % 50 == 0 or step == options.steps:
-            print(f"warm-up {step}/{options.steps}: loss {loss:.3f}", flush=True)
-
-    build(options.out, seed=options.seed, steps=options.steps, report=report)
-    print(f"base model saved in {options.out}")
-
-
 if __name__ == "__main__":
-    main()
+    build_by_command(build, STEPS)

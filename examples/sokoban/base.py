@@ -5,7 +5,6 @@ python -m examples.sokoban.base --out runs/sokoban/base --seed 0
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ from examples.sokoban.game import (
     way_to_push,
 )
 from examples.sokoban.tasks import SIZE, make_tasks
-from examples.tiny_model import Demonstration, build_base
+from examples.tiny_model import Demonstration, build_base, build_by_command
 
 STEPS, DEMONSTRATIONS, LEVELS = 900, 24000, 1500
 ERRING_PUSH, ERRING_MOVE = 0.4, 0.12
@@ -110,21 +109,5 @@ def build(
     build_base(folder, WORDS, shown, rng, seed=seed, steps=steps, report=report)
 
 
-def main() -> None:
-    """Build the base model."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    options = parser.parse_args()
-
-    def report(step: int, loss: float) -> None:
-        if step % 50 == 0 or step == options.steps:
-            print(f"warm-up {step}/{options.steps}: loss {loss:.3f}", flush=True)
-
-    build(options.out, seed=options.seed, steps=options.steps, report=report)
-    print(f"base model saved in {options.out}")
-
-
 if __name__ == "__main__":
-    main()
+    build_by_command(build, STEPS)
