@@ -6,7 +6,7 @@ import ast
 import itertools
 from collections.abc import Iterator, Sequence
 
-from examples.code.programs import Test, passed
+from examples.code.programs import Test, passes_all
 
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -54,5 +54,5 @@ def wrong_programs(program: str, tests: Sequence[Test], function: str, most: int
     """At most so many changed programs that fail a test, from all over the program; each is run."""
     candidates = list(dict.fromkeys(changed(program)))
     tried = candidates[:: max(1, len(candidates) // (most * TRIES))][: most * TRIES]
-    found = (text for text in tried if not all(passed(text, tests, function)))
+    found = (text for text in tried if not passes_all(text, tests, function))
     return list(itertools.islice(found, most))

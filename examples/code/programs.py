@@ -85,6 +85,11 @@ def passed(program: str | None, tests: Iterable[Test], function: str = "") -> li
     return outcomes
 
 
+def passes_all(program: str, tests: Iterable[Test], function: str = "") -> bool:
+    """Whether a program passes all tests; no more are run after the first that it fails."""
+    return all(passed(program, [test], function)[0] for test in tests)
+
+
 @functools.lru_cache(4096)
 def _outcome(program: str, function: str, input: str, output: str, also: str | None = None) -> tuple[bool, bool]:
     """Whether a program passes a test, and whether it ended in time. Kept, as the candidates of a tester are all scored

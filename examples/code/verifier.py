@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict
 
-from examples.code.programs import Test, passed, program_in, share, tests_in
+from examples.code.programs import Test, passed, passes_all, program_in, share, tests_in
 
 
 class Problem(TypedDict):
@@ -55,9 +55,5 @@ def tests_worth(tests: Sequence[Test], task: Problem) -> float:
     valid = [test for test, accepted in zip(fresh, right, strict=True) if accepted]
     if not valid:
         return 0.0
-    refused = [not _passes_all(program, valid, task["function"]) for program in task["wrong"]]
+    refused = [not passes_all(program, valid, task["function"]) for program in task["wrong"]]
     return len(valid) / len(tests) * share(refused)
-
-
-def _passes_all(program: str, tests: Sequence[Test], function: str) -> bool:
-    return all(passed(program, [test], function)[0] for test in tests)

@@ -43,10 +43,9 @@ SYSTEM = {
 class Solver(AssistantAgent):
     """A role at a problem, which remembers nothing but what it is asked."""
 
-    def __init__(self, role: str, attempt: Attempt) -> None:
+    def __init__(self, role: str) -> None:
         context = BufferedChatCompletionContext(buffer_size=1)
         super().__init__(role, MODELS[role], system_message=SYSTEM[role], model_context=context)
-        self.attempt = attempt
 
     async def say(self, *seen: str) -> str:
         """Its message on what it sees."""
@@ -67,7 +66,7 @@ class Attempt:
 
     async def solve(self) -> Attempt:
         """Work on it until both agree or the turns are over, and have it judged."""
-        reasoner, tool_user, judge = (Solver(role, self) for role in MODELS)
+        reasoner, tool_user, judge = (Solver(role) for role in MODELS)
         while self.turns < TURNS and not self.agreed:
             again = [self.shown_program, self.shown_answer, "They differ. Find out which is wrong."]
             seen = [self.question, *(again if self.turns else [])]

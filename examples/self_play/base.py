@@ -8,9 +8,8 @@ from pathlib import Path
 
 from examples.self_play import duel, noughts
 from examples.self_play.turns import with_rules
-from examples.tiny_model import Demonstration, build_base
+from examples.tiny_model import SPECIAL, Demonstration, build_base
 
-SPECIAL_TOKENS = 4
 WORDS = (
     *("user", "assistant", "row", "column", "choose", *duel.CHOICES, "x", "o"),
     *(str(cell + 1) for cell in noughts.CELLS),
@@ -26,7 +25,7 @@ ILLEGAL = 0.05
 
 def choices_only() -> dict[str, int]:
     """A `logit_bias` that leaves nothing but the choices of the matrix game."""
-    return {str(SPECIAL_TOKENS + WORDS.index(word)): 50 for word in duel.CHOICES}
+    return {str(len(SPECIAL) + WORDS.index(word)): 50 for word in duel.CHOICES}
 
 
 def demonstrations(rng: random.Random, moves: int = MOVES) -> Iterator[Demonstration]:

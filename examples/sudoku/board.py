@@ -5,6 +5,7 @@ A board is a list of rows, 0 where a cell is empty; its boxes are squares: 2 x 2
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ def cells(size: int) -> Iterator[Cell]:
     return ((row, column) for row in range(size) for column in range(size))
 
 
+@functools.cache
 def units(size: int) -> list[tuple[str, list[Cell]]]:
     """Rows, columns and boxes, each with its name and cells."""
     box = math.isqrt(size)
