@@ -44,8 +44,8 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Probe:
-    """Prompts (token ids) that a version is sampled with, `PROBE_CANDIDATES` in all, the trainer's log-probabilities of
-    rows, and the largest mean gap between both, in nats."""
+    """Prompts (token ids) that a version is sampled with, at least `PROBE_CANDIDATES` times in all, the trainer's
+    log-probabilities of rows, and the largest mean gap between both, in nats."""
 
     prompts: Sequence[Sequence[int]]
     logprobs: Callable[[Sequence[TrainRow]], Sequence[npt.NDArray[Any]]]

@@ -89,7 +89,7 @@ def prepare(
     members = [sample for group in built.groups for sample in group.samples]
     order = np.array([place[sample.id] for sample in members], np.int64)
     number = np.repeat(np.arange(len(built.groups)), [len(group.samples) for group in built.groups])
-    stats = _spread(members, returns[0][order], number, recipe, len(built.groups))
+    stats = group_spread(members, returns[0][order], number, recipe, len(built.groups))
     reasons = group_reasons(built.groups, stats, recipe.filters, consumed)
     for group, reason in zip(built.groups, reasons, strict=True):
         if reason is not None:
@@ -216,7 +216,8 @@ def _alone(recipe: Recipe, alone: int, total: int) -> Iterable[str]:
     yield text
 
 
-def _spread(samples: Sequence[Sample], reward: Floats, number: Codes, recipe: Recipe, count: int) -> Spread:
+def group_spread(samples: Sequence[Sample], reward: Floats, number: Codes, recipe: Recipe, count: int) -> Spread:
+    """Spread of the rewards [n] of samples in each of `count` groups; `number` [n] is the group of each."""
     _, group, value, weight = units(samples, reward, number, recipe.terms[0])
     return spread(value, group, weight, count)
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from cotune.integrations.models.gguf import slowed_positions
 
 Precision = Literal["f16", "bf16", "f32", "q8_0"]
 """How the matrices of a GGUF file are stored; vectors are always in fp32."""
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 _ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 """`model_type` of a config.json -> `gguf.MODEL_ARCH`."""
 _ROPE = ("default", "llama3")
@@ -41,6 +40,11 @@ _REMEDY = "Use --merge and then convert_hf_to_gguf.py of llama.cpp, which knows 
 
 def check_gguf(model: Path) -> None:
     """Raises ConfigError for a model folder that cannot be written as GGUF here, naming what is in the way."""
+    _checked(model)
+
+
+def _checked(model: Path) -> tuple[Any, str]:
+    """The configuration, and llama.cpp's name of the way in which the tokenizer splits text."""
     from transformers import AutoConfig
 
     with reading(model):
@@ -54,7 +58,7 @@ def check_gguf(model: Path) -> None:
         raise _refused(model, "a model without sliding windows of attention")
     if config.hidden_act != "silu":
         raise _refused(model, f"a model with hidden_act silu; this one has {config.hidden_act}")
-    _split_name(model)
+    return config, _split_name(model)
 
 
 def write_gguf(model: Path, file: Path, precision: Precision, *, name: str, base: str) -> None:
@@ -64,16 +68,14 @@ def write_gguf(model: Path, file: Path, precision: Precision, *, name: str, base
     is in f16 where `precision` is q8_0. One tensor at a time is in memory. Raises ConfigError as `check_gguf`.
     """
     import gguf
-    from transformers import AutoConfig
 
-    check_gguf(model)
-    config = AutoConfig.from_pretrained(model, **loading())
+    config, split = _checked(model)
     arch = gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type]]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
     try:
         _add_settings(writer, config, precision, name, base)
-        _add_tokenizer(writer, model, config.vocab_size)
+        _add_tokenizer(writer, model, config.vocab_size, split)
         for long, shape, _ in _tensors(model, config):
             short, kind = names.get_name(long, try_suffixes=(".weight", ".bias")) or long, _kind(shape, precision)
             stored = gguf.quant_shape_to_byte_shape(shape, kind) if kind.name in ("BF16", "Q8_0") else shape
@@ -148,7 +150,7 @@ def _head(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _add_tokenizer(writer: Any, model: Path, size: int) -> None:
+def _add_tokenizer(writer: Any, model: Path, size: int, split: str) -> None:
     import gguf
     from transformers import AutoTokenizer
 
@@ -157,7 +159,7 @@ def _add_tokenizer(writer: Any, model: Path, size: int) -> None:
     added = {number: token.special for number, token in tokenizer.added_tokens_decoder.items()}
     kinds = {None: gguf.TokenType.NORMAL, True: gguf.TokenType.CONTROL, False: gguf.TokenType.USER_DEFINED}
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_split_name(model))
+    writer.add_tokenizer_pre(split)
     writer.add_token_list([texts.get(number, f"[PAD{number}]") for number in range(size)])
     writer.add_token_types(
         [kinds[added.get(number)] if number in texts else gguf.TokenType.UNUSED for number in range(size)]

@@ -55,7 +55,7 @@ def model_of(found: Mapping[str, Any]) -> str:
 def params_of(found: Mapping[str, Any]) -> dict[str, Any]:
     """Request parameters in OpenAI form."""
     given = decoded(found.get("llm.invocation_parameters"))
-    params = {k: v for k, v in _mapping(given).items() if k not in ("model", "messages", "tools")}
+    params = {k: v for k, v in mapping(given).items() if k not in ("model", "messages", "tools")}
     params |= {name: found[key] for name, key in names.PARAMS.items() if found.get(key) is not None}
     if found.get(names.OUTPUT_TYPE) == "json":
         params.setdefault("response_format", {"type": "json_object"})
@@ -88,7 +88,7 @@ def tools_of(found: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     given = decoded(found.get(names.TOOL_DEFINITIONS))
     if not isinstance(given, list):
         given = [one.get("tool.json_schema") for one in _items(found, "llm.tools")]
-    tools = [dict(one) if "function" in one else _tool(one) for one in map(_mapping, map(decoded, given)) if one]
+    tools = [dict(one) if "function" in one else _tool(one) for one in map(mapping, map(decoded, given)) if one]
     return tools or None
 
 
@@ -154,7 +154,8 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [{"role": "user", "content": as_text(value)}]
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def mapping(value: Any) -> Mapping[str, Any]:
+    """What is a mapping as it is, anything else as an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from cotune.integrations.otel import names as names
+from cotune.integrations.otel.conventions import mapping
 from cotune.integrations.otel.messages import as_text, decoded, to_parts, tool_call
 from cotune.integrations.otel.phoenix import nanoseconds
 from cotune.integrations.otel.spans import Span, SpanEvent
@@ -35,7 +36,7 @@ class Observations:
     def add(self, value: Mapping[str, Any]) -> bool:
         """Take a trace with its observations, or an observation; False for anything else."""
         if isinstance(value.get("observations"), list):
-            trace = _object(value.get("trace")) or value
+            trace = mapping(value.get("trace")) or value
             id = str(trace.get("id") or "")
             self._traces[id] = trace
             for row in value["observations"]:
@@ -58,7 +59,7 @@ class Observations:
             yield from self._trace(id, rows)
 
     def _score(self, score: Any, trace: str) -> None:
-        given = _object(score)
+        given = mapping(score)
         value = given.get("value")
         subject = _get(given, "observationId") or trace
         attributes = {names.EVALUATION_NAME: given.get("name")}
@@ -90,9 +91,9 @@ class Observations:
         yield from spans
 
     def _span(self, trace: str, row: Mapping[str, Any], known: set[str]) -> Span:
-        metadata = _object(decoded(row.get("metadata")))
+        metadata = mapping(decoded(row.get("metadata")))
         kind = str(row.get("type") or "").upper()
-        attributes = dict(_object(metadata.get("attributes")))
+        attributes = dict(mapping(metadata.get("attributes")))
         attributes |= {"metadata": metadata} if "langgraph_node" in metadata else {}
         attributes.setdefault(names.OPERATION, _OPERATIONS.get(kind, kind.lower()))
         if kind == "AGENT":
@@ -117,7 +118,7 @@ class Observations:
     def _generation(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """What was asked and answered, with names of the GenAI conventions."""
         asked, tools = _request(decoded(row.get("input")))
-        usage = {**_object(row.get("usage")), **_object(decoded(_get(row, "usageDetails")))}
+        usage = {**mapping(row.get("usage")), **mapping(decoded(_get(row, "usageDetails")))}
         found: dict[str, Any] = {
             names.INPUT_MESSAGES: list(map(self._parts, asked)),
             names.OUTPUT_MESSAGES: list(map(self._parts, _answers(decoded(row.get("output"))))),
@@ -125,7 +126,7 @@ class Observations:
             names.INPUT_TOKENS: usage.get("input", _get(row, "promptTokens")),
             names.OUTPUT_TOKENS: usage.get("output", _get(row, "completionTokens")),
             names.TOOL_DEFINITIONS: tools,
-            "llm.invocation_parameters": _object(decoded(_get(row, "modelParameters"))),
+            "llm.invocation_parameters": mapping(decoded(_get(row, "modelParameters"))),
         }
         return {name: value for name, value in found.items() if value}
 
@@ -135,13 +136,13 @@ class Observations:
 
 def _request(value: Any) -> tuple[list[dict[str, Any]], list[Any]]:
     """Messages and tools of what was asked: a list of messages, an object with them, or a text."""
-    given = _object(value)
+    given = mapping(value)
     tools = list(given.get("tools") or given.get("functions") or ())
     messages = given["messages"] if isinstance(given.get("messages"), list) else value
     asked = []
     for one in messages if isinstance(messages, list) else [] if messages is None else [messages]:
-        content = _object(_object(one).get("content"))
-        if _object(one).get("role") == "tool" and ("function" in content or "parameters" in content):
+        content = mapping(mapping(one).get("content"))
+        if mapping(one).get("role") == "tool" and ("function" in content or "parameters" in content):
             tools.append(content)  # how its LangChain handler writes the tools of a request
         else:
             asked.append(_message(one, "user"))
@@ -149,9 +150,9 @@ def _request(value: Any) -> tuple[list[dict[str, Any]], list[Any]]:
 
 
 def _answers(value: Any) -> list[dict[str, Any]]:
-    given = _object(value)
+    given = mapping(value)
     if isinstance(given.get("choices"), list):
-        value = [_object(one).get("message") for one in given["choices"]]
+        value = [mapping(one).get("message") for one in given["choices"]]
     elif isinstance(given.get("messages"), list):
         value = given["messages"]
     return [_message(one, "assistant") for one in (value if isinstance(value, list) else [value]) if one is not None]
@@ -159,7 +160,7 @@ def _answers(value: Any) -> list[dict[str, Any]]:
 
 def _message(value: Any, speaker: str) -> dict[str, Any]:
     """A message in OpenAI form, or as it is where it has parts; other JSON is the content of one by `speaker`."""
-    given = _object(value)
+    given = mapping(value)
     if "parts" in given:  # came over OpenTelemetry
         return {"role": speaker, **given}
     if "content" not in given and "tool_calls" not in given:
@@ -183,7 +184,3 @@ def _get(value: Mapping[str, Any], name: str) -> Any:
     """A field by its name in camel case, or in snake case."""
     snake = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
     return value.get(name) if value.get(name) is not None else value.get(snake)
-
-
-def _object(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

@@ -9,10 +9,10 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from cotune.algorithms.advantages import spread, units
 from cotune.algorithms.attribution import Floats
 from cotune.algorithms.filters import group_reasons
 from cotune.algorithms.groups import Group
+from cotune.algorithms.prepare import group_spread
 from cotune.algorithms.recipes import Recipe
 from cotune.algorithms.run_recipe import Regrouped, config_of, recipe_of, regroup
 from cotune.algorithms.samples import Sample
@@ -165,6 +165,6 @@ def _reasons(groups: Sequence[tuple[Group, Floats]], recipe: Recipe) -> list[str
         return []
     members = [sample for group, _ in groups for sample in group.samples]
     number = np.repeat(np.arange(len(groups)), [len(values) for _, values in groups])
-    _, group, value, weight = units(members, np.concatenate([values for _, values in groups]), number, recipe.terms[0])
-    spreads = spread(value, group, weight, len(groups))
+    values = np.concatenate([values for _, values in groups])
+    spreads = group_spread(members, values, number, recipe, len(groups))
     return group_reasons([group for group, _ in groups], spreads, recipe.filters, ())

@@ -97,9 +97,14 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             _check_memory(self.memory)
 
     @property
-    def asks_for_gpu(self) -> bool:
-        """Whether a setting needs one."""
-        return (self.optimizer, self.quantize, self.tree_attention) != ("adamw", "none", "blocks")
+    def needing_gpu(self) -> dict[str, tuple[str, str]]:
+        """By name, the settings that need a GPU: the value, and the one that needs none."""
+        values = {name: (getattr(self, name), usual) for name, usual in _WITHOUT_GPU.items()}
+        return {name: (value, usual) for name, (value, usual) in values.items() if value != usual}
+
+
+_WITHOUT_GPU = {"optimizer": "adamw", "quantize": "none", "tree_attention": "blocks"}
+"""Settings whose other values need a GPU."""
 
 
 def _check_memory(memory: str) -> None:

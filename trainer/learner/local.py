@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -291,19 +291,26 @@ class LocalLearner:
         lengths = lengths_of(rows)
         found = torch.zeros(sum(lengths), device=model.device)
         parts = found.split(lengths)
-        for micro in [micro for batch in batches for micro in self._micro_batches(model, rows, batch)]:
-            with self._tracer.span("forward"):
-                values = model.logprobs([rows[i] for i in micro])
-            for index, value in zip(micro, values.split([lengths[i] for i in micro]) if micro else (), strict=True):
-                parts[index].copy_(value)
+        for index, value in self._computed(model, rows, batches, model.logprobs):
+            parts[index].copy_(value)
         return list(self._group.sum(found).split(lengths))
 
     def _states(self, model: PolicyModel, rows: Sequence[TrainRow]) -> dict[int, Tensor]:
-        lengths, found = lengths_of(rows), dict[int, Tensor]()
-        for micro in self._micro_batches(model, rows, range(len(rows))):
-            states = model.states([rows[i] for i in micro]).cpu()
-            found.update(zip(micro, states.split([lengths[i] for i in micro]) if micro else (), strict=True))
-        return found
+        return dict(self._computed(model, rows, [range(len(rows))], lambda part: model.states(part).cpu()))
+
+    def _computed(
+        self,
+        model: PolicyModel,
+        rows: Sequence[TrainRow],
+        batches: Sequence[Sequence[int]],
+        compute: Callable[[Sequence[TrainRow]], Tensor],
+    ) -> Iterator[tuple[int, Tensor]]:
+        """What `compute` makes of the response tokens of each row that is this rank's part, with the row's number."""
+        for micro in [micro for batch in batches for micro in self._micro_batches(model, rows, batch)]:
+            own = [rows[i] for i in micro]
+            with self._tracer.span("forward"):
+                values = compute(own)
+            yield from zip(micro, values.split(lengths_of(own)) if micro else (), strict=True)
 
     def _backward(self, update: _Update, batch: Sequence[int], *, first: bool) -> float:
         """Gradients of one mini-batch (indices of rows); returns this rank's part of its loss."""

@@ -49,7 +49,7 @@ class TokenTree(NamedTuple):
     segments: list[Segment]
 
 
-def in_order(sequences: Sequence[Sequence[int]]) -> tuple[list[int], Ints]:
+def in_order(sequences: Sequence[Sequence[int] | Ints]) -> tuple[list[int], Ints]:
     """The numbers of the sequences in lexicographic order, which is a walk down their tree, depth first, and [n] how
     many first tokens each has in common with the one before it there (0 for the first)."""
     arrays = [np.asarray(sequence, ">i4") for sequence in sequences]
@@ -104,9 +104,10 @@ def _nearest(placed: Sequence[int], place: int, common: Ints) -> tuple[int, int]
 
 def walk(tree: TokenTree) -> tuple[Ints, Ints]:
     """[T] the place of each token in a walk down the tree, depth first, and the last place of what is below it."""
-    place, last, count = np.full(len(tree.tokens), -1), np.empty(len(tree.tokens), np.int64), 0
-    for path in sorted(tree.paths, key=lambda path: path.astype(">i8").tobytes()):
-        new = path[place[path] < 0]
+    place, last, count = np.empty_like(tree.tokens), np.empty_like(tree.tokens), 0
+    for number, shared in zip(*in_order(tree.paths), strict=True):
+        path = tree.paths[number]
+        new = path[shared:]
         place[new] = np.arange(count, count := count + len(new))
         last[path] = count - 1
     return place, last

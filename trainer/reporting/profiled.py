@@ -42,11 +42,11 @@ async def profiled(run: Run, report: StepReport) -> AsyncIterator[None]:
     try:
         yield
         whole = Span(f"step {number}", began, time.time())
-        if run.state.steps < number:
-            return  # stopped
         traces = await asyncio.to_thread(run.learner.end_trace)
         if sampler is not None:
             traces.append(await sampler.end_trace())
+        if run.state.steps < number:
+            return  # stopped
         profile = await asyncio.to_thread(_write, run, whole, report.phases, traces)
         report.progress.console.print(profile_table(profile))
     finally:

@@ -14,17 +14,11 @@ from cotune.trainer.learner.policy_model import PolicyModel
 
 def check_hardware(settings: LearnerSettings) -> None:
     """Raises ConfigError for settings that need a GPU where there is none, or bitsandbytes, which is not installed."""
-    asked = {
-        "learner.optimizer": (settings.optimizer, "adamw"),
-        "learner.quantize": (settings.quantize, "none"),
-        "learner.tree_attention": (settings.tree_attention, "blocks"),
-    }
-    for field, (value, usual) in asked.items():
-        if value == usual:
-            continue
+    for name, (value, usual) in settings.needing_gpu.items():
+        field = f"learner.{name}"
         if settings.device == "cpu" or not torch.cuda.is_available():
             raise ConfigError(field, value, f"{usual}, where there is no GPU", "Leave it out, or train on a GPU.")
-        if value != "flex":
+        if name != "tree_attention":
             _bitsandbytes(field, value)
 
 
