@@ -80,10 +80,11 @@ class Observations:
                 yield msgspec.structs.replace(span, parent=None, events=span.events + scores) if own else span
             return
         first = rows[0]
+        named = next((span.name for span in roots), id)  # none where all say that they have a parent
         task = trace.get("input", None if len(roots) != 1 else _first_row(rows, roots[0].id).get("input"))
         start = min(span.start for span in spans)
         yield Span(
-            trace=id, id=id, parent=None, name=str(trace.get("name") or _get(first, "traceName") or roots[0].name),
+            trace=id, id=id, parent=None, name=str(trace.get("name") or _get(first, "traceName") or named),
             start=start, end=max(span.end for span in spans), events=tuple(self._scores.get(id, ())),
             attributes={names.OPERATION: names.WORKFLOW, names.TASK: id, names.TASK_INPUT: as_text(decoded(task))},
             failed=next((span.failed for span in roots if span.failed), None),

@@ -239,6 +239,13 @@ def test_a_page_of_observations_of_langfuse(tmp_path: Path) -> None:
     check_langfuse(read, workflow="root", task={"question": "Weather in Rome?"}, rewards=False)
 
 
+def test_observations_of_which_none_is_the_first_are_read_all_the_same(tmp_path: Path) -> None:
+    rows = [{**row, "parentObservationId": row["id"]} for row in OBSERVATIONS]
+    read = Read(tmp_path, {"data": rows, "meta": {"cursor": None}})
+    assert OBSERVATIONS[0]["traceId"] in {episode.workflow for episode in read.episodes}
+    assert read.made.calls == sum(row["type"] == "GENERATION" for row in OBSERVATIONS)
+
+
 def test_lines_of_observations_in_snake_case(tmp_path: Path) -> None:
     """The export to blob storage: `trace_id`, times without a zone."""
     snake = {
