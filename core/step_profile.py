@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console
 
 _SAMPLER = ("sampling", "decode", "prefill", "load")
 PARTS: dict[str, tuple[str, ...]] = {
@@ -38,11 +38,12 @@ class Span(msgspec.Struct, frozen=True, gc=False):
 
 class Trace(NamedTuple):
     """What a process was traced to do; `operators` are events of Chrome's trace format, of which `left_out` were too
-    many."""
+    many. `notes` say what could not be traced."""
 
     spans: list[Span]
     operators: list[dict[str, Any]]
     left_out: int = 0
+    notes: tuple[str, ...] = ()
 
 
 class ProfileRow(msgspec.Struct, frozen=True):
@@ -90,9 +91,8 @@ def breakdown(whole: Span, phases: Sequence[Span], parts: Sequence[Span]) -> tup
     return (*rows, ProfileRow(OTHER, "", rest, rest))
 
 
-def profile_table(profile: StepProfile) -> Group:
-    """What is printed of a profiled step."""
-    from rich.console import Group
+def print_profile(console: Console, profile: StepProfile) -> None:
+    """A profiled step as a table, what is left out of it, and where its trace is, in one line to copy."""
     from rich.text import Text
 
     from cotune.tables import QUIET, cells, grid
@@ -105,9 +105,9 @@ def profile_table(profile: StepProfile) -> Group:
         busy = f"{row.busy:.2f}" if row.busy - row.seconds >= 0.005 else ""
         table.add_row(*cells((name, row.part, f"{row.seconds:.2f}", f"{share:.1%}", busy)))
     table.add_row(*cells(("all", "", f"{profile.seconds:.2f}", "100.0%", "")))
-    notes = [Text(note, style=QUIET) for note in profile.notes]
-    trace = [Text(f"trace, to open at https://ui.perfetto.dev: {profile.trace}")] if profile.trace else []
-    return Group(table, *notes, *trace)
+    console.print(table, *(Text(note, style=QUIET) for note in profile.notes), sep="\n")
+    if profile.trace:
+        console.print(Text(f"trace, to open at https://ui.perfetto.dev: {profile.trace}"), soft_wrap=True)
 
 
 def _within(spans: Iterable[tuple[float, float]], windows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -10,6 +10,7 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
+from cotune.recording.images import content_text
 from cotune.recording.records import Candidate
 
 if TYPE_CHECKING:
@@ -28,9 +29,14 @@ _WORD = 40
 def snippet(value: Any, size: int = 160) -> str:
     """One line of a message or JSON value."""
     if isinstance(value, Mapping):
-        value = value.get("content") or value
+        value = content_text(value.get("content")) or value
     line = " ".join(str(value).split())
     return line if len(line) <= size else line[: size - 1] + "…"
+
+
+def first_line(text: str | None) -> str:
+    """The first line of an error that says something."""
+    return next(iter((text or "").strip().splitlines()), "no reason recorded")
 
 
 def answer_line(candidate: Candidate) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,17 @@ _EXAMPLE = 'Write one JSON object per line, such as {"id": "t1", "question": "..
 
 def load_tasks(path: str | Path) -> list[Task]:
     """Read a JSON-lines file. Raises ConfigError for a missing file, a broken line (with its number), a repeated id,
-    or a file without tasks."""
+    a file that is one JSON list, or one without tasks."""
     path = Path(path)
     if not path.is_file():
-        raise ConfigError("tasks", str(path), "a file of JSON lines", _EXAMPLE)
+        there = "" if path.exists() else f" No file is at {path.absolute()}."
+        raise ConfigError("tasks", str(path), "a file of JSON lines", f"{_EXAMPLE}{there}")
+    text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ConfigError("tasks", str(path), "a file in UTF-8; this one is in UTF-16", "Save it as UTF-8.")
     tasks: list[Task] = []
     seen: dict[str, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -35,6 +40,9 @@ def load_tasks(path: str | Path) -> list[Task]:
             raise ConfigError("tasks", f"{path}, line {number}", allowed, "Rename or remove one of the two tasks.")
         seen[task.id] = number
         tasks.append(task)
+    if len(tasks) == 1 and isinstance(tasks[0].input, list):
+        remedy = f'{_EXAMPLE} One task that is a list stands under a name: {{"messages": [...]}}.'
+        raise ConfigError("tasks", str(path), "one task on each line; this is one JSON list", remedy)
     if not tasks:
         raise ConfigError("tasks", str(path), "at least one task", _EXAMPLE)
     return tasks
@@ -50,9 +58,12 @@ def as_task(value: Any, number: int) -> Task:
 
 
 def as_tasks(values: str | Path | Iterable[Any]) -> list[Task]:
-    """Tasks of a JSON-lines file, or from Python values. Raises ConfigError when there are none or two share an id."""
+    """Tasks of a JSON-lines file, or from Python values. Raises ConfigError for what is no list of them, when there are
+    none, and when two share an id."""
     if isinstance(values, str | Path):
         return load_tasks(values)
+    if isinstance(values, Mapping) or not isinstance(values, Iterable):
+        raise ConfigError("tasks", values, "a JSON-lines file or a list of tasks", "Put one task into a list.")
     tasks = [as_task(value, number) for number, value in enumerate(values, 1)]
     if not tasks:
         raise ConfigError("tasks", [], "at least one task", _EXAMPLE)

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -27,6 +28,7 @@ def load_object(
 ) -> Any:
     """Import `package.module:name` or `path/to/file.py:name`, from sys.path or the current folder.
 
+    A file in a package, a folder with `__init__.py`, is imported as its module, from the folder that holds the package.
     Raises ConfigError for `field` where the module, file or name does not exist or fails to import. It names what the
     module has of that `kind`, as `is_one` says, and the `remedy`, in which `{source}` is the module.
     """
@@ -66,7 +68,7 @@ def _load_module(field: str, spec: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(error.name + ".")):
             allowed = f"a module on sys.path or in {here}"
-            raise ConfigError(field, spec, allowed, "Name a file instead (path/to/app.py:solve).") from None
+            raise ConfigError(field, spec, allowed, f"Name a file instead ({_file_of(name)}:solve).") from None
         raise _broken(field, spec, error) from error
     except Exception as error:
         raise _broken(field, spec, error) from error
@@ -76,6 +78,8 @@ def _load_file(field: str, spec: str, source: str) -> ModuleType:
     path = Path(source).resolve()
     if not path.is_file():
         raise ConfigError(field, spec, "a file that exists", f"No file is at {path}.")
+    if (packaged := _load_packaged(field, spec, path)) is not None:
+        return packaged
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     loaded = sys.modules.get(path.stem)
@@ -93,9 +97,49 @@ def _load_file(field: str, spec: str, source: str) -> ModuleType:
     return module
 
 
+def _load_packaged(field: str, spec: str, path: Path) -> ModuleType | None:
+    """The module of a file in a package, whose relative and absolute imports then work; None for any other file."""
+    names, root = [path.stem], path.parent
+    while (root / "__init__.py").is_file():
+        names, root = [root.name, *names], root.parent
+    top = sys.modules.get(names[0])
+    elsewhere = top is not None and str(root / names[0]) not in map(str, getattr(top, "__path__", ()))
+    if len(names) == 1 or elsewhere or not all(name.isidentifier() for name in names):
+        return None
+    for entry in (str(path.parent), str(root)):  # the file's own folder stays, for plain imports of its neighbours
+        if entry not in sys.path:
+            sys.path.insert(0, entry)
+    try:
+        return importlib.import_module(".".join(names))
+    except Exception as error:
+        raise _broken(field, spec, error) from error
+
+
+def _file_of(module: str) -> str:
+    """The file of a module below the current folder or its `src/`, where it is there."""
+    file = f"{module.replace('.', '/')}.py"
+    return next((found for found in (file, f"src/{file}") if Path(found).is_file()), "path/to/app.py")
+
+
+def remedy_of(raised: str, otherwise: str) -> str:
+    """What to do about an error of the application's: that a key is missing, and that any will do, where it says so."""
+    return _KEY if _KEYLESS.search(raised) else otherwise
+
+
+_KEYLESS = re.compile(
+    r"(?is)missing credentials|could not resolve authentication|did not find \w*api_?key|KeyError: '\w*_KEY'"
+    r"|api_?key\b.{0,40}\b(required|must be (set|provided)|not set|missing|not found)\b"
+)
+_KEY = (
+    "Set the key that it asks for, or load the .env file that has it. Where no provider is asked, as in check and "
+    "train, any text will do: export OPENAI_API_KEY=none."
+)
+
+
 def _broken(field: str, spec: str, error: Exception) -> ConfigError:
     what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
-    return ConfigError(field, spec, f"a module that imports; this one raised {what}{_line_of(error)}", "Fix it first.")
+    allowed = f"a module that imports; this one raised {what}{_line_of(error)}"
+    return ConfigError(field, spec, allowed, remedy_of(what, "Fix it first."))
 
 
 def _line_of(error: Exception) -> str:

@@ -10,6 +10,8 @@ from typing import Literal, cast
 import msgspec
 
 from cotune.algorithms.samples import Sample
+from cotune.errors import RecordError
+from cotune.recording.images import prompt_id
 from cotune.recording.records import CallRecord, Candidate, Episode, candidate_id
 from cotune.sampling.plans import PlanKind
 from cotune.storage.protocol import Store
@@ -28,6 +30,8 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
     left_out: Mapping[str, int]
     roles: frozenset[str] = frozenset()
     """All roles that called, trained or not."""
+    images: Mapping[str, bytes] = {}
+    """The encoded bytes of the images that the calls show, by their hash."""
 
 
 def collect(
@@ -63,6 +67,7 @@ def collect(
     usable: list[tuple[Episode, CallRecord]] = []
     timed_out: set[str] = set()
     seen: set[str] = set()
+    images: dict[str, bytes] = {}
     episodes = list(episodes)
     trunk_calls = {e.fork.at: e.fork.call for e in episodes if e.fork is not None}
     trunk_calls |= {call: call for call in trunk_calls.values()}
@@ -82,6 +87,7 @@ def collect(
             forked = plan != "replay" or call.id in trunk_calls or (continuations and episode.fork is not None)
             if reason is None and not forked:
                 reason = "not_forked"
+            reason = reason or _image_reason(store, call, images)
             if reason is None:
                 usable.append((episode, call))
             else:
@@ -110,7 +116,7 @@ def collect(
             else:
                 left_out[reason] += 1
     calls = {call.id: call for _, call in usable}
-    return Collected(samples=samples, calls=calls, left_out=dict(left_out), roles=frozenset(seen))
+    return Collected(samples=samples, calls=calls, left_out=dict(left_out), roles=frozenset(seen), images=images)
 
 
 def temperature(call: CallRecord) -> float:
@@ -186,6 +192,17 @@ def _call_reason(
     return "greedy" if temperature(call) <= 0.0 else None
 
 
+def _image_reason(store: Store, call: CallRecord, found: dict[str, bytes]) -> str | None:
+    """Why a call lacks an image; those that it has are put into `found`."""
+    try:
+        for image in call.sampling.get("images") or ():
+            if image not in found:
+                found[image] = store.image(image)
+    except RecordError:
+        return "redacted" if call.redacted else "lost_image"
+    return None
+
+
 def _candidate_reason(candidate: Candidate, call: CallRecord, plan: PlanKind) -> str | None:
     if plan != "tree" and candidate.index != call.chosen:
         return "not_chosen"
@@ -220,6 +237,7 @@ def _sample(
     timed_out: bool,
 ) -> Sample:
     assert call.prompt is not None and call.policy is not None
+    prompt = prompt_id(call.prompt, call.sampling.get("images") or ())
     return Sample(
         id=candidate_id(call.id, candidate.index),
         task=episode.task.id,
@@ -227,8 +245,8 @@ def _sample(
         role=call.role,
         turn=call.turn,
         step=call.step,
-        branch=episode.id if plan == "tree" else call.prompt,
-        prompt=call.prompt,
+        branch=episode.id if plan == "tree" else prompt,
+        prompt=prompt,
         policy=call.policy,
         tokens=len(candidate.token_ids),
         observation=call.messages[-1] if call.messages else "",

@@ -24,6 +24,7 @@ REASONS: Mapping[str, str] = {
     "no_policy": "an outside provider answered",
     "no_token_ids": "the engine or provider gave no token ids",
     "redacted": "a redactor changed its text, so its token ids are not stored",
+    "lost_image": "an image of its prompt is not among the records",
     "no_logprobs": "the engine or provider gave no log-probabilities",
     "broken_logprobs": "log-probabilities are not finite, or not one per token",
     "empty_response": "the candidate has no token",

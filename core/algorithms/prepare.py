@@ -143,12 +143,15 @@ def train_rows(
     """Rows for the learner by role, with the token ids and the sampler's log-probabilities as recorded; `entropy_by`
     names the component of the outcome that weighs a row's entropy bonus (`LossSpec`)."""
     prompts: dict[str, tuple[int, ...]] = {}
+    images: dict[str, tuple[bytes, ...]] = {}
     grammars: dict[str, str] = {"": ""}
     rows: dict[str, list[TrainRow]] = {}
     for sample, advantage in zip(prepared.samples, prepared.advantages.tolist(), strict=True):
-        if sample.prompt not in prompts:
-            prompts[sample.prompt] = store.token_ids(sample.prompt)
         call = collected.calls[sample.call]
+        if sample.prompt not in prompts:
+            assert call.prompt is not None
+            prompts[sample.prompt] = store.token_ids(call.prompt)
+            images[sample.prompt] = tuple(collected.images[name] for name in call.sampling.get("images") or ())
         grammar = call.sampling.get("grammar", "")
         if grammar not in grammars:
             grammars[grammar] = store.message(grammar)
@@ -168,6 +171,7 @@ def train_rows(
                 version=sample.policy.version,
                 trajectory=sample.rollout,
                 exploration=sample.outcome.get(entropy_by, 1.0),
+                images=images[sample.prompt],
             )
         )
     return rows

@@ -3,6 +3,7 @@ it makes of recorded episodes."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -16,11 +17,11 @@ from cotune.algorithms.collect import Collected, collect, failure_reward
 from cotune.algorithms.groups import Group, build_groups
 from cotune.algorithms.prepare import Prepared, prepare
 from cotune.algorithms.recipes import USUAL, Recipe
-from cotune.errors import GroupError
+from cotune.errors import GroupError, RunError
 from cotune.recording.records import Episode
 from cotune.sampling.plans import PlanKind
 from cotune.storage.protocol import Store
-from cotune.storage.run_layout import RunConfig, is_run, read_run
+from cotune.storage.run_layout import RunConfig, RunLayout, is_run, newest_checkpoint, read_policies, read_run
 from cotune.storage.sqlite_store import SqliteStore
 
 
@@ -39,12 +40,19 @@ class Regrouped(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[str, ...]
 
 
-def regroup(store: Store, episodes: Iterable[Episode], chosen: Recipe, config: RunConfig) -> Regrouped:
-    """Group and weigh recorded episodes as training did."""
+def regroup(
+    store: Store,
+    episodes: Iterable[Episode],
+    chosen: Recipe,
+    config: RunConfig,
+    roles: Mapping[str, str] | None = None,
+) -> Regrouped:
+    """Group and weigh recorded episodes as training did; `roles` as `trained_roles` gives them."""
     collected = collect(
         store,
         episodes,
         plan=chosen.plan,
+        roles=roles,
         on_failure=failure_reward(config.on_failure),
         continuations=config.replay.continuations,
     )
@@ -104,8 +112,23 @@ def recipe_of(store: SqliteStore) -> tuple[Recipe, str]:
 
 
 def _plan_of(store: SqliteStore) -> PlanKind:
-    several = store.rows("SELECT 1 FROM calls WHERE json_array_length(candidates) > 1 LIMIT 1")
-    return "tree" if several else "independent"
+    """Only under a tree plan are the candidates of a call scored; an application may ask for several all the same."""
+    scored = store.rows(
+        "SELECT 1 FROM calls WHERE json_array_length(candidates) > 1 AND EXISTS "
+        "(SELECT 1 FROM rewards WHERE target > calls.id || '.' AND target < calls.id || '/') LIMIT 1"
+    )
+    return "tree" if scored else "independent"
+
+
+def trained_roles(store: SqliteStore) -> dict[str, str] | None:
+    """The roles that the run trains, each with its policy; None (all) for records of no run, or before a checkpoint."""
+    folder = store.path.parent
+    checkpoint = newest_checkpoint(RunLayout(folder).checkpoints) if is_run(folder) else None
+    with contextlib.suppress(RunError):  # a damaged one
+        if checkpoint is not None:
+            trained = [one for one in read_policies(checkpoint) if one.kind in ("lora", "full")]
+            return {role: one.name for one in trained for role in one.roles}
+    return None
 
 
 def config_of(store: SqliteStore) -> RunConfig:

@@ -15,7 +15,8 @@ KEY_FIELDS = ("task", "rollout", "role", "turn", "step", "branch", "prompt", "ob
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One candidate with everything that a recipe may group, weigh or normalise by.
 
-    `prompt` is the segment id of the prompt path: equal ids mean identical prompt token ids. `branch` names the
+    `prompt` is the segment id of the prompt path, with the ids of its images: equal ids mean identical prompt token ids
+    and images. `branch` names the
     history the call happened in: under a tree plan the episode, whose chosen prefix all siblings share; under a replay
     plan the call that was forked, whose `turn` all siblings have; under independent rollouts the prompt, as equal
     prompts are all that two episodes can have in common.
@@ -62,7 +63,7 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     denominator and no metric. Empty: all count. `reference` is a teacher's log-probability of each response token.
     `trajectory` names what the row is a part of: its episode. `exploration` multiplies the weight of the entropy bonus.
     `advantages`, one per response token, go before `advantage` where they are given. `privileged` are token ids that a
-    critic reads before the prompt.
+    critic reads before the prompt. `images` are the encoded bytes of the prompt's images, in order.
     """
 
     id: str
@@ -81,3 +82,4 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     exploration: float = 1.0
     advantages: tuple[float, ...] = ()
     privileged: tuple[int, ...] = ()
+    images: tuple[bytes, ...] = ()

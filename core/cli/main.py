@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -107,6 +108,9 @@ def _failed(arguments: argparse.Namespace, message: str) -> int:
 def run() -> NoReturn:
     """The process of the command line: run the command, and end whatever the application has left running."""
     own_process()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale may lack what a model says
+            stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
     leave(main())
 
 

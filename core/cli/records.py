@@ -23,11 +23,11 @@ def add_show(commands: Any) -> None:
             _show_json(a, filters)
             return 0
         if a.profile:
-            from cotune.step_profile import profile_table
+            from cotune.step_profile import print_profile
             from cotune.storage.run_layout import read_profiles
 
             for profile in read_profiles(a.run_folder):
-                terminal().print(profile_table(profile))
+                print_profile(terminal(), profile)
             return 0
         if a.steps:
             from cotune.cli.runs import show_steps

@@ -21,7 +21,7 @@ def add_replay(commands: Any) -> None:
 
         options = ReplayOptions(**given(a))
         tell(f"reading {a.run_folder} ...")
-        report = replay(a.run_folder, options, lambda total: episode_bar(terminal(), total))
+        report = replay(a.run_folder, options, lambda total: episode_bar(terminal(stderr=True), total))
         terminal().print(render(report))
         if report.interrupted:
             return 130

@@ -15,11 +15,14 @@ from rich.tree import Tree
 from cotune.cli.show_groups import show_groups
 from cotune.errors import RecordError
 from cotune.policies import UNTRAINED
+from cotune.recording.images import content_text
 from cotune.recording.records import CallRecord, Episode, candidate_id
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.tables import BAD, GOOD, NAME, QUIET, answer_line, cells, grid, plural, scores, snippet, warn
+from cotune.tables import BAD, GOOD, NAME, QUIET, answer_line, cells, first_line, grid, plural, scores, snippet, warn
 
+_REWARDS = 30
+"""Signs of a candidate's rewards that leave room for its answer on the same line."""
 CAUSES = 3
 """Causes of failed episodes that are shown."""
 
@@ -106,8 +109,7 @@ def overview(store: SqliteStore) -> Iterable[RenderableType]:
 def _causes(store: SqliteStore) -> Iterable[tuple[str, str]]:
     """Why episodes failed, the commonest causes first, and the roles that the untrained model stands in for."""
     for phase, cause, times in store.rows(_CAUSES, (CAUSES,)):
-        first = (str(cause or "no reason recorded").splitlines() or [""])[0]
-        yield f"{plural(times, 'episode')} of {phase} failed: {first}\n", BAD
+        yield f"{plural(times, 'episode')} of {phase} failed: {first_line(cause)}\n", BAD
     for role, calls in store.rows(_STOOD_IN, (UNTRAINED.name,)):
         yield (
             f"role {role} has no policy: {UNTRAINED}, the untrained model, answered {plural(calls, 'call')}\n",
@@ -135,6 +137,8 @@ def episode_list(store: SqliteStore, filters: EpisodeFilters, limit: int) -> Ite
     of_task = f" of task {filters.task}" if filters.task else ""
     left = f"the latest {len(found)} of " if len(found) < total else ""
     yield Text(f"{left}{plural(total, 'episode')}{of_task}\n", style="bold")
+    if not found and (where or not store.rows(_OPEN, (1,))):
+        return
     table = grid("episode", "task", "phase", "step>", "calls>", "seconds>", "status", "reward")
     rewards = store.rewards(id for (id,) in found)
     for (id,) in reversed(found):
@@ -171,9 +175,9 @@ def _cause(store: SqliteStore, id: str, calls: Sequence[CallRecord], full: bool)
     if episode.status == "ok":
         return ""
     failed = next((call for call in reversed(calls) if call.status != "ok"), None)
-    error = (episode.error or (failed and failed.error) or "no reason recorded").strip()
+    error = (episode.error or "").strip() or (failed.error if failed else None)
     at = f" (call {failed.step}, {failed.role}: {failed.status})" if failed else ""
-    return f"{episode.status}{at}: {error if full else (error.splitlines() or [''])[0]}"
+    return f"{episode.status}{at}: {error if full and error else first_line(error)}"
 
 
 def episode_tree(store: SqliteStore, id: str, calls: Sequence[CallRecord], full: bool = False) -> Tree:
@@ -249,16 +253,18 @@ def _call_details(store: SqliteStore, call: CallRecord, full: bool) -> Iterable[
     for attempt in call.attempts:
         yield _short(Text(f"retried after {attempt}", style=QUIET))
     if call.error:
-        yield _short(Text(call.error, style=BAD))
+        yield Text(call.error, style=BAD) if full else _short(Text(first_line(call.error), style=BAD))
     rewards = store.rewards(candidate_id(call.id, c.index) for c in call.candidates)
     for candidate in call.candidates:
         chosen = candidate.index == call.chosen
         line = Text("> " if chosen else "  ", style=GOOD)
         line.append_text(scores(rewards[candidate_id(call.id, candidate.index)]))
         said = _whole(candidate.message) if full else answer_line(candidate)
-        line.append("  " if len(line) > 2 else "").append(said, style="" if chosen else QUIET)
+        if len(line) > 2:
+            line.append("  " if len(line) < _REWARDS else "\n  ")
         if candidate.finish_reason == "length":
-            line.append(" [cut at the length limit]", style=BAD)
+            line.append("[cut at the length limit] ", style=BAD)
+        line.append(said, style="" if chosen else QUIET)
         yield _line(line, full)
 
 
@@ -266,8 +272,7 @@ def _whole(message: Any) -> str:
     """Who speaks, and all that is said."""
     if not isinstance(message, Mapping):
         return json.dumps(message, ensure_ascii=False, indent=2)
-    content = message.get("content")
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, indent=2) if content else ""
+    text = content_text(message.get("content"))
     rest = {key: value for key, value in message.items() if key not in ("role", "content") and value}
     parts = [part for part in (text, json.dumps(rest, ensure_ascii=False, indent=2) if rest else "") if part]
     return f"{message.get('role', 'message')}: " + "\n".join(parts)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.recipes import Recipe
-from cotune.algorithms.run_recipe import GroupCell, config_of, recipe_of, regroup
+from cotune.algorithms.run_recipe import GroupCell, config_of, recipe_of, regroup, trained_roles
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tables import BAD, QUIET, grid, plural, warn
 
@@ -59,7 +59,8 @@ def _count(
     step: int | None,
     consumed: Iterable[str],
 ) -> None:
-    found = regroup(store, store.episodes(phase=phase, training_step=step), chosen, config_of(store))
+    roles = trained_roles(store) if phase else None
+    found = regroup(store, store.episodes(phase=phase, training_step=step), chosen, config_of(store), roles)
     counts.left_out.update(found.left_out)
     counts.candidates += found.candidates
     counts.kept += len(found.prepared.samples) if found.prepared else 0
@@ -88,7 +89,7 @@ def _table(counts: GroupCounts) -> RenderableType:
             f"{cell.flat / count:.0%}",
             f"{cell.trained:,}",
         )
-    return table
+    return table if table.row_count else Text("no groups", style=QUIET)
 
 
 def _reasons(counts: GroupCounts) -> RenderableType:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from cotune.cli.options import TraceOptions
 from cotune.errors import RunError, WorkflowError
+from cotune.recording.episodes import UNSEEN
 from cotune.recording.records import Episode
 from cotune.recording.rollout import EpisodeBatch, rollout
 from cotune.replay.chance import start_freezing
@@ -73,9 +74,6 @@ def _report(episodes: list[Episode], lost: int, out: str, console: Console) -> i
     for error, count in Counter(episode.error for episode in failed).most_common(3):
         console.print(f"  {count} x {error}", markup=False)
     if not calls:
-        raise WorkflowError(
-            "The workflow made no LLM call that cotune can see.",
-            "Call models through the OpenAI SDK or a LangChain chat model, inside the workflow function.",
-        )
+        raise WorkflowError("The workflow made no LLM call that cotune can see.", UNSEEN)
     console.print(f"next: cotune show {out}")
     return 1 if lost or len(failed) == len(episodes) else 0

@@ -86,9 +86,9 @@ def add_doctor(commands: Any) -> None:
         if a.json:
             print(report.to_json())
         else:
-            terminal(soft_wrap=True).print(render(report))
+            terminal().print(render(report))
             if report.memory:
-                terminal(soft_wrap=True).print(render_memory(report.memory))
+                terminal().print(render_memory(report.memory))
             tell("a run can start" if report.fits else "a run cannot start: see what blocks it")
         return 0 if report.fits else 1
 
@@ -151,12 +151,6 @@ def add_train(commands: Any) -> None:
     )
 
 
-_NO_SIGNAL = (
-    "no signal: all rewards that were compared are equal. Take tasks that are solved now and then, a larger plan.k, or "
-    "a scorer or judge that tells answers apart."
-)
-
-
 def _run_train(a: argparse.Namespace) -> int:
     if a.explain:
         from cotune.trainer.reporting.columns import explained
@@ -165,6 +159,7 @@ def _run_train(a: argparse.Namespace) -> int:
         return 0
     tell(f"opening the run {a.resume} ..." if a.resume else f"loading {a.workflow} ...")
     from cotune.trainer.config.train import load_config, read_toml
+    from cotune.trainer.reporting.summary import NO_SIGNAL
     from cotune.trainer.train import resume, train
 
     fields = {**given(a), **settings(a.set)}
@@ -184,7 +179,7 @@ def _run_train(a: argparse.Namespace) -> int:
     if summary.stayed:
         tell("never updated: " + ", ".join(f"{policy} ({why})" for policy, why in summary.stayed.items()))
     if "no signal" in summary.stayed.values():
-        tell(_NO_SIGNAL)
+        tell(NO_SIGNAL)
     if summary.finished and summary.versions:
         app = a.workflow or read_run_json(summary.path)["workflow"] or "WORKFLOW"
         tell(f"next: cotune eval {app} --run {summary.path} --tasks HELD_OUT.jsonl")
@@ -222,5 +217,5 @@ def add_eval(commands: Any) -> None:
     )
     text = "what a million prompt and completion tokens of a model cost (or of a policy, by its name)"
     add_repeated(command, "--price", "MODEL=IN/OUT", text)
-    options = ("limit", "samples", "concurrency", "timeout", "out", "roles_by", "records")
+    options = ("model", "limit", "samples", "concurrency", "timeout", "out", "roles_by", "records")
     add_fields(command, *options, table=EvaluationOptions)

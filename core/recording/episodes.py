@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +23,20 @@ from cotune.runtime.threads import carry_context
 from cotune.runtime.user_code import Stopped, in_thread, origin, running
 from cotune.sampling.blame import Blame, blame
 from cotune.sampling.scoring import components
+from cotune.user_objects import remedy_of
 from cotune.workflows import Workflow
 
 activators: list[Callable[[], None]] = []
 """Run before every episode, cheaply: what installs the integrations."""
 
+_BUSY = re.compile(r"(?<!event loop )is (?:already|currently) running")
+"""What frameworks say of a crew or team that is asked to run twice at once."""
+UNSEEN = (
+    "Call models through the OpenAI SDK or a framework that cotune records, inside the workflow function. Give any "
+    "other client, such as httpx, the address of `with cotune.gateway()`."
+)
+"""What to do where no call of a workflow is seen."""
+_SHARED = "Several episodes run at once: make what runs in the workflow function, or give it to cotune.workflow itself."
 _THREADS = 1024
 _grown: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
@@ -145,7 +155,7 @@ def outcome_of(value: Any, source: str, *, some: bool = True) -> tuple[dict[str,
                 "Return a number, a bool, or a dict of named numbers.",
             )
         rewards = components(value, source, "team")
-        return rewards, ({"success": rewards["team"]} if isinstance(value, bool) else {})
+        return rewards, ({"success": rewards["team"]} if _is_bool(value) else {})
     named = dict(value)
     extra = named.pop("metrics", None)
     metrics = components(extra, source) if extra else {}
@@ -154,6 +164,11 @@ def outcome_of(value: Any, source: str, *, some: bool = True) -> tuple[dict[str,
     if not named and "success" in metrics:
         named = {"team": metrics["success"]}
     return (components(named, source) if named or some else {}), metrics
+
+
+def _is_bool(value: Any) -> bool:
+    """Whether a value is Python's or NumPy's bool."""
+    return isinstance(value, bool) or getattr(getattr(value, "dtype", None), "kind", "") == "b"
 
 
 async def _run(workflow: Workflow, task: Task, live: LiveEpisode) -> Any:
@@ -205,7 +220,7 @@ def _grow_threads() -> None:
 def _timed_out(workflow: Workflow, live: LiveEpisode, timeout: float | None, error: TimeoutError) -> WorkflowError:
     at = "; ".join([*live.pending(), *getattr(error.__cause__, "__notes__", ())])
     cause = f"The workflow {workflow.name!r} did not finish within {timeout} seconds{': ' if at else ''}{at}."
-    return WorkflowError(cause, "Raise the episode's time-out.")
+    return WorkflowError(cause, "Look at what takes so long, or raise the episode's time-out.")
 
 
 def _failed(live: LiveEpisode, error: CotuneError) -> Outcome:
@@ -220,6 +235,7 @@ def _raised(workflow: Workflow, error: BaseException) -> WorkflowError:
     if isinstance(error.__cause__, Blocked):
         return WorkflowError(f"The workflow {workflow.name!r} {error.__cause__}.", REMEDY)
     what = str(error) if isinstance(error, Stopped) else f"{type(error).__name__}: {error}"
-    failed = WorkflowError(f"The workflow {workflow.name!r} raised {what}{origin(error)}.", "Fix the workflow.")
+    remedy = _SHARED if _BUSY.search(what) else remedy_of(what, "Fix the workflow.")
+    failed = WorkflowError(f"The workflow {workflow.name!r} raised {what}{origin(error)}.", remedy)
     failed.__cause__ = error
     return failed

@@ -12,7 +12,9 @@ from typing import Any
 import msgspec
 
 from cotune.errors import CotuneError, WorkflowError
+from cotune.json_values import plain
 from cotune.recording.answers import Answer
+from cotune.recording.images import split_images
 from cotune.recording.records import Candidate, Task
 from cotune.runtime.bounded_cache import BoundedCache
 from cotune.user_objects import load_object, takes
@@ -24,10 +26,10 @@ _FINISHED = {"stop", "length", "tool_calls", "function_call", "content_filter", 
 """Finish reasons that are none of a provider's own making."""
 FAILED = "[redaction failed]"
 WITHHELD = "[redacted]"
-"""In place of a grammar that holds what was redacted."""
+"""In place of a grammar that holds what was redacted, and of the hash of an image."""
 _KEPT, _MOST = 100_000, 16 << 20
 """Messages, and bytes of them, whose redaction an episode keeps; older ones are redacted again."""
-_json = msgspec.json.Encoder(enc_hook=repr)
+_json = msgspec.json.Encoder(enc_hook=plain)
 """As the store encodes what is no JSON."""
 
 
@@ -136,7 +138,7 @@ class Redaction:
         tokens_withheld = any(changed for _, changed in messages) or (tools is not None and self.changes(tools))
         params, error = self.table(call.params), self.text(call.error)
         formed = params != call.params or (tools is not None and self.changes(tools))
-        answer = None if call.answer is None else self._answer(call.answer, formed)
+        answer = None if call.answer is None else self._answer(call.answer, formed, [stored for stored, _ in messages])
         return RedactedCall(
             messages=[message for message, _ in messages],
             tools=None if tools is None else self.message(tools).get("content"),
@@ -148,8 +150,9 @@ class Redaction:
             tokens_withheld=tokens_withheld and not self.keep_token_ids,
         )
 
-    def _answer(self, answer: Answer, formed: bool) -> Answer:
-        """What to store of an answer. `formed`: a redactor changed what the grammar was made of.
+    def _answer(self, answer: Answer, formed: bool, messages: Sequence[dict[str, Any]]) -> Answer:
+        """What to store of an answer to a prompt that is stored as `messages`. `formed`: a redactor changed what the
+        grammar was made of.
 
         Token ids cannot be trained on without their grammar, so they go with it.
         """
@@ -160,6 +163,9 @@ class Redaction:
             sampling["grammar"] = grammar if keep else WITHHELD
             if not keep:
                 candidates = tuple(msgspec.structs.replace(c, token_ids=(), logprobs=()) for c in candidates)
+        if images := answer.sampling.get("images"):
+            kept = {image.id for message in messages for image in split_images(message)[1]}
+            sampling["images"] = [image if image in kept else WITHHELD for image in images]
         return msgspec.structs.replace(answer, candidates=candidates, sampling=sampling)
 
     def _candidate(self, candidate: Candidate) -> Candidate:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cotune.recording.images import without_image_bytes
 from cotune.recording.recorder import LiveCall
 from cotune.replay.requests import unnamed, without_names
 from cotune.replay.script import Script, ScriptCall
@@ -33,7 +34,7 @@ LOOKS_LIKE = " (it looks like "
 def first_difference(script: Script, recorded: ScriptCall, call: LiveCall) -> str:
     """The first difference between two requests of a role, in the order messages, tools, model, parameters."""
     asked, tools = script.asked(recorded)
-    bodies, messages = unnamed(asked), unnamed(call.messages)
+    bodies, messages = _readable(asked), _readable(call.messages)
     for number, (was, now) in enumerate(zip(bodies, messages, strict=False)):
         if _text(was) != _text(now):
             return f"message {number + 1} ({_speaker(now)}), {_message_difference(was, now)}"
@@ -53,11 +54,16 @@ def similarity(script: Script, recorded: ScriptCall, call: LiveCall) -> int:
     """How many messages two requests share before they differ."""
     shared = 0
     asked, _ = script.asked(recorded)
-    for was, now in zip(unnamed(asked), unnamed(call.messages), strict=False):
+    for was, now in zip(_readable(asked), _readable(call.messages), strict=False):
         if _text(was) != _text(now):
             break
         shared += 1
     return shared
+
+
+def _readable(messages: Sequence[Any]) -> list[Any]:
+    """What is compared: an image by its hash."""
+    return [without_image_bytes(message) for message in unnamed(messages)]
 
 
 def _message_difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:

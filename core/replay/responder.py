@@ -18,6 +18,8 @@ from cotune.replay.script import Replay, ScriptCall
 
 PATIENCE = 1.0
 """Seconds for which an answer waits for a call that had its own before it in the record and is not asked yet."""
+GAP = 0.005, 0.05
+"""Seconds, at least and at most, between two such answers: one by HTTP is on its way for a while."""
 _CHANGED = (
     "If the application was changed, record it anew; what else may differ from run to run is in docs/how-to/replay.md."
 )
@@ -67,13 +69,7 @@ class ReplayResponder:
         try:
             if entry.call.id == self.replay.fork:
                 return await self._fork(call, entry.call)
-            for other in self._entries:
-                if entry.call.started < other.call.ended < entry.call.ended and not await _followed(other):
-                    call.episode.warn(
-                        "replay_order",
-                        f"Role {call.role!r} is answered before a call of role {other.call.role!r} that had its answer "
-                        f"first in the record: that one was not asked within {PATIENCE:g} s.",
-                    )
+            await self._in_order(call, entry.call)
             return entry.call.answer
         finally:
             entry.answered.set_result(None)
@@ -132,6 +128,21 @@ class ReplayResponder:
             queue.remove(entry)
             entry.asked.set_result(None)
             return entry
+
+    async def _in_order(self, call: LiveCall, recorded: ScriptCall) -> None:
+        """Wait for the answers that came while this call waited for its own in the record, and as long after them."""
+        earlier = [entry for entry in self._entries if recorded.started < entry.call.ended < recorded.ended]
+        if not earlier:
+            return
+        for other in earlier:
+            if not await _followed(other):
+                call.episode.warn(
+                    "replay_order",
+                    f"Role {call.role!r} is answered before a call of role {other.call.role!r} that had its answer "
+                    f"first in the record: that one was not asked within {PATIENCE:g} s.",
+                )
+        least, most = GAP
+        await asyncio.sleep(min(most, max(least, recorded.ended - max(other.call.ended for other in earlier))))
 
     async def _fork(self, call: LiveCall, recorded: ScriptCall) -> Answer | None:
         call.episode.fork = Fork(self.replay.script.episode, recorded.id, call.id, self.resumed)

@@ -133,11 +133,15 @@ def is_standard(frame: FrameType) -> bool:
 
 
 def origin(error: BaseException) -> str:
-    """Where an error was raised, in parentheses; empty where that is unknown."""
+    """The line of the application that an error was raised at or came through, in parentheses; that of a library where
+    there is none, and empty where nothing is known."""
     while isinstance(error, Stopped) and error.__cause__ is not None:
         error = error.__cause__
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not frames:
+        return ""
+    frame, line = next((found for found in reversed(frames) if not is_library(found[0])), frames[-1])
+    return f" ({frame.f_code.co_filename}:{line} in {frame.f_code.co_name})"
 
 
 def _phrase(error: BaseException) -> str:

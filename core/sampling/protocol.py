@@ -35,7 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `stop` strings end a candidate and are not part of its text; `timeout` is in seconds. `grammar` (Lark, "" for none)
     says which tokens may come next. Logits are changed in this order: grammar, `logit_bias` (pairs of token id and
     what is added), `repetition_penalty` (tokens of prompt and reply), `frequency_penalty` and `presence_penalty`
-    (tokens of the reply), temperature, `min_p`, `top_k`, `top_p`.
+    (tokens of the reply), temperature, `min_p`, `top_k`, `top_p`. `images` are the encoded bytes (PNG, JPEG, ...) of
+    what the image tokens of the prompt stand for, in order.
     """
 
     temperature: float = 1.0
@@ -51,6 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     seed: int | None = None
     timeout: float | None = None
+    images: tuple[bytes, ...] = ()
 
 
 UNSHAPED: Mapping[str, float] = {
@@ -63,6 +65,10 @@ UNSHAPED: Mapping[str, float] = {
 }
 """What training sets whatever an application asks: these bend the distribution where the learner does not follow.
 A grammar and `logit_bias` it does follow."""
+
+
+NEVER = -100.0
+"""The bias of a token that is never to be drawn, as in OpenAI's interface."""
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -179,6 +185,16 @@ class ChatFormat(Protocol):
         `earlier` are token paths of the same role; the longest one that the prompt extends is kept id for id.
         `options` are variables for the template (`enable_thinking`, ...).
         """
+        ...
+
+    def images(self, messages: Sequence[Mapping[str, Any]]) -> tuple[bytes, ...]:
+        """The encoded images of messages that have some, in order. Raises RequestRefused where the model sees none, or
+        an image does not come with its bytes."""
+        ...
+
+    @property
+    def image_tokens(self) -> tuple[int, ...]:
+        """Ids of the tokens that stand for images in a prompt."""
         ...
 
     def reads(self, option: str) -> bool:

@@ -22,6 +22,8 @@ _NUMBERS = {
     "repetition_penalty": (1e-3, 100.0),
 }
 _BIAS = 100.0
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+"""Forms of a reply as vLLM alone takes them."""
 
 
 def request_params(
@@ -68,7 +70,7 @@ def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def fixes_form(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> bool:
     """Whether the request restricts what a reply may look like, so that it is sampled under a grammar."""
-    if form_type(body) != "text":
+    if form_type(body) != "text" or any(body.get(name) is not None for name in GUIDED):
         return True
     choice = body.get("tool_choice") or "auto"
     if not tools:

@@ -14,10 +14,11 @@ from cotune.algorithms.attribution import Length, attribute_siblings
 from cotune.algorithms.recipes import Attribution
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, WorkflowError
 from cotune.recording.answers import Answer
+from cotune.recording.images import holds_images, image_id
 from cotune.recording.recorder import LiveCall
 from cotune.recording.records import Candidate, PolicyRef, Usage
 from cotune.sampling.plans import Plan, choose, seed_of
-from cotune.sampling.protocol import UNSHAPED, ChatFormat, Completion, Sampler, SamplingParams
+from cotune.sampling.protocol import NEVER, UNSHAPED, ChatFormat, Completion, Sampler, SamplingParams
 from cotune.sampling.request_params import fixes_form, request_params, template_options, tools_shown
 from cotune.sampling.scoring import AnyScorer, score
 
@@ -81,7 +82,7 @@ class PolicyResponder:
             policy=policy,
             usage=Usage(len(prompt), sum(len(c.token_ids) for c in candidates)),
             rewards=rewards,
-            sampling=msgspec.structs.asdict(params),
+            sampling=_recorded(params),
             error=error,
         )
 
@@ -113,6 +114,8 @@ class PolicyResponder:
         asked, tools = call.params, tools_shown(call.params, call.tools)
         try:
             params = self._params(call)
+            if holds_images(call.messages):
+                params = self._seeing(call, params)
             options = template_options(asked)
             for name in options:
                 if not self.chat.reads(name):
@@ -128,6 +131,16 @@ class PolicyResponder:
             call.episode.warn("refused", f"Role {call.role!r} asks for what cannot be honoured.", error)
             raise
         return prompt, params
+
+    def _seeing(self, call: LiveCall, params: SamplingParams) -> SamplingParams:
+        """The parameters with the images of a request. A reply may hold no token that stands for one: nothing would."""
+        try:
+            images = self.chat.images(call.messages)
+            never = tuple((token, NEVER) for token in self.chat.image_tokens)
+            return msgspec.structs.replace(params, images=images, logit_bias=(*params.logit_bias, *never))
+        except RequestRefused as error:
+            where = f"Call {call.step}, turn {call.turn} of role {call.role!r}, has an image"
+            raise RequestRefused(f"{where}. {error.cause}", error.remedy) from None
 
     def _fitted(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
         if self.max_model_len is None:
@@ -200,3 +213,10 @@ class PolicyResponder:
             return (), first
         rewards = tuple({} if isinstance(found, WorkflowError) else found for found in scored)
         return rewards, f"{failed} of {len(scored)} candidates have no reward: {first}"
+
+
+def _recorded(params: SamplingParams) -> dict[str, Any]:
+    """Parameters as they are recorded: images by their hash, and only where there are some."""
+    found = msgspec.structs.asdict(params)
+    images = found.pop("images")
+    return {**found, "images": [image_id(data) for data in images]} if images else found

@@ -128,7 +128,7 @@ async def score(
             work = [asyncio.create_task(interruptible(scorer(c, call, call.task.input))) for c in candidates]
             values: list[Any] = await asyncio.gather(*work, return_exceptions=True)
         else:
-            values = [await _tried(in_thread(scorer, c, call, call.task.input)) for c in candidates]
+            values = [await _tried(_called(scorer, c, call, call.task.input)) for c in candidates]
     return tuple(_components(value, source) for value in values)
 
 
@@ -181,7 +181,8 @@ def _components(value: Any, source: str, name: str = "local") -> dict[str, float
     if isinstance(value, Stopped):
         return _caused(WorkflowError(f"{source} raised {value}{origin(value)}.", "Fix the scorer."), value)
     if isinstance(value, Exception):
-        return _caused(WorkflowError(f"{source} raised {type(value).__name__}: {value}.", "Fix the scorer."), value)
+        what = f"{type(value).__name__}: {value}{origin(value)}"
+        return _caused(WorkflowError(f"{source} raised {what}.", "Fix the scorer."), value)
     if isinstance(value, BaseException):
         raise value
     try:

@@ -35,8 +35,8 @@ class StubResponder:
     tools end; a tool that hands over is called once for each name it knows. One that asks for JSON gets a value of its
     schema; any other one of `answers` in turn, or a short text, or a name or word that its prompt offers. Choices
     rotate from call to call, beginning at `variant`, so that branches are taken and loops end; `branched` tells whether
-    there was one. `limit` bounds the calls of an episode: past it the episode fails. `sampling` is what the policy
-    samples with, whatever the application asks.
+    there was one. So does the tool that is called first, from one variant to the next. `limit` bounds the calls of an
+    episode: past it the episode fails. `sampling` is what the policy samples with, whatever the application asks.
     """
 
     plan: Plan | None = None
@@ -52,6 +52,8 @@ class StubResponder:
     """Calls by episode, refused ones too."""
     branched: bool = field(default=False, init=False)
     """Whether an answer was one of several that could have led elsewhere."""
+    ways: bool = field(default=False, init=False)
+    """Whether another tool could have been called first."""
     _used: Counter[tuple[str, str, str]] = field(default_factory=Counter, init=False)
     _made: Counter[tuple[str, str, str]] = field(default_factory=Counter, init=False)
 
@@ -91,11 +93,14 @@ class StubResponder:
         if not self.call_tools or not functions or choice == "none":
             return None
         names = _names(call)
-        for function in functions.values():
+        ordered = list(functions.values())
+        first = (self.variant + self.variant // len(ordered)) % len(ordered)  # out of step with what else rotates
+        self.ways = self.ways or len(ordered) > 1
+        for function in (*ordered[first:], *ordered[:first]):
             often = max(1, len(names_in(function, names)[1]))
             if self._used[call.episode.id, call.role, function["name"]] < often:
                 return function
-        return list(functions.values())[-1] if forced is not None else None
+        return ordered[-1] if forced is not None else None
 
     def turn(self, call: LiveCall, what: str) -> int:
         """How often this role was asked for `what` before, from where this stub begins."""
@@ -133,6 +138,13 @@ class _Made:
         **_: Any,
     ) -> list[int]:
         return list(_bytes([messages, tools]))
+
+    def images(self, messages: Sequence[Mapping[str, Any]]) -> tuple[bytes, ...]:
+        return ()
+
+    @property
+    def image_tokens(self) -> tuple[int, ...]:
+        return ()
 
     def reads(self, option: str) -> bool:
         return True

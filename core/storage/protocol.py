@@ -50,7 +50,11 @@ class Store(Protocol):
         ...
 
     def message(self, message_id: str) -> Any:
-        """Body of a message, a tools list, or a grammar."""
+        """Body of a message, with its images as they were sent; of a tools list, or a grammar."""
+        ...
+
+    def image(self, image_id: str) -> bytes:
+        """The encoded bytes of an image of a message, by their SHA-256. Raises RecordError when unknown."""
         ...
 
     def token_ids(self, segment_id: str) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -139,8 +140,23 @@ def read_run_json(path: str | Path) -> dict[str, Any]:
 
 
 def read_run(path: str | Path) -> RunDescription:
-    """What of run.json is read again, typed. Raises RunError as `read_run_json` does."""
-    return _converted(RunLayout(path).run_json, read_run_json(path), RunDescription, "Restore it, or start a new run.")
+    """What of run.json is read again, typed; the model where it is now. Raises RunError as `read_run_json` does."""
+    known = read_run_json(path)
+    found = _converted(RunLayout(path).run_json, known, RunDescription, "Restore it, or start a new run.")
+    if found.model is None:
+        return found
+    return msgspec.structs.replace(found, model=relocated(found.model, known, Path(path).absolute()))
+
+
+def relocated(path: str, described: Mapping[str, Any], run: Path) -> str:
+    """`path` of run.json if it exists; else its place beside the run, if the whole project has moved."""
+    if Path(path).exists() or not Path(path).is_absolute():
+        return path
+    old_run = described.get("run")
+    for moved in (run / os.path.relpath(path, old_run) if old_run else None, run.parent / Path(path).name):
+        if moved is not None and moved.exists():
+            return str(moved.resolve())
+    return path
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -217,7 +233,7 @@ def read_policies(checkpoint: Path) -> list[SavedPolicy]:
 
 def _read(file: Path, kind: type[T], remedy: str) -> T:
     try:
-        found = json.loads(file.read_text())  # which takes NaN, as a figure may be
+        found = json.loads(file.read_bytes())  # which takes NaN, as a figure may be
     except OSError as error:
         raise RunError(f"{file} cannot be read: {error.strerror}.", remedy) from None
     except (ValueError, RecursionError) as error:

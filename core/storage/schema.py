@@ -13,6 +13,8 @@ from msgspec.structs import replace
 
 from cotune.errors import RecordError
 from cotune.ids import pack_ids, unpack_ids
+from cotune.json_values import plain
+from cotune.recording.images import split_images
 from cotune.recording.records import CallRecord, Candidate, Episode, Message, Record, RewardRecord
 
 Row = tuple[Any, ...]
@@ -27,7 +29,11 @@ APPLICATION = 0x636F7475
 _LATEST = 9e9
 """Upper bound of times, in seconds: the sum of two fits 64 bits of nanoseconds."""
 
+IMAGES = "CREATE TABLE IF NOT EXISTS images (id TEXT PRIMARY KEY, media_type TEXT NOT NULL, data BLOB NOT NULL);"
+"""A file that was written before there were images gets its table when it is written again."""
+
 SCHEMA = f"""
+{IMAGES}
 CREATE TABLE messages (id TEXT PRIMARY KEY, body TEXT NOT NULL);
 CREATE TABLE segments (id TEXT PRIMARY KEY, parent TEXT, token_ids BLOB NOT NULL);
 CREATE TABLE calls (
@@ -67,7 +73,7 @@ COLUMNS = {
 }
 """Columns of each table, which a file has unless it is damaged."""
 
-WIDTHS = {"messages": 2, "segments": 3, "calls": 13, "episodes": 7, "rewards": 4}
+WIDTHS = {"images": 3, "messages": 2, "segments": 3, "calls": 13, "episodes": 7, "rewards": 4}
 """Columns of each table that records are written to."""
 
 
@@ -83,13 +89,13 @@ class StoredCandidate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False)
     malformed: bool = False
 
 
-_json = msgspec.json.Encoder(enc_hook=repr)
+_json = msgspec.json.Encoder(enc_hook=plain)
 _stored = msgspec.json.Decoder(list[StoredCandidate])
 _calls = msgspec.json.Decoder(CallRecord)
 _episodes = msgspec.json.Decoder(Episode)
 
 CONFLICTS = {
-    **dict.fromkeys(("messages", "segments", "calls"), "ON CONFLICT (id) DO NOTHING"),
+    **dict.fromkeys(("images", "messages", "segments", "calls"), "ON CONFLICT (id) DO NOTHING"),
     "episodes": "ON CONFLICT (id) DO UPDATE SET status = excluded.status, body = excluded.body "
     "WHERE excluded.status = 'cancelled'",
     "rewards": "ON CONFLICT (target, name) DO UPDATE SET value = excluded.value, at = excluded.at",
@@ -97,7 +103,8 @@ CONFLICTS = {
 
 
 def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple[str, Row]], int]:
-    """Rows with their tables, and about how many bytes they take; messages and segments in `known` are left out.
+    """Rows with their tables, and about how many bytes they take; messages, their images and segments in `known` are
+    left out.
 
     Raises TypeError, ValueError or struct.error for what cannot be encoded.
     """
@@ -117,7 +124,12 @@ def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple
         elif record.id in known:
             continue
         elif isinstance(record, Message):
-            table, row = "messages", (record.id, _json.encode(record.body).decode())
+            body, images = split_images(record.body)
+            for image in images:
+                if (name := image.id) not in known:
+                    rows.append(("images", (name, image.media_type, bytearray(image.data))))
+                    size += 300 + len(image.data)
+            table, row = "messages", (record.id, _json.encode(body).decode())
             size += 200 + len(row[1])
         else:
             table, row = "segments", (record.id, record.parent, bytearray(record.packed))

@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from cotune.errors import RecordError, RunError
+from cotune.recording.images import image_id, join_images
 from cotune.recording.records import CallRecord, Episode, Record
 from cotune.runtime.forks import survives_fork
 from cotune.storage.damage import forgiving, is_file_error, is_value_error, unusable
@@ -24,6 +25,7 @@ from cotune.storage.run_layout import RECORDS
 from cotune.storage.schema import (
     APPLICATION,
     COLUMNS,
+    IMAGES,
     SCHEMA,
     VERSION,
     Row,
@@ -152,13 +154,31 @@ class SqliteStore:
         return [call for row in self.rows(sql, (episode_id,)) for call in self._read(call_from, row)]
 
     def message(self, message_id: str) -> Any:
-        """Body of a message or tools list. Raises RecordError when unknown."""
+        """Body of a message, with its images as they were sent, or of a tools list. Raises RecordError when unknown."""
         found = self.rows("SELECT body FROM messages WHERE id = ?", (message_id,))
         if not found:
             raise RecordError(f"No message {message_id!r} in {self.path}.", "It may be among the `lost` records.")
         for body in self._read(msgspec.json.decode, found[0]):
-            return body
+            return join_images(body, self._image)
         raise RecordError(f"The message {message_id!r} in {self.path} cannot be read.", "Its row is broken: leave it.")
+
+    def image(self, image_id: str) -> bytes:
+        """The encoded bytes of an image of a message, by their SHA-256. Raises RecordError when unknown."""
+        data = self._image(image_id)
+        if data is None:
+            raise RecordError(
+                f"No image {image_id!r} in {self.path}.", "It was redacted, or is among the `lost` records."
+            )
+        return data
+
+    def _image(self, id: str) -> bytes | None:
+        """The bytes whose hash it is; None where they are not there, or were changed."""
+        try:
+            found = self.rows("SELECT data FROM images WHERE id = ?", (id,))
+        except sqlite3.OperationalError:  # a file without images, which was never written again
+            return None
+        data = found[0][0] if found else None
+        return data if isinstance(data, bytes) and image_id(data) == id else None
 
     def token_ids(self, segment_id: str) -> tuple[int, ...]:
         """All token ids on the path from the root to this segment. Raises RecordError when a part is missing."""
@@ -278,6 +298,7 @@ def _connect_writer(path: Path) -> sqlite3.Connection:
         if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             _check(db, path)
             db.execute("PRAGMA journal_mode = WAL")
+            db.execute(IMAGES)
         else:
             db.execute("PRAGMA page_size = 8192")
             db.execute("PRAGMA journal_mode = WAL")

@@ -290,7 +290,7 @@ class Writer:
         if isinstance(taken, Batch) and not lost:
             if len(self._known) > RECENT_IDS:
                 self._known.clear()
-            for table in ("messages", "segments"):
+            for table in ("images", "messages", "segments"):
                 self._known.update(taken.tables[table][:: WIDTHS[table]])
         if refused:
             self._report("a reward came after its group was consumed and is refused")

@@ -1,0 +1,25 @@
+"""What stands in a record for a value that JSON does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+_JSON = (dict, list, str, int, float, bool, type(None))
+
+
+def plain(value: Any, text: Callable[[Any], Any] = repr) -> Any:
+    """A pydantic model, or what dumps itself as one, by its fields; anything else as `text` of it."""
+    dump = getattr(value, "model_dump", None)
+    if callable(dump) and not isinstance(value, type):
+        found = dump(mode="json")
+        if isinstance(found, _JSON):
+            return found
+    return text(value)
+
+
+def plain_json(value: Any) -> Any:
+    """The value as JSON values only: an object with pydantic's `model_dump` as that gives it, any other as its text."""
+    return msgspec.to_builtins(value, str_keys=True, enc_hook=lambda value: plain(value, str))

@@ -1,0 +1,163 @@
+"""Images in chat messages: their bytes, kept once under their hash, and the reference that stands in their place.
+
+An image comes as a data URL in a content part `{"type": "image_url", "image_url": {"url": ...}}`. In a stored message
+`data:image/png;base64,...` is `data:image/png;sha256,<hash of the bytes>`: the rest of the part stays as it is.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from cotune.errors import RequestRefused
+
+_DATA = re.compile(r"data:(image/[\w.+-]+)(;[\w.+=-]+)*;base64,", re.ASCII | re.I)
+_REFERENCE = re.compile(r"data:(image/[\w.+-]+);sha256,([0-9a-f]{64})", re.ASCII)
+
+
+class Image(NamedTuple):
+    """An image as it was sent: its media type, as its sender names it, and its encoded bytes (PNG, JPEG, ...)."""
+
+    media_type: str
+    data: bytes
+
+    @property
+    def id(self) -> str:
+        """Content address: SHA-256 of the bytes, 64 hex digits."""
+        return image_id(self.data)
+
+
+def image_id(data: bytes) -> str:
+    """Content address of encoded bytes: SHA-256, 64 hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def split_images(body: Any) -> tuple[Any, list[Image]]:
+    """A message with references in place of its images, and the images; the message itself where it holds none.
+
+    An image that `join_images` would not put together again character by character (base64 in lines) stays, too.
+    """
+    if type(body) is not dict or type(body.get("content")) is not list:
+        return body, []
+    found: list[Image] = []
+
+    def taken(url: str) -> str:
+        image = decoded_image(url)
+        if image is None:
+            return url
+        found.append(image)
+        return f"data:{image.media_type};sha256,{image.id}" if data_url(image) == url else url
+
+    content = [_changed(part, taken) for part in body["content"]]
+    return ({**body, "content": content}, found) if found else (body, [])
+
+
+def join_images(body: Any, image: Callable[[str], bytes | None]) -> Any:
+    """A stored message with its images as they were sent; `image` gives the bytes of a hash, None where they are lost,
+    whose reference stays."""
+    if type(body) is not dict or type(body.get("content")) is not list:
+        return body
+
+    def given(url: str) -> str:
+        match = _REFERENCE.fullmatch(url)
+        data = image(match[2]) if match else None
+        return url if match is None or data is None else data_url(Image(match[1], data))
+
+    return {**body, "content": [_changed(part, given) for part in body["content"]]}
+
+
+def holds_images(messages: Iterable[Any]) -> bool:
+    """Whether any message has an image part."""
+    return any(True for message in messages for _ in _urls(message))
+
+
+def images_of(messages: Iterable[Any]) -> tuple[bytes, ...]:
+    """The encoded bytes of all images of a request, in order. Raises RequestRefused for one that is not sent with it:
+    nothing is ever fetched."""
+    found = []
+    for url in (url for message in messages for url in _urls(message)):
+        image = decoded_image(url)
+        if image is None:
+            scheme = url.partition(":")[0][:20] if isinstance(url, str) and ":" in url else "no address"
+            raise RequestRefused(
+                f"An image comes as {scheme!r} and not with its bytes; a policy fetches nothing.",
+                "Send it as data:image/png;base64,... (or jpeg, webp, gif).",
+            )
+        found.append(image.data)
+    return tuple(found)
+
+
+def data_url(image: Image) -> str:
+    """The image as the URL that holds it."""
+    return f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
+
+
+def shown_image(url: str) -> str:
+    """One phrase for an image in a text: its type, size and the beginning of its hash, or its address."""
+    image = decoded_image(url)
+    if image is not None:
+        return f"[{image.media_type}, {len(image.data):,} bytes, sha256 {image.id[:12]}]"
+    lost = _REFERENCE.fullmatch(url)
+    return f"[{lost[1]}, sha256 {lost[2][:12]}, lost]" if lost else f"[image at {url[:200]}]"
+
+
+def without_image_bytes(body: Any) -> Any:
+    """A message for people to read: its images' addresses are phrases (`shown_image`)."""
+    if not isinstance(body, Mapping) or type(body.get("content")) is not list:
+        return body
+    return {**body, "content": [_changed(part, shown_image) for part in body["content"]]}
+
+
+def content_text(content: Any) -> str:
+    """Content in parts as a text for people to read: its texts, and a phrase for each image."""
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    return "\n".join(_part_text(part) for part in content)
+
+
+def _part_text(part: Any) -> str:
+    url = _url(part)
+    if isinstance(url, str):
+        return shown_image(url)
+    return str(part["text"]) if isinstance(part, Mapping) and isinstance(part.get("text"), str) else str(part)
+
+
+def decoded_image(url: Any) -> Image | None:
+    """The image of a data URL; None for anything else."""
+    match = _DATA.match(url) if isinstance(url, str) else None
+    if match is None:
+        return None
+    try:
+        return Image(match[1], base64.b64decode("".join(url[match.end() :].split()), validate=True))
+    except (binascii.Error, ValueError):
+        return None
+
+
+def _urls(message: Any) -> Iterator[Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    for part in content if isinstance(content, list | tuple) else ():
+        if isinstance(part, Mapping) and part.get("type") == "image_url":
+            yield _url(part)
+
+
+def _url(part: Any) -> Any:
+    """The address in an image part, which is an object in OpenAI form and a text with some clients."""
+    image = part.get("image_url") if isinstance(part, Mapping) else None
+    return image.get("url") if isinstance(image, Mapping) else image
+
+
+def _changed(part: Any, change: Callable[[str], str]) -> Any:
+    url = _url(part)
+    if not isinstance(url, str) or (new := change(url)) == url:
+        return part
+    image = part["image_url"]
+    return {**part, "image_url": {**image, "url": new} if isinstance(image, Mapping) else new}
+
+
+def prompt_id(prompt: str, images: Sequence[str]) -> str:
+    """What tells prompts apart: the id of the token path, and that of each image which its placeholders stand for."""
+    return "+".join((prompt, *images))
