@@ -55,7 +55,7 @@ def _front_matter(manifest: Manifest) -> str:
     data = ModelCardData(
         base_model=ids or None,
         library_name="peft" if lora else None if gguf else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="image-text-to-text" if _sees_images(manifest) else "text-generation",
         tags=tags,
     )
     return data.to_yaml()
@@ -158,13 +158,14 @@ def _serve(manifest: Manifest) -> Iterator[str]:
             yield "```sh\n" + "\n".join(commands) + "\n```"
     if "ollama" in manifest.serve:
         yield _OLLAMA
-    if any(policy.kind == "lora" for policy in manifest.policies):
+    if any(policy.kind == "lora" for policy in manifest.policies) and not _sees_images(manifest):
         yield "For llama.cpp and Ollama export the run with `--gguf`."
 
 
 def _in_an_application(manifest: Manifest) -> Iterator[str]:
     role = json.dumps(manifest.roles[0].role)
     gguf = any(policy.gguf for policy in manifest.policies)
+    vision = _sees_images(manifest)
     url = f"http://127.0.0.1:{_GGUF_PORT if gguf else _PORT}/v1"
     yield "## In an application"
     if not gguf:
@@ -185,7 +186,7 @@ client = OpenAIChatCompletionClient(
     model={role},
     base_url="{url}",
     api_key="none",
-    model_info=dict(family="unknown", function_calling=True, json_output=True, structured_output=True, vision=False),
+    model_info=dict(family="unknown", function_calling=True, json_output=True, structured_output=True, vision={vision}),
 )
 ```"""
     yield f"""```python
@@ -194,6 +195,11 @@ from crewai import LLM
 
 llm = LLM(model="openai/" + {role}, base_url="{url}", api_key="none")
 ```"""
+
+
+def _sees_images(manifest: Manifest) -> bool:
+    """Whether a model that policies were trained from does; GGUF files of such models are not written."""
+    return any(policy.base.sees_images for policy in manifest.policies if policy.base)
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -31,7 +31,13 @@ from cotune.adapters.manifest import (
     write_manifest,
 )
 from cotune.errors import AdapterError, ConfigError, RunError
-from cotune.integrations.models.folder import locate_model, write_adapter, write_merged, write_model
+from cotune.integrations.models.folder import (
+    folder_sees_images,
+    locate_model,
+    write_adapter,
+    write_merged,
+    write_model,
+)
 from cotune.integrations.models.to_gguf import Precision, check_gguf, write_gguf
 from cotune.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
@@ -144,7 +150,7 @@ def _base(model: str, known: dict[str, Base]) -> Base:
     if model not in known:
         folder = locate_model(model)
         name = str(folder) if Path(model).expanduser().exists() else model
-        known[model] = Base(model=name, sha256=base_fingerprint(folder))
+        known[model] = Base(model=name, sha256=base_fingerprint(folder), sees_images=folder_sees_images(folder))
     return known[model]
 
 

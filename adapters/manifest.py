@@ -18,10 +18,12 @@ FORMAT = 1
 
 
 class Base(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that a policy was trained from: a folder or a Hugging Face id, and its fingerprint."""
+    """The model that a policy was trained from: a folder or a Hugging Face id, its fingerprint, and whether it reads
+    images beside text."""
 
     model: str
     sha256: BaseFingerprint
+    sees_images: bool = False
 
 
 class ExportedPolicy(msgspec.Struct, frozen=True, kw_only=True):

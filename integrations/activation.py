@@ -33,6 +33,7 @@ INTEGRATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "openai.resources.realtime.realtime": _SOCKETS,
     "openai.resources.beta.realtime.realtime": _SOCKETS,
     "langchain_core.runnables.config": ("langgraph.identity", ("langchain-core", "langgraph")),
+    "langchain_core.caches": ("langchain.caches", ("langchain-core",)),
     "langchain_core.language_models.chat_models": ("langchain.models", ("langchain-core",)),
     "langchain_core.tools.base": ("langchain.tools", ("langchain-core",)),
     "langchain.agents.middleware.types": ("langchain.middleware", ("langchain-core",)),

@@ -54,6 +54,18 @@ def record_tools(base: Any, *names: str, without: Sequence[str] = ()) -> None:
     each_subclass(base, wrap)
 
 
+def cache_left_aside() -> bool:
+    """Whether a cache of the application's is neither read nor written here: what a policy (or a dry run) answers is a
+    sample of one version, which neither another sample nor the application's own later runs may get. It is counted."""
+    episode = current_episode.get()
+    if episode is None or episode.responder is None:
+        return False
+    episode.warn(
+        "unused_cache", "The application caches answers: where policies answer, that cache is neither read nor written."
+    )
+    return True
+
+
 def inside(original: Any, context: Callable[..., AbstractContextManager[Any] | None]) -> Any:
     """`original`, a plain or an async function, which in an episode runs in what `context` gives for its arguments, if
     anything."""

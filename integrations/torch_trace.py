@@ -33,14 +33,17 @@ class Tracer:
         self._spans: list[Span] | None = None
         self._seen: Counter[str] = Counter()
         self._files: list[Path] = []
+        self._fault = ""
+        """Why operators are missing."""
 
     def begin(self) -> None:
         """Start to trace. The profiler's own start, which takes seconds, is done here."""
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it reports each session on standard error otherwise
+        self._fault = ""
         with _SESSION:
-            session = self._profiler()
-            session.start()
-            session.stop()
+            session = self._started()
+            if session is not None:
+                session.stop()
         self._seen.clear()
         self._spans = []
 
@@ -49,7 +52,8 @@ class Tracer:
         spans, self._spans = self._spans or [], None
         files, self._files = self._files, []
         operators = [event for file in files for event in _operators(file)]
-        return Trace(spans, operators[:MOST_OPERATORS], max(0, len(operators) - MOST_OPERATORS))
+        notes = (f"torch's profiler failed, and operators are missing: {self._fault}",) if self._fault else ()
+        return Trace(spans, operators[:MOST_OPERATORS], max(0, len(operators) - MOST_OPERATORS), notes)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -79,12 +83,26 @@ class Tracer:
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         return torch.profiler.profile(activities=kinds)
 
+    def _started(self) -> Any:
+        """A session that has started, or None where it cannot: what is traced goes on without."""
+        try:
+            session = self._profiler()
+            session.start()
+            return session
+        except Exception as error:  # noqa: BLE001
+            self._failed(error)
+            return None
+
+    def _failed(self, error: Exception) -> None:
+        self._fault = f"{type(error).__name__}: {error}".splitlines()[0]
+
     def _start(self) -> Any:
         if not _SESSION.acquire(blocking=False):
             return None
         began = time.time()
-        session = self._profiler()
-        session.start()
+        session = self._started()
+        if session is None:
+            _SESSION.release()
         self._add("profiler", began)
         return session
 
@@ -96,6 +114,8 @@ class Tracer:
             os.close(handle)
             session.export_chrome_trace(name)
             self._files.append(Path(name))
+        except Exception as error:  # noqa: BLE001
+            self._failed(error)
         finally:
             _SESSION.release()
             self._add("profiler", began)

@@ -15,7 +15,7 @@ from autogen_core.models import (
     UserMessage,
 )
 
-from cotune.integrations.json_values import plain_json
+from cotune.json_values import plain_json
 from cotune.recording.answers import Answer, counts
 from cotune.recording.records import Candidate
 

@@ -13,12 +13,13 @@ from typing import Any
 from autogen_core.models import ChatCompletionClient
 
 from cotune.integrations.autogen.messages import answer_of_result, part_of, request_of, result_of
-from cotune.integrations.patching import each_subclass, replace_method
+from cotune.integrations.patching import cache_left_aside, each_subclass, replace_method
 from cotune.recording.answers import Answer
 from cotune.recording.model_calls import answer, ask_async, end_call, observed, open_call, reason_of, step_async
 from cotune.recording.recorder import LiveCall
 
-_PASSED = {"BaseOpenAIChatCompletionClient", "ChatCompletionCache"}
+_CACHE = "ChatCompletionCache"
+_PASSED = {"BaseOpenAIChatCompletionClient", _CACHE}
 """Classes of autogen_ext whose calls are recorded elsewhere: on the wire, and at the client that a cache asks."""
 
 
@@ -28,11 +29,26 @@ def install() -> None:
 
 
 def _wrap(cls: type) -> None:
+    if cls.__name__ == _CACHE and cls.__module__.startswith("autogen_ext."):
+        replace_method(cls, "create", _past_cache("create"))
+        replace_method(cls, "create_stream", _past_cache("create_stream"))
     passed = any(base.__name__ in _PASSED and base.__module__.startswith("autogen_ext.") for base in cls.__mro__)
     if passed or cls is ChatCompletionClient:
         return
     replace_method(cls, "create", _create)
     replace_method(cls, "create_stream", _create_stream)
+
+
+def _past_cache(name: str) -> Any:
+    def wrapper(original: Any) -> Any:
+        def asked(self: Any, *args: Any, **options: Any) -> Any:
+            if cache_left_aside():
+                return getattr(self.client, name)(*args, **options)
+            return original(self, *args, **options)
+
+        return asked
+
+    return wrapper
 
 
 def _create(original: Any) -> Any:

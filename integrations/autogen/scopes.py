@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from autogen_core.tools import StaticWorkbench
 
@@ -95,6 +96,7 @@ def open_scope(owner: Any, name: str, *, part: bool = False, received: tuple[Any
     if names is None and isinstance(owner, (*_chat_agents(), *_teams())):
         names = Names(owner)
         _report_parts(owner, names)
+        _watch_shared(names)
     return AutogenScope(owner, name, outer, names, part, received)
 
 
@@ -113,6 +115,26 @@ def _report_parts(root: Any, names: Names) -> None:
             episode.parts.add_words(_ends(getattr(member, "_termination_condition", None)))
         elif vars(member).get("_model_client") is not None:
             episode.parts.add([Part(names.of(member, member.name), "member", root.name, member.name)])
+
+
+def _watch_shared(names: Names) -> None:
+    """Warn where episodes of a run share an agent or team: it remembers what others said, and runs once at a time."""
+    episode = current_episode.get()
+    if episode is None or episode.phase == "trace":
+        return
+    for member in names.kept:
+        keeps = isinstance(member, _teams()) or hasattr(member, "_model_context")
+        if keeps and _episodes.setdefault(member, episode.id) != episode.id:
+            episode.warn(
+                "shared_agent",
+                "Episodes share an agent or team of AutoGen, so each reads what others have said, and a team runs only "
+                "once at a time: make it in the workflow function, or give it to cotune.workflow itself.",
+            )
+            return
+
+
+_episodes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""By agent or team: the first episode that it worked in."""
 
 
 def _ends(condition: Any) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from cotune.errors import RequestRefused
 from cotune.integrations.chat.grammar import reason
 from cotune.integrations.chat.tool_formats import TOOL_CALL, call_grammar
-from cotune.sampling.request_params import fixes_form, form_type, function_of
+from cotune.sampling.request_params import GUIDED, fixes_form, form_type, function_of
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """As `json.dumps` or compact: a model cannot fill its reply with white space."""
@@ -110,6 +110,8 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
 
 
 def _form(body: Mapping[str, Any]) -> str:
+    if (name := next((name for name in GUIDED if body.get(name) is not None), None)) is not None:
+        raise RequestRefused(f"{name} was asked for.", "Ask for the form as response_format, or by a tool.")
     kind = form_type(body)
     if kind == "text":
         return ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import sys
@@ -16,8 +15,9 @@ from typing import Any
 
 import msgspec
 
-from cotune.errors import ConfigError, PromptTooLong, SamplerError
+from cotune.errors import ConfigError, PromptTooLong, RequestRefused, SamplerError
 from cotune.ids import pack_ids, unpack_ids
+from cotune.integrations.chat.content import SEEING, for_template
 from cotune.integrations.chat.grammar import Grammars
 from cotune.integrations.chat.replies import Replies
 from cotune.integrations.chat.reply_grammar import Syntax, reply_grammar
@@ -35,6 +35,9 @@ from cotune.integrations.chat.tool_formats import (
     tool_format,
 )
 from cotune.integrations.models.folder import loading, reading
+from cotune.integrations.models.kinds import sees_images
+from cotune.integrations.models.vision import ImageInputs
+from cotune.recording.images import holds_images, images_of
 from cotune.runtime.bounded_cache import BoundedCache
 
 log = logging.getLogger("cotune")
@@ -49,11 +52,18 @@ class ChatTemplate:
 
     Replies are parsed by the tokenizer's own `response_template` where it has one. Else `<think>` becomes
     `reasoning_content`, and tool calls are read in the format `tools`: one of `tool_formats`, or "auto" for the one in
-    which the chat template writes a call. Safe to use from several threads.
+    which the chat template writes a call. `images` is of a model that sees them. Safe to use from several threads.
     """
 
-    def __init__(self, tokenizer: Any, end_token_ids: Sequence[int], *, tools: str = AUTO) -> None:
+    def __init__(
+        self, tokenizer: Any, end_token_ids: Sequence[int], *, tools: str = AUTO, images: ImageInputs | None = None
+    ) -> None:
         self.tokenizer = tokenizer
+        self._images = images
+        self._in_parts = False
+        if images is not None:  # such templates may read texts from parts only
+            with contextlib.suppress(SamplerError):
+                self._in_parts = _PROBE not in self._template([{"role": "user", "content": _PROBE}], None, {})
         self.end_token_ids = tuple(end_token_ids)
         self.counts: Counter[str] = Counter()
         """Prompts by how their ids came about: "rendered", "extended" (earlier ids reused), "respelled" (those of
@@ -75,14 +85,15 @@ class ChatTemplate:
     def load(cls, model: str | Path, tools: str = AUTO) -> ChatTemplate:
         """Load from a model folder or hub id. Raises ConfigError when there is none, no chat template or one that does
         not end, and for a format of tool calls that is unknown."""
-        from transformers import AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
 
         path = Path(model)
         if path.exists() and not (path / "config.json").exists():
             raise ConfigError("model", str(model), "a folder with config.json, tokenizer and weights", _REMEDY)
         with reading(model):
             tokenizer = AutoTokenizer.from_pretrained(str(model), **loading())
-            ends = end_token_ids(str(model), tokenizer)
+            config = AutoConfig.from_pretrained(str(model), **loading())
+            ends = end_token_ids(str(model), config, tokenizer)
         if not tokenizer.chat_template:
             raise ConfigError(
                 "model",
@@ -90,7 +101,7 @@ class ChatTemplate:
                 "a model whose tokenizer has a chat template",
                 "Use an instruct model, or put a chat_template.jinja into the folder.",
             )
-        made = cls(tokenizer, ends, tools=tools)
+        made = cls(tokenizer, ends, tools=tools, images=ImageInputs(str(model)) if sees_images(config) else None)
         try:
             made._template([{"role": "user", "content": "hi"}], None, {})
         except SamplerError as error:  # any other cause may be of this message alone
@@ -202,6 +213,18 @@ class ChatTemplate:
             return HERMES
         return HERMES if self.spelled is None else recognised(self.spelled)
 
+    def images(self, messages: Messages) -> tuple[bytes, ...]:
+        """The encoded images of messages that have some, in order. Raises RequestRefused where the model sees none, or
+        an image does not come with its bytes."""
+        if self._images is None:
+            raise RequestRefused("The policy's model sees no images.", SEEING)
+        return images_of(messages)
+
+    @property
+    def image_tokens(self) -> tuple[int, ...]:
+        """Ids of the tokens that stand for images in a prompt."""
+        return self._images.token_ids if self._images is not None else ()
+
     def reads(self, option: str) -> bool:
         """Whether the template knows a variable of this name."""
         return option in str(self.tokenizer.chat_template)
@@ -260,11 +283,14 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         try:
-            chat, shown = [_for_template(m) for m in messages], list(tools) if tools else None
+            images = self.images(messages) if holds_images(messages) else ()
+            parts = bool(images) or self._in_parts
+            chat, shown = [for_template(m, parts=parts) for m in messages], list(tools) if tools else None
             with time_limit(PATIENCE):
-                return self.tokenizer.apply_chat_template(
+                text: str = self.tokenizer.apply_chat_template(
                     chat, tools=shown, add_generation_prompt=generation, tokenize=False, **options
                 )
+            return self._images.expanded(text, images) if images and self._images else text
         except TookTooLong as error:
             raise SamplerError(
                 f"The chat template did not end within {PATIENCE:g} s.", "Repair the model's chat_template.jinja."
@@ -281,6 +307,7 @@ class ChatTemplate:
 
 PATIENCE = 10.0
 """Seconds that a chat template has for one prompt."""
+_PROBE = "hello"
 _NAME_IT = "Name the format as tool_format: vllm:NAME is any tool parser of vLLM."
 _NO_MARK = "\0"
 """Where a format marks no call: what no reply contains."""
@@ -291,11 +318,11 @@ _OVERHEAD = 400
 _REMEDY = "Check the path or id given as --model."
 
 
-def end_token_ids(model: str, tokenizer: Any) -> list[int]:
+def end_token_ids(model: str, config: Any, tokenizer: Any) -> list[int]:
     """Ids that end a reply: of the generation config, the model config and the tokenizer, without repeats."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    sources = [AutoConfig.from_pretrained(model, **loading()).get_text_config().eos_token_id, tokenizer.eos_token_id]
+    sources = [config.get_text_config().eos_token_id, tokenizer.eos_token_id]
     with contextlib.suppress(OSError):  # a folder without generation_config.json
         sources.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
     ids = [i for s in sources if s is not None for i in (s if isinstance(s, list) else [s])]
@@ -306,38 +333,6 @@ def _too_long(size: str, most: int) -> PromptTooLong:
     return PromptTooLong(
         f"The prompt has {size}; the model takes {most + 1} tokens with the reply.", "Send a shorter conversation."
     )
-
-
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An OpenAI message as chat templates expect it: text content, arguments as objects, no role `developer`."""
-    out = dict(message)
-    if out.get("role") == "developer":
-        out["role"] = "system"
-    content = out.get("content")
-    if content is None:
-        out["content"] = ""
-    elif isinstance(content, list):
-        out["content"] = "".join(_text_part(part) for part in content)
-    if out.get("tool_calls"):
-        out["tool_calls"] = [_call_for_template(c) for c in out["tool_calls"]]
-    return out
-
-
-def _text_part(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
-        return str(part.get("text", ""))
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise SamplerError(f"A message has a content part of type {kind!r}.", "Only text can be sampled from.")
-
-
-def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError):  # what the model wrote is not JSON: the template shows it as it is
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-    return {**call, "function": function}
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from cotune.integrations.json_values import plain_json
+from cotune.json_values import plain_json
 from cotune.recording.answers import MALFORMED, Answer
 from cotune.recording.records import Candidate, Usage
 

@@ -69,7 +69,7 @@ def running(
 
     def run() -> None:
         try:
-            with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
+            with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
                 runner.run(_serve(opening, listener, ready, date_header, seconds))
         except BaseException as error:
             if ready.done():

@@ -12,7 +12,7 @@ from langchain_core.output_parsers.openai_tools import make_invalid_tool_call, p
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from cotune.integrations.json_values import plain_json
+from cotune.json_values import plain_json
 from cotune.recording.answers import MALFORMED, Answer, counts
 from cotune.recording.recorder import LiveCall
 from cotune.recording.records import Candidate

@@ -9,7 +9,7 @@ from typing import Any
 
 from cotune.context import current_episode
 from cotune.integrations.langgraph import resume
-from cotune.integrations.langgraph.resume import own_thread
+from cotune.integrations.langgraph.resume import own_thread, watch_thread
 from cotune.integrations.versions import missing_hook
 
 starting: ContextVar[Any] = ContextVar("cotune_graph", default=None)
@@ -27,12 +27,16 @@ def install() -> None:
 
     @functools.wraps(stream)
     def named_stream(self: Any, input: Any, config: Any = None, **options: Any) -> Iterator[Any]:
-        parts = stream(self, input, own_thread(self, config), **options)
+        config = own_thread(self, config)
+        watch_thread(self, config)
+        parts = stream(self, input, config, **options)
         return parts if current_episode.get() is None else _started(self, parts)
 
     @functools.wraps(astream)
     def named_astream(self: Any, input: Any, config: Any = None, **options: Any) -> AsyncIterator[Any]:
-        parts = astream(self, input, own_thread(self, config), **options)
+        config = own_thread(self, config)
+        watch_thread(self, config)
+        parts = astream(self, input, config, **options)
         return parts if current_episode.get() is None else _Astarted(self, parts)
 
     Pregel.stream, Pregel.astream = named_stream, named_astream

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from langchain_core.runnables.config import var_child_runnable_config
 
@@ -66,6 +67,23 @@ def own_thread(graph: Any, config: Any) -> Any:
     given = dict(config or {})
     own = f"{thread}@{live.id if live else ''}"
     return {**given, "configurable": {**(given.get("configurable") or {}), "thread_id": own}}
+
+
+def watch_thread(graph: Any, config: Any) -> None:
+    """Warn where episodes of a run share a thread: each would read what the others said."""
+    live, saver = current_episode.get(), graph.checkpointer
+    if live is None or live.phase == "trace" or _nested() or not hasattr(saver, "aget_tuple"):
+        return
+    if _episodes.setdefault(saver, {}).setdefault(_thread(graph, config), live.id) != live.id:
+        live.warn(
+            "shared_thread",
+            "Episodes share a thread_id of one checkpointer, so each reads what others have said: give every run a "
+            "thread_id of its own, such as str(uuid4()).",
+        )
+
+
+_episodes: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()
+"""By checkpointer: the first episode in each thread."""
 
 
 def _with_own_thread(original: Any) -> Any:

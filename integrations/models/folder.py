@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from cotune.errors import ConfigError
 from cotune.integrations.models.gguf import find_gguf, unpack_gguf
+from cotune.integrations.models.kinds import auto_class, sees_images
 from cotune.policies import LoraSpec
 from cotune.sampling.protocol import Weights
 
@@ -51,6 +53,15 @@ def locate_model(model: str | Path) -> Path:
         remedy = "Correct the id, or fetch the model where there is a network (`hf download`) and name its folder."
         allowed = f"a model folder, or a Hugging Face id that can be fetched ({_cause(error)})"
         raise ConfigError("model", str(model), allowed, remedy) from None
+
+
+def locate_base(model: str | Path) -> Path:
+    """`locate_model` for the base of a run or an export, which may have been moved since."""
+    try:
+        return locate_model(model)
+    except ConfigError as error:
+        remedy = f"{error.remedy} Where it was moved, --model says where it is now."
+        raise ConfigError("model", error.value, error.allowed, remedy) from None
 
 
 def loading() -> dict[str, Any]:
@@ -192,12 +203,21 @@ def write_merged(base: Path, weights: Weights, lora: LoraSpec, to: Path) -> Weig
     return {name: parameter.detach().numpy() for name, parameter in parameters.items()}
 
 
+def folder_sees_images(folder: Path) -> bool:
+    """Whether the model in a folder reads images beside text. Raises ConfigError."""
+    from transformers import AutoConfig
+
+    with reading(folder):
+        return sees_images(AutoConfig.from_pretrained(folder, **loading()))
+
+
 def _model(base: Path) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     with reading(base):
-        return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **loading_weights())
+        kind = auto_class(AutoConfig.from_pretrained(base, **loading()))
+        return kind.from_pretrained(base, dtype=torch.float32, **loading_weights())
 
 
 def _save(model: Any, base: Path, to: Path) -> None:
@@ -205,6 +225,13 @@ def _save(model: Any, base: Path, to: Path) -> None:
 
     model.save_pretrained(to)
     AutoTokenizer.from_pretrained(base, **loading()).save_pretrained(to)
+    for name in _PROCESSOR:
+        if (base / name).is_file():
+            shutil.copyfile(base / name, to / name)
+
+
+_PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""How a model that sees images takes them."""
 
 
 _LORA_A = ".lora_A.weight"

@@ -9,6 +9,7 @@ import numpy as np
 
 from cotune.errors import RequestRefused, SamplerError
 from cotune.integrations.models.folder import loading, locate_model, reading
+from cotune.integrations.models.kinds import auto_class
 from cotune.policies import ALL_LINEAR, LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Weights
@@ -20,12 +21,12 @@ class ModelSkeleton:
     def __init__(self, model: str | Path) -> None:
         """Raises ConfigError when there is no such model."""
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         self.folder = locate_model(model)
         with reading(self.folder), torch.device("meta"):
             config = AutoConfig.from_pretrained(self.folder, **loading())
-            self._model = AutoModelForCausalLM.from_config(config, **loading())
+            self._model = auto_class(config).from_config(config, **loading())
 
     def check(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> None:
         """Raises RequestRefused for weights that are not finite, or do not fit, with the name of the first."""

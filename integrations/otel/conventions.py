@@ -33,7 +33,7 @@ def kind_of(span: Span) -> Kind:
     operation = span.attributes.get(names.OPERATION)
     if operation is not None:
         return _OPERATIONS.get(str(operation), "other")
-    return _OPENINFERENCE.get(str(span.attributes.get("openinference.span.kind")).upper(), "other")
+    return _OPENINFERENCE.get(str(span.attributes.get(names.SPAN_KIND)).upper(), "other")
 
 
 def agent_of(span: Span) -> str | None:
@@ -88,7 +88,11 @@ def tools_of(found: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     given = decoded(found.get(names.TOOL_DEFINITIONS))
     if not isinstance(given, list):
         given = [one.get("tool.json_schema") for one in _items(found, "llm.tools")]
-    tools = [dict(one) if "function" in one else _tool(one) for one in map(mapping, map(decoded, given)) if one]
+    known = [one for one in map(mapping, map(decoded, given)) if one]
+    tools = [
+        _tool(one) if "function" not in one and one.get("type", "function") == "function" else dict(one)
+        for one in known
+    ]
     return tools or None
 
 

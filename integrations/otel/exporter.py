@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cotune")
 SERVICE = "cotune"
+REQUEST = 2_000_000
+"""Characters of one request: receivers refuse larger ones, Langfuse those of about 4 MB."""
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,11 +129,27 @@ def _send(exporter: SpanExporter, spans: Sequence[Span]) -> None:
     from opentelemetry.sdk.trace.export import SpanExportResult
 
     resource = Resource({"service.name": SERVICE})
-    if exporter.export([_readable(span, resource) for span in spans]) is not SpanExportResult.SUCCESS:
-        raise CotuneError(
-            f"The exporter {type(exporter).__name__} did not deliver {len(spans)} spans.",
-            "Is the endpoint right, and does it take OTLP over HTTP?",
-        )
+    for part in _requests(spans):
+        if exporter.export([_readable(span, resource) for span in part]) is not SpanExportResult.SUCCESS:
+            raise CotuneError(
+                f"The exporter {type(exporter).__name__} did not deliver {len(part)} spans.",
+                "Is the endpoint right, and does it take OTLP over HTTP?",
+            )
+
+
+def _requests(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """The spans in order, in parts of at most `REQUEST` characters; a larger span stands alone."""
+    part: list[Span] = []
+    size = 0
+    for span in spans:
+        own = sum(len(value) if isinstance(value, str) else 16 for value in span.attributes.values())
+        if part and size + own > REQUEST:
+            yield part
+            part, size = [], 0
+        part.append(span)
+        size += own
+    if part:
+        yield part
 
 
 def _readable(span: Span, resource: Resource) -> ReadableSpan:

@@ -20,6 +20,11 @@ from cotune.integrations.otel.phoenix import nanoseconds
 from cotune.integrations.otel.spans import Span, SpanEvent
 
 _OPERATIONS = {"GENERATION": names.CHAT, "AGENT": names.AGENT, "TOOL": names.TOOL}
+_TYPED = {
+    *names.PARAMS.values(), names.REQUEST_STREAM, names.FINISH_REASONS, names.TRAINING_STEP, names.ROLLOUT, names.STEP,
+    names.TURN, names.CHOSEN, names.CANDIDATES, names.ATTEMPTS, names.POLICY_VERSION, names.PROMPT_IDS,
+}  # fmt: skip
+"""Attributes that are no text: Langfuse keeps them as the JSON text of what it was sent."""
 _SPEAKERS = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant"}
 """Roles of messages in LangChain's words."""
 
@@ -94,11 +99,12 @@ class Observations:
     def _span(self, trace: str, row: Mapping[str, Any], known: set[str]) -> Span:
         metadata = mapping(decoded(row.get("metadata")))
         kind = str(row.get("type") or "").upper()
-        attributes = dict(mapping(metadata.get("attributes")))
+        sent = mapping(metadata.get("attributes"))
+        attributes = {name: decoded(value) if name in _TYPED else value for name, value in sent.items()}
         attributes |= {"metadata": metadata} if "langgraph_node" in metadata else {}
         attributes.setdefault(names.OPERATION, _OPERATIONS.get(kind, kind.lower()))
         if kind == "AGENT":
-            attributes.setdefault(names.AGENT_NAME, row.get("name"))
+            attributes.setdefault(names.AGENT_NAME, str(row.get("name") or "").removeprefix(f"{names.AGENT} "))
         if kind == "GENERATION":
             attributes = {**self._generation(row), **attributes}
         parent = _get(row, "parentObservationId")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from cotune.recording.images import decoded_image
 
 _KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
 
@@ -33,7 +36,7 @@ def _to_parts(message: Mapping[str, Any], left_out: Counter[str]) -> dict[str, A
     elif isinstance(content, str):
         parts.append({"type": "text", "content": content})
     elif content is not None:
-        parts += [_part(part) for part in content]
+        parts += [_part(part, left_out) for part in content]
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         arguments = _object(function.get("arguments"))
@@ -65,6 +68,9 @@ def from_parts(message: Mapping[str, Any], left_out: Counter[str]) -> list[dict[
             results.append({"role": "tool", "tool_call_id": part.get("id"), "content": as_text(answer)})
         elif kind == "uri" and part.get("modality") == "image":
             texts.append({"type": "image_url", "image_url": {"url": part.get("uri")}})
+        elif kind == "blob" and part.get("modality") == "image":
+            url = f"data:{part.get('mime_type') or 'image/png'};base64,{part.get('content') or ''}"
+            texts.append({"type": "image_url", "image_url": {"url": url}})
         else:
             left_out[f"part.{kind}"] += 1
     if results and not texts and not calls:
@@ -83,6 +89,12 @@ def tool_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
     """A tool call in OpenAI form; arguments as text, whatever they came as."""
     text = "{}" if arguments is None else as_text(arguments)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def tool_definition(tool: Any) -> Any:
+    """A tool of a request as the conventions have it: a function's fields stand beside its type."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return {"type": "function", **function} if isinstance(function, Mapping) else tool
 
 
 def as_text(value: Any) -> str:
@@ -106,13 +118,20 @@ def _object(arguments: Any) -> Any:
     return value if isinstance(value, dict) and as_text(value) == arguments else arguments
 
 
-def _part(part: Any) -> dict[str, Any]:
+def _part(part: Any, left_out: Counter[str]) -> dict[str, Any]:
     if not isinstance(part, Mapping):
         return {"type": "text", "content": str(part)}
     if part.get("type") == "text":
         return {"type": "text", "content": part.get("text")}
     if part.get("type") == "image_url":
-        return {"type": "uri", "modality": "image", "uri": (part.get("image_url") or {}).get("url")}
+        image = part.get("image_url") or {}
+        if isinstance(image, Mapping):
+            left_out.update(f"image_url.{name}" for name in image if name != "url")
+        url = image.get("url") if isinstance(image, Mapping) else image
+        if (held := decoded_image(url)) is not None:
+            content = base64.b64encode(held.data).decode()
+            return {"type": "blob", "modality": "image", "mime_type": held.media_type, "content": content}
+        return {"type": "uri", "modality": "image", "uri": url}
     return dict(part)
 
 

@@ -134,13 +134,15 @@ def _read_value(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     for key, found in value.items():
+        if found is None:  # Phoenix writes all alternatives, one of them with a value
+            continue
         match key.replace("_", "").lower():
             case "intvalue":
                 return _int(found)
             case "arrayvalue":
-                return [_read_value(one) for one in (found or {}).get("values") or ()]
+                return [_read_value(one) for one in found.get("values") or ()]
             case "kvlistvalue":
-                return _read_attributes((found or {}).get("values"))
+                return _read_attributes(found.get("values"))
             case "stringvalue" | "doublevalue" | "boolvalue" | "bytesvalue":
                 return found
     return None

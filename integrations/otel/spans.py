@@ -15,7 +15,7 @@ import msgspec
 from cotune.errors import RecordError
 from cotune.ids import address
 from cotune.integrations.otel import names as names
-from cotune.integrations.otel.messages import as_text, to_parts
+from cotune.integrations.otel.messages import as_text, to_parts, tool_definition
 from cotune.recording.records import CallRecord, Episode, candidate_id
 from cotune.storage.protocol import Store
 
@@ -91,6 +91,7 @@ class _Episode:
         episode = self.episode
         attributes: dict[str, Any] = {
             names.OPERATION: names.WORKFLOW,
+            names.SPAN_KIND: "CHAIN",
             names.WORKFLOW_NAME: episode.workflow,
             names.CONVERSATION: episode.id,
             names.EPISODE: episode.id,
@@ -104,7 +105,7 @@ class _Episode:
         if episode.metrics:
             attributes[names.METRICS] = as_text(episode.metrics)
         if self.detail.content:
-            attributes[names.TASK_INPUT] = as_text(episode.task.input)
+            attributes[names.TASK_INPUT] = attributes[names.INPUT_VALUE] = as_text(episode.task.input)
         end = _nanoseconds(episode.started + episode.latency)
         return Span(
             trace=self.trace,
@@ -200,7 +201,7 @@ class _Episode:
             ]
             found[names.OUTPUT_MESSAGES] = as_text(answers)
         if call.tools:
-            found[names.TOOL_DEFINITIONS] = as_text(self._body(call.tools) or [])
+            found[names.TOOL_DEFINITIONS] = as_text([tool_definition(tool) for tool in self._body(call.tools) or ()])
         return found
 
     def _tokens(self, call: CallRecord) -> dict[str, Any]:

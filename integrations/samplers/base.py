@@ -14,6 +14,7 @@ from cotune.integrations.samplers.versions import Version, Versions
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, in_time
+from cotune.step_profile import Trace
 
 T = TypeVar("T")
 
@@ -23,7 +24,8 @@ class CalledSampler(ABC):
 
     @abstractmethod
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """What "sample", "publish", "retire" or "info" gives; a request that is cancelled here is cancelled there."""
+        """What "sample", "publish", "retire", "info", "begin_trace" or "end_trace" gives; a request that is cancelled
+        here is cancelled there."""
 
     async def sample(
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
@@ -42,6 +44,17 @@ class CalledSampler(ABC):
 
     async def info(self) -> SamplerInfo:
         return await self._call("info")
+
+    async def begin_trace(self) -> None:
+        """Let the engine note when it does what: its spans are prefill, decode, sampling, and load of a version.
+
+        Raises RequestRefused where it cannot tell, SamplerError.
+        """
+        await self._call("begin_trace")
+
+    async def end_trace(self) -> list[Trace]:
+        """What the engine has done since `begin_trace`, by process."""
+        return await self._call("end_trace")
 
 
 class LoopSampler(CalledSampler):
@@ -179,6 +192,12 @@ class LoopSampler(CalledSampler):
 
     async def _info(self) -> SamplerInfo:
         return SamplerInfo(name=self.name, max_model_len=self.max_model_len, served=self._versions.served())
+
+    async def _begin_trace(self) -> None:
+        raise RequestRefused(f"{self.name} does not tell what it does when.", "Trace another sampler.")
+
+    async def _end_trace(self) -> list[Trace]:
+        return []
 
 
 def room_after(prompt: int, max_model_len: int) -> int:

@@ -26,6 +26,9 @@ class PolicySampler(CalledSampler):
     async def _call(self, method: str, *arguments: Any) -> Any:
         if method == "info":
             return await self._joint_info()
+        if method in ("begin_trace", "end_trace"):
+            found = await asyncio.gather(*(getattr(sampler, method)() for sampler in self._all()))
+            return [trace for traces in found for trace in traces or ()]
         policy = next(argument for argument in arguments if isinstance(argument, PolicyRef))
         return await getattr(self._of(policy), method)(*arguments)
 

@@ -62,11 +62,17 @@ class Tracker:
 
     def settings(self, values: Mapping[str, bool | int | float | str]) -> None:
         """Store the configuration."""
-        self._made.store_init_configuration(dict(values))
+        if self._tool == "trackio":  # accelerate's way adds a setting of its own
+            self._made.tracker.config.update(values)
+        else:
+            self._made.store_init_configuration(dict(values))
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Store the figures of a step; they name it too, as W&B takes a step once only."""
-        self._made.log({**figures, "step": step}, **({} if self._tool == "wandb" else {"step": step}))
+        """Store the figures of a step; they name it too, as W&B takes a step once only. Trackio keeps the name."""
+        named = {name: value for name, value in figures.items() if name != "step"}
+        if self._tool != "trackio":
+            named["step"] = step
+        self._made.log(named, **({} if self._tool == "wandb" else {"step": step}))
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         """Store a table of a step, where the tool can show one."""

@@ -13,6 +13,7 @@ from cotune.algorithms.recipes import USUAL
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.integrations.viewer.queries import SUCCESS
 from cotune.intervals import Interval, share
+from cotune.tables import first_line
 
 Prices = Mapping[str, tuple[float, float]]
 """Money per million tokens of prompts and completions, by model."""
@@ -219,10 +220,14 @@ class Trouble(msgspec.Struct, frozen=True):
 
 def troubles(run: OpenedRun) -> list[Trouble]:
     """Causes of failed episodes, the commonest first, records that are lost, and what the last step noted."""
-    sql = """SELECT phase, coalesce(json_extract(body, '$.error'), 'no reason recorded') AS cause, count(*) AS times
+    sql = """SELECT phase, json_extract(body, '$.error') AS cause, count(*) AS times
              FROM episodes WHERE status = 'error' GROUP BY 1, 2 ORDER BY times DESC, cause LIMIT 3"""
     found = [
-        Trouble(f"episodes of {phase} failed: {str(cause).splitlines()[0][:300]}", times, {"status": "error"})
+        Trouble(
+            f"{'episode' if times == 1 else 'episodes'} of {phase} failed: {first_line(cause)[:300]}",
+            times,
+            {"status": "error"},
+        )
         for phase, cause, times in run.rows(sql)
     ]
     if run.store:

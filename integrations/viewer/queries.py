@@ -11,6 +11,7 @@ import msgspec
 
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.storage.episode_filters import EpisodeFilters
+from cotune.tables import first_line
 
 PAGE = 50
 """Episodes of a page."""
@@ -117,7 +118,7 @@ def _rows(run: OpenedRun, found: list[Any]) -> tuple[EpisodeRow, ...]:
             status=str(status),
             calls=calls,
             latency=latency,
-            error=(str(error or "").splitlines() or [""])[0],
+            error="" if status == "ok" else first_line(error),
             success=success,
             rewards=rewards.get(id, {}),
         )

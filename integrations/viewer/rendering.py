@@ -14,6 +14,7 @@ import jinja2
 import msgspec
 
 from cotune.integrations.viewer.chat import first_line, pretty
+from cotune.tables import plural
 from cotune.terminal import harmless
 
 CUT = 4000
@@ -45,6 +46,7 @@ def _templates() -> jinja2.Environment:
         "number": number,
         "signed": signed,
         "percent": percent,
+        "plural": plural,
         "short": short,
         "duration": duration,
         "plain": plain,
@@ -100,6 +102,8 @@ def short(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as people say them."""
+    if 0 < seconds < 0.01:
+        return f"{seconds * 1000:.2g} ms"
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 100:

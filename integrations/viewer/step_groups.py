@@ -14,7 +14,7 @@ from cotune.algorithms.filters import group_reasons
 from cotune.algorithms.groups import Group
 from cotune.algorithms.prepare import group_spread
 from cotune.algorithms.recipes import Recipe
-from cotune.algorithms.run_recipe import Regrouped, config_of, recipe_of, regroup
+from cotune.algorithms.run_recipe import Regrouped, config_of, recipe_of, regroup, trained_roles
 from cotune.algorithms.samples import Sample
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.recording.records import CallRecord, Candidate, Episode
@@ -113,7 +113,8 @@ def step_groups(run: OpenedRun, training_step: int | None) -> StepGroups:
         )
     recipe, why = recipe_of(store)
     episodes = _episodes(store, training_step)
-    found = regroup(cast(Store, _Lean(store)), episodes, recipe, config_of(store))
+    roles = None if training_step is None else trained_roles(store)
+    found = regroup(cast(Store, _Lean(store)), episodes, recipe, config_of(store), roles)
     groups = tuple(_groups(found, recipe))
     prepared = found.prepared
     advantages = (

@@ -98,4 +98,6 @@ def _path(read: Bar, reader: Bar) -> str:
 
 
 def _seconds(value: float) -> str:
+    if 0 < value < 0.01:
+        return f"{value * 1000:.2g} ms"
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s" if value < 100 else f"{value:.0f} s"

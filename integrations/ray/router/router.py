@@ -16,12 +16,14 @@ from cotune.errors import CotuneError, RequestRefused, SamplerError, SampleTimeo
 from cotune.integrations.ray.router import limits
 from cotune.integrations.ray.router.queue import Queue, Request
 from cotune.integrations.ray.router.replica import Engine, Make, Replica, TakenOut, describe
+from cotune.integrations.ray.router.tracing import begin_traces, end_traces
 from cotune.integrations.ray.router.validate import validate_completions
 from cotune.integrations.samplers.base import LoopSampler
 from cotune.integrations.samplers.versions import Version
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
+from cotune.step_profile import Trace
 
 _ENDS = {SampleTimeout: "late", RequestRefused: "refused", asyncio.CancelledError: "cancelled"}
 """Counters of requests that were not answered, by what was raised; all else is "failed"."""
@@ -74,6 +76,7 @@ class RoutedSampler(LoopSampler):
         ]  # fmt: skip
         self._queue = Queue(self._replicas, min_healthy, self.counters)
         self._supervisors: list[asyncio.Task[None]] = []
+        self._traced: dict[Engine, str] = {}
 
     @classmethod
     async def open(
@@ -136,6 +139,12 @@ class RoutedSampler(LoopSampler):
             served=self._versions.served(),
             counters=self.counters.copy(),
         )
+
+    async def _begin_trace(self) -> None:
+        self._traced = await begin_traces(self._queue.healthy())
+
+    async def _end_trace(self) -> list[Trace]:
+        return await end_traces(self._queue.healthy(), self._traced)
 
     async def _close(self) -> None:
         for replica in self._replicas:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,109 +13,24 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from cotune.integrations.chat.grammar import Grammars
+from cotune.integrations.models.vision import ImageInputs
 from cotune.integrations.samplers.transformers.arrange import arrange
 from cotune.integrations.samplers.transformers.attention import alike_rows, runs, use_rows_attention
 from cotune.integrations.samplers.transformers.cache import RowCache
-from cotune.integrations.samplers.transformers.draw import RowParams, Shaped, draw, is_shaped, shape, streams, uniforms
+from cotune.integrations.samplers.transformers.draw import RowParams, draw, shape, uniforms
 from cotune.integrations.samplers.transformers.lora import Adapter, LoraRows
-from cotune.integrations.samplers.transformers.prefill import like_lengths, prefill
-from cotune.integrations.samplers.transformers.prefixes import PrefixCache
+from cotune.integrations.samplers.transformers.prefill import image_shift, like_lengths, prefill
+from cotune.integrations.samplers.transformers.prefixes import NOTHING, PrefixCache
+from cotune.integrations.samplers.transformers.rows import Job, Rows, Source
 from cotune.integrations.torch_trace import Tracer
-from cotune.sampling.protocol import Completion, SamplingParams
+from cotune.sampling.protocol import Completion
 
 BASE = -1
 """Kind of rows that use no adapter."""
 _NOBODY = np.array(None, object)
-Source = tuple[int, tuple[int, ...]]
-"""A prompt to prefill, after the kind of its rows."""
 
 DRAW_ELEMENTS = 1 << 25
 """Logits drawn from at a time, so that temporaries stay small at large vocabularies."""
-
-
-@dataclass(eq=False)
-class Job:
-    """One request inside the engine. `kind` is the number of its adapter, `limit` the most tokens per candidate."""
-
-    id: int
-    prompt: tuple[int, ...]
-    n: int
-    params: SamplingParams
-    kind: int
-    limit: int
-    seed: int
-    done: list[Completion | None] = field(default_factory=list)
-    open: int = 0
-
-    def __post_init__(self) -> None:
-        self.done = [None] * self.n
-        self.open = self.n
-
-
-class Rows:
-    """State of each row outside the model, as arrays over a capacity that grows. `count` tokens are drawn so far."""
-
-    def __init__(self) -> None:
-        self.columns: dict[str, npt.NDArray[Any]] = {
-            "job": np.empty(0, object),
-            "candidate": np.empty(0, np.int64),
-            "kind": np.empty(0, np.int64),
-            "stream": np.empty(0, np.uint64),
-            "count": np.empty(0, np.int64),
-            "limit": np.empty(0, np.int64),
-            "span": np.empty(0, np.int64),
-            "alive": np.empty(0, bool),
-            "watched": np.empty(0, bool),
-            "shaped": np.empty(0, object),
-            "temperature": np.empty(0, np.float32),
-            "top_k": np.empty(0, np.int64),
-            "top_p": np.empty(0, np.float32),
-            "min_p": np.empty(0, np.float32),
-            "token": np.empty((0, 32), np.int64),
-            "logprob": np.empty((0, 32), np.float32),
-        }
-
-    def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        return self.columns[name]
-
-    def reserve(self, rows: int, tokens: int) -> None:
-        """Let `rows` rows of `tokens` tokens fit."""
-        for name, old in self.columns.items():
-            shape = list(old.shape)
-            if rows > shape[0]:
-                shape[0] = max(rows, 2 * shape[0])
-            if len(shape) == 2 and tokens > shape[1]:
-                shape[1] = max(tokens, 2 * shape[1])
-            if tuple(shape) != old.shape:
-                new = np.zeros(shape, old.dtype)
-                new[tuple(slice(0, n) for n in old.shape)] = old
-                self.columns[name] = new
-
-    def move(self, to: npt.NDArray[np.int64], source: npt.NDArray[np.int64]) -> None:
-        for column in self.columns.values():
-            column[to] = column[source]
-
-    def put(self, at: npt.NDArray[np.int64], job: Job, grammars: Grammars | None) -> None:
-        """Start the candidates of a job in these rows."""
-        p = job.params
-        values = {
-            "job": job,
-            "candidate": np.arange(job.n),
-            "kind": job.kind,
-            "stream": streams(job.seed, job.n),
-            "count": 0,
-            "limit": job.limit,
-            "span": len(job.prompt) + job.limit,
-            "alive": True,
-            "watched": bool(p.stop),
-            "shaped": [Shaped(job.prompt, p, grammars) if is_shaped(p) else None for _ in at],
-            "temperature": p.temperature,
-            "top_k": p.top_k if p.temperature > 0 else 0,
-            "top_p": p.top_p if p.temperature > 0 else 1.0,
-            "min_p": p.min_p if p.temperature > 0 else 0.0,
-        }
-        for name, value in values.items():
-            self.columns[name][at] = value
 
 
 class Batch:
@@ -129,9 +43,11 @@ class Batch:
         tokenizer: Any = None,
         prefixes: PrefixCache | None = None,
         tracer: Tracer | None = None,
+        images: ImageInputs | None = None,
     ) -> None:
-        """`prefixes` and `tracer` may be of several batches."""
+        """`prefixes`, `tracer` and `images` (of a model that sees them) may be of several batches."""
         self.model = model
+        self.images = images
         self.tracer = tracer or Tracer(model.device)
         self.prefixes = prefixes or PrefixCache(0)
         own_attention = use_rows_attention(model)
@@ -212,15 +128,15 @@ class Batch:
     def _start(self, jobs: Sequence[Job]) -> tuple[Tensor, npt.NDArray[np.int64]]:
         """Give all candidates of the jobs their rows, with each distinct prompt prefilled once; the logits that follow,
         and where the rows are."""
-        sources = list(dict.fromkeys((job.kind, job.prompt) for job in jobs))
+        sources = list(dict.fromkeys(job.source for job in jobs))
         prefilled = self._prefill(sources)
         index = {source: i for i, source in enumerate(sources)}
-        width = max(len(prompt) for _, prompt in sources)
+        width = max(len(source.prompt) for source in sources)
         fresh = np.repeat(np.arange(len(jobs)), [job.n for job in jobs])
         at = self._arrange(np.array([jobs[i].kind for i in fresh]), width)
-        source = np.array([index[jobs[i].kind, jobs[i].prompt] for i in fresh])
+        source = np.array([index[jobs[i].source] for i in fresh])
         logits = torch.empty((len(sources), prefilled[0][2].shape[1]), dtype=prefilled[0][2].dtype, device=self.device)
-        for members, cache, out in prefilled:
+        for members, cache, out, shift in prefilled:
             place = np.full(len(sources), -1)
             place[members] = np.arange(len(members))
             theirs = place[source] >= 0
@@ -229,10 +145,12 @@ class Batch:
                 for values in (
                     at[theirs],
                     place[source[theirs]],
-                    np.array([len(sources[i][1]) for i in source[theirs]], np.int64),
+                    np.array([len(sources[i].prompt) for i in source[theirs]], np.int64),
                 )
             )
             self.cache.fill(rows, cache, local, lengths)
+            if shift is not None:
+                self.cache.shift(rows, shift[local])
             logits[torch.as_tensor(members, device=self.device)] = out
         self.cache.trim()
         for i, job in enumerate(jobs):
@@ -240,16 +158,28 @@ class Batch:
         self._compose()
         return logits[torch.as_tensor(source, device=self.device)], at
 
-    def _prefill(self, sources: Sequence[Source]) -> list[tuple[npt.NDArray[np.int64], DynamicCache, Tensor]]:
+    def _prefill(
+        self, sources: Sequence[Source]
+    ) -> list[tuple[npt.NDArray[np.int64], DynamicCache, Tensor, Tensor | None]]:
         """Prefill what is not known of these prompts, like lengths together; for each pass the numbers of its sources,
-        their cache padded on the left, and the logits that follow."""
-        known = [self.prefixes.match((self, kind), prompt) for kind, prompt in sources]
+        their cache padded on the left, the logits that follow, and the shifts of the positions after them, if any."""
+        known = [NOTHING if images else self.prefixes.match((self, kind), ids) for kind, ids, images in sources]
+        texts = [i for i, source in enumerate(sources) if not source.images]
         found = []
-        for group in like_lengths([len(prompt) - one.length for (_, prompt), one in zip(sources, known, strict=True)]):
-            members = np.array(sorted(group, key=lambda i: sources[i][0]))
-            self._route(np.array([sources[i][0] for i in members]))
-            done = prefill(self.model, [sources[i][1] for i in members], [known[i] for i in members])
-            found.append((members, *done))
+        for group in like_lengths([len(sources[i].prompt) - known[i].length for i in texts]):
+            members = np.array(sorted((texts[i] for i in group), key=lambda i: sources[i].kind))
+            self._route(np.array([sources[i].kind for i in members]))
+            done = prefill(self.model, [sources[i].prompt for i in members], [known[i] for i in members])
+            found.append((members, *done, None))
+        seeing = sorted(set(range(len(sources))) - set(texts), key=lambda i: sources[i].kind)
+        if seeing:
+            assert self.images is not None
+            asked = [(sources[i].prompt, sources[i].images) for i in seeing]
+            for alike, given in self.images.together(self.model, asked):
+                members = np.array([seeing[i] for i in alike])
+                self._route(np.array([sources[i].kind for i in members]))
+                done = prefill(self.model, [sources[i].prompt for i in members], [NOTHING] * len(members), given)
+                found.append((members, *done, image_shift(self.model)))
         return found
 
     def _mask(self) -> Tensor:
@@ -380,8 +310,9 @@ class Batch:
             tuple(s["logprob"][row, :count].tolist()),
             "stop" if stopped else "length",
         )
-        tokens = job.prompt + tuple(s["token"][row, : count - 1].tolist())  # the last one was never read
-        self.prefixes.insert((self, job.kind), tokens, partial(self.cache.read, row))
+        if not job.params.images:  # of which the same ids tell nothing
+            tokens = job.prompt + tuple(s["token"][row, : count - 1].tolist())  # the last one was never read
+            self.prefixes.insert((self, job.kind), tokens, partial(self.cache.read, row))
         job.open -= 1
         return None if job.open else job
 

@@ -78,7 +78,8 @@ class Window:
 class RowCache(Cache):
     """A `Cache` for decoding whose rows come, go and move between steps.
 
-    `starts` [capacity] is the first column of each row, `bias` [capacity, 1, 1, columns] the additive mask.
+    `starts` [capacity] is the first column of each row, `shifts` [capacity] what is added to its positions, `bias`
+    [capacity, 1, 1, columns] the additive mask.
     """
 
     def __init__(self, layers: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -86,6 +87,7 @@ class RowCache(Cache):
         super().__init__(layers=[RowLayer(self.window) for _ in range(layers)])
         self.dtype = dtype
         self.starts = torch.zeros(0, dtype=torch.long, device=device)
+        self.shifts = torch.zeros(0, dtype=torch.long, device=device)
         self.bias = torch.zeros((0, 1, 1, 0), dtype=dtype, device=device)
 
     @property
@@ -101,7 +103,7 @@ class RowCache(Cache):
     def positions(self) -> Tensor:
         """Position of the next token of each row, [rows, 1]."""
         w = self.window
-        return (w.end - self.starts[: w.rows]).unsqueeze(1)
+        return (w.end - self.starts[: w.rows] + self.shifts[: w.rows]).unsqueeze(1)
 
     def token_bytes(self) -> int:
         """What the keys and values of one token take in one layer."""
@@ -150,6 +152,9 @@ class RowCache(Cache):
         starts = self.starts.new_zeros(row_capacity)
         starts[live] = self.starts[live]
         self.starts = starts
+        shifts = self.shifts.new_zeros(row_capacity)
+        shifts[live] = self.shifts[live]
+        self.shifts = shifts
         self.bias = self.bias.new_zeros((row_capacity, 1, 1, columns))
         self._moved(new)
 
@@ -169,7 +174,12 @@ class RowCache(Cache):
             for buffer, prompt in zip(layer.buffers(), (prefilled.keys, prefilled.values), strict=True):
                 buffer[:, :, columns].index_copy_(0, rows, prompt.index_select(0, source_rows))
         self.starts[rows] = w.end - lengths
+        self.shifts[rows] = 0
         self._write_bias(rows)
+
+    def shift(self, rows: Tensor, by: Tensor) -> None:
+        """Add to the positions of what follows in these rows, `by` [rows]."""
+        self.shifts[rows] = by
 
     def read(self, row: int, start: int, stop: int) -> list[Tensor]:
         """Copies of keys and values, layer by layer, of tokens [start, stop) of a row; each [heads, tokens, dim]."""
@@ -187,6 +197,7 @@ class RowCache(Cache):
                     used = buffer[:, :, w.first : w.end]
                     used.index_copy_(0, to, used.index_select(0, source))
             self.starts[to] = self.starts[source]
+            self.shifts[to] = self.shifts[source]
             self.bias[to] = self.bias[source]
         w.rows = rows
 

@@ -15,12 +15,15 @@ import torch
 
 from cotune.errors import SamplerError
 from cotune.integrations.models.folder import loading, loading_weights, reading
+from cotune.integrations.models.kinds import auto_class, sees_images
 from cotune.integrations.models.meta_model import check_finite, check_full
+from cotune.integrations.models.vision import ImageInputs
 from cotune.integrations.samplers.base import room_after
-from cotune.integrations.samplers.transformers.batch import BASE, Batch, Job
+from cotune.integrations.samplers.transformers.batch import BASE, Batch
 from cotune.integrations.samplers.transformers.cache import attention_only
 from cotune.integrations.samplers.transformers.lora import read_adapter
 from cotune.integrations.samplers.transformers.prefixes import PrefixCache
+from cotune.integrations.samplers.transformers.rows import Job
 from cotune.integrations.samplers.transformers.wire import PREFIX_PART, Answer, Command, ModelSource
 from cotune.integrations.samplers.versions import Version, Versions
 from cotune.integrations.torch_trace import Tracer
@@ -28,7 +31,6 @@ from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.runtime.memory import machine_memory
 from cotune.sampling.protocol import SamplerInfo, SamplingParams, Weights, fingerprint
-from cotune.step_profile import Trace
 
 PREFILL_TOKENS = 8192
 """Prompt tokens prefilled at most between two decode steps; one prompt always goes."""
@@ -61,7 +63,9 @@ class DecodingEngine:
         self._tokenizer = tokenizer
         self.prefixes = PrefixCache(_prefix_bytes(model.device) if source.prefix_cache is None else source.prefix_cache)
         self._tracer = Tracer(model.device)
-        self._base = Batch(model.eval(), self._ends, tokenizer, self.prefixes, self._tracer)
+        path = source.model if isinstance(source.model, str) else model.config.name_or_path
+        self._images = ImageInputs(path) if sees_images(model.config) else None
+        self._base = Batch(model.eval(), self._ends, tokenizer, self.prefixes, self._tracer, self._images)
         self._batches = [self._base]
         self._waiting: dict[Batch, deque[Job]] = {self._base: deque()}
         self._versions = Versions((self._base, BASE))
@@ -105,7 +109,8 @@ class DecodingEngine:
             "publish": self._publish,
             "retire": self._retire,
             "info": self._info,
-            "trace": self._trace,
+            "begin_trace": self._tracer.begin,
+            "end_trace": lambda: [self._tracer.end()],
         }
         try:
             if command.method == "sample":
@@ -140,6 +145,10 @@ class DecodingEngine:
                 f"logit_bias names the token {unknown[0]}; the model has 0 to {batch.vocabulary - 1}.",
                 "Name tokens of the model that answers, by their ids.",
             )
+        if params.images:
+            if self._images is None:
+                raise SamplerError("The model sees no images.", "Open the sampler with one that does.")
+            self._images.of(batch.model, prompt, params.images)  # refused here, and not in the midst of others' work
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
         job = Job(id, prompt, n, params, kind, min(params.max_tokens, room), seed)
         self._jobs[job.id] = job, version
@@ -201,7 +210,7 @@ class DecodingEngine:
         """A batch of its own for all weights of a model, or an adapter in that of the base."""
         check_finite(policy, weights)
         if lora is None:
-            batch = Batch(self._copy(weights), self._ends, self._tokenizer, self.prefixes, self._tracer)
+            batch = Batch(self._copy(weights), self._ends, self._tokenizer, self.prefixes, self._tracer, self._images)
             self._batches.append(batch)
             self._waiting[batch] = deque()
             return batch, BASE
@@ -238,12 +247,6 @@ class DecodingEngine:
     def _info(self) -> SamplerInfo:
         return SamplerInfo(name="transformers", max_model_len=self.max_model_len, served=self._versions.served())
 
-    def _trace(self, on: bool) -> Trace | None:
-        if not on:
-            return self._tracer.end()
-        self._tracer.begin()
-        return None
-
     def _flush(self) -> None:
         if self._replies:
             replies, self._replies = self._replies, []
@@ -252,7 +255,7 @@ class DecodingEngine:
 
 def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingEngine:
     """Load the model and its tokenizer. Raises ConfigError when there is no such model."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     if source.threads is not None:
@@ -263,7 +266,8 @@ def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingE
         device = source.device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = source.dtype or ("float32" if device == "cpu" else "bfloat16")
         with reading(source.model):
-            model = AutoModelForCausalLM.from_pretrained(source.model, dtype=getattr(torch, dtype), **loading_weights())
+            kind = auto_class(AutoConfig.from_pretrained(source.model, **loading()))
+            model = kind.from_pretrained(source.model, dtype=getattr(torch, dtype), **loading_weights())
             model = model.to(device)
             if tokenizer is None and not _bare(source.model):
                 tokenizer = AutoTokenizer.from_pretrained(source.model, **loading())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,13 @@ def like_lengths(rest: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def prefill(model: Any, prompts: Sequence[Ids], known: Sequence[Prefix]) -> tuple[DynamicCache, Tensor]:
+def prefill(
+    model: Any, prompts: Sequence[Ids], known: Sequence[Prefix], seen: Mapping[str, Any] | None = None
+) -> tuple[DynamicCache, Tensor]:
     """One pass over what is not known of the prompts: their cache, padded on the left, and the logits that follow.
 
-    All rows compute as many tokens, so that what was known and what is new have no gap between them.
+    All rows compute as many tokens, so that what was known and what is new have no gap between them. `seen` are the
+    images of prompts of one length, for which the model may have positions of its own.
     """
     longest = max(len(prompt) - prefix.length for prompt, prefix in zip(prompts, known, strict=True))
     reused = [max(0, len(prompt) - longest) for prompt in prompts]
@@ -41,15 +44,23 @@ def prefill(model: Any, prompts: Sequence[Ids], known: Sequence[Prefix]) -> tupl
         states = joined(known, reused)
         for layer, (keys, values) in enumerate(zip(states[::2], states[1::2], strict=True)):
             cache.update(keys, values, layer)
+    positions = torch.as_tensor((mask.cumsum(1) - 1).clip(0)[:, past:], device=model.device)
     out = model(
         input_ids=torch.as_tensor(ids, device=model.device),
         attention_mask=None if mask.all() else torch.as_tensor(mask, device=model.device),
-        position_ids=torch.as_tensor((mask.cumsum(1) - 1).clip(0)[:, past:], device=model.device),
+        **({"position_ids": positions} if seen is None else seen),
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
     )
     return cache, out.logits[:, -1]
+
+
+def image_shift(model: Any) -> Tensor | None:
+    """[prompts] how far the positions after each of the prompts that were just prefilled are from their number: models
+    that give the rows and columns of an image positions of their own use fewer than it has tokens. None for others."""
+    shift = getattr(model.base_model, "rope_deltas", None)
+    return None if shift is None else shift.flatten()
 
 
 def joined(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> States:

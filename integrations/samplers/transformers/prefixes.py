@@ -21,6 +21,9 @@ class Prefix(NamedTuple):
     parts: tuple[States, ...]
 
 
+NOTHING = Prefix(0, ())
+
+
 class _Node:
     """Tokens after those of `parent`, and their states. The children differ in their first token."""
 

@@ -14,7 +14,6 @@ from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.samplers.base import CalledSampler
 from cotune.integrations.samplers.transformers.host import ProcessHost, ThreadHost
 from cotune.integrations.samplers.transformers.wire import Answer, Command, ModelSource
-from cotune.step_profile import Trace
 
 
 class TransformersSampler(CalledSampler):
@@ -81,15 +80,6 @@ class TransformersSampler(CalledSampler):
             sampler._abandon()
             raise
         return sampler
-
-    async def begin_trace(self) -> None:
-        """Let the engine note when it does what: its spans are prefill, decode, sampling, and load of a version."""
-        await self._call("trace", True)
-
-    async def end_trace(self) -> Trace:
-        """What the engine has done since `begin_trace`."""
-        found: Trace = await self._call("trace", False)
-        return found
 
     async def aclose(self) -> None:
         """Stop the engine; pending requests fail with SamplerError. Safe to call twice."""

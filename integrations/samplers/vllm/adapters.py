@@ -19,6 +19,7 @@ from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Weights
 
 SHARED_MEMORY = Path("/dev/shm")
+_OF_VLLM = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
 
 
 class SharedFolders:
@@ -88,3 +89,16 @@ def _module(name: str) -> str:
 
 def _free(folder: Path) -> int:
     return shutil.disk_usage(folder).free if folder.is_dir() else 0
+
+
+def left_in_shared_memory() -> list[Path]:
+    """Files in shared memory that vLLM's processes hold; it leaves them there when it is killed."""
+    import psutil  # type: ignore[import-untyped]
+
+    files = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            files |= {Path(m.path) for m in process.memory_maps() if m.path.startswith(_OF_VLLM)}
+        except psutil.Error:
+            continue
+    return sorted(files)

@@ -11,21 +11,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.activation import NO_ACTIVATION
 from cotune.integrations.models.meta_model import ModelSkeleton
 from cotune.integrations.samplers.base import LoopSampler
 from cotune.integrations.samplers.versions import BASE, Version
-from cotune.integrations.samplers.vllm.adapters import SharedFolders, write_shared
+from cotune.integrations.samplers.vllm.adapters import SharedFolders, left_in_shared_memory, write_shared
 from cotune.integrations.samplers.vllm.requests import chosen_logprobs, completion, python_params
 from cotune.integrations.versions import require
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights
+from cotune.step_profile import Trace
 
 log = logging.getLogger(__name__)
 
-_SHARED_FILES = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
 _WORKER = "cotune.integrations.samplers.vllm.worker.CotuneWorker"
 _BACKEND = "cotune-folder"
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -125,7 +127,7 @@ class VllmSampler(LoopSampler):
             self._llm = AsyncLLM.from_engine_args(arguments)
             self.max_model_len = self._llm.model_config.max_model_len
             await self._generate([1], 1, SamplingParams(max_tokens=1), BASE, None)  # compiles kernels
-            self._folders.adopt(await asyncio.to_thread(_shared_memory))
+            self._folders.adopt(await asyncio.to_thread(left_in_shared_memory))
             if self._full:
                 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -347,6 +349,14 @@ class VllmSampler(LoopSampler):
             raise self._failed(error) from error
         return await super()._info()
 
+    async def _begin_trace(self) -> None:
+        await self._ask("cotune_begin_trace")
+
+    async def _end_trace(self) -> list[Trace]:
+        """Of workers that compute together the first one's."""
+        first, *_ = await self._ask("cotune_end_trace")
+        return [msgspec.json.decode(first, type=Trace)]
+
     async def _unload(self, version: Version) -> None:
         if version.target is not None:
             await self._llm.remove_lora(version.target.lora_int_id)
@@ -369,19 +379,6 @@ class VllmSampler(LoopSampler):
             self._fail(gone)
             return gone
         return SamplerError(f"vLLM failed: {_reason(error)}.", "Read vLLM's log.")
-
-
-def _shared_memory() -> list[Path]:
-    """Files in shared memory that vLLM's processes hold; it leaves them there when it is killed."""
-    import psutil  # type: ignore[import-untyped]
-
-    files = set()
-    for process in psutil.Process().children(recursive=True):
-        try:
-            files |= {Path(m.path) for m in process.memory_maps() if m.path.startswith(_SHARED_FILES)}
-        except psutil.Error:
-            continue
-    return sorted(files)
 
 
 def _same(answers: Sequence[str]) -> str:

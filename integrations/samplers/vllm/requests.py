@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cotune.errors import SamplerError
+from cotune.errors import RequestRefused, SamplerError
 from cotune.sampling.protocol import Completion, SamplingParams
 
 _SHAPE = (
@@ -39,6 +39,11 @@ def http_params(n: int, params: SamplingParams) -> dict[str, Any]:
 
 
 def _common(n: int, params: SamplingParams) -> dict[str, Any]:
+    if params.images:
+        raise RequestRefused(
+            "vLLM is given token ids here, and no images.",
+            'Sample in process: without [cluster], or with cluster.engine = "transformers".',
+        )
     shape = {name: getattr(params, name) for name in _SHAPE}
     more = {"stop": list(params.stop), "seed": spread(params.seed), "skip_special_tokens": False, "logprobs": 0}
     return {"n": n, **shape, **more}

@@ -148,6 +148,8 @@ class VllmTeacher:
         """Scores of the row's response, or why there are none."""
         if row.temperature != 1.0 or row.grammar or row.logit_bias:
             return "drawn at another temperature than 1, under a grammar or with biases, which a server does not score"
+        if row.images:
+            return "drawn with images, which a server is not sent"
         if self._gone:
             return self._last
         try:

@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
@@ -23,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.lora.peft_helper import PEFTHelper
 
 from cotune.integrations.samplers.vllm.adapters import read_weights
+from cotune.integrations.samplers.vllm.tracing import WorkerTrace
 from cotune.sampling.protocol import fingerprint
 
 BACKEND = "cotune-folder"
@@ -33,6 +35,8 @@ class CotuneWorker:
 
     model_runner: Any
     weight_transfer_engine: Any
+    device: torch.device
+    cotune_trace: WorkerTrace
 
     def cotune_adapter(self, lora_id: int, folder: str) -> str:
         """Fingerprint of a folder, after a check that the adapter in this engine was made from the same values.
@@ -69,6 +73,15 @@ class CotuneWorker:
     def cotune_weights(self) -> str:
         """Fingerprint of the full weights that this worker loaded last."""
         return self.weight_transfer_engine.loaded
+
+    def cotune_begin_trace(self) -> None:
+        """Note from now on when this worker does what."""
+        self.cotune_trace = WorkerTrace(self.model_runner, self.weight_transfer_engine, self.device)
+        self.cotune_trace.begin()
+
+    def cotune_end_trace(self) -> bytes:
+        """The `Trace` since `cotune_begin_trace`, as JSON."""
+        return msgspec.json.encode(self.cotune_trace.end())
 
 
 def _as_loaded(name: str, array: Any, dtype: torch.dtype, scale: float) -> torch.Tensor:

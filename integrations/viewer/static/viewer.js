@@ -13,6 +13,12 @@ function figure(value, percent) {
   return size && size < 0.001 ? value.toExponential(1) : String(+value.toPrecision(3));
 }
 
+// A number beside an axis, with all digits that tell it from the next one.
+function tick(value, percent) {
+  if (percent) return +(100 * value).toPrecision(6) + "%";
+  return Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(8));
+}
+
 function columns(chart) {
   const data = [chart.steps];
   for (const series of chart.series) {
@@ -60,7 +66,7 @@ function draw(figureElement, chart) {
     scales: { x: { time: false }, y: { range: (_, low, high) => span(low, high, chart.percent) } },
     axes: [
       { ...axis, space: 40, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], size: 30 },
-      { ...axis, size: 58, values: (_, ticks) => ticks.map((value) => figure(value, chart.percent)) },
+      { ...axis, size: 58, values: (_, ticks) => ticks.map((value) => tick(value, chart.percent)) },
     ],
     cursor: { sync: { key: SYNC.key }, focus: { prox: 24 } },
     focus: { alpha: 0.35 },

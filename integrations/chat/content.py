@@ -1,0 +1,63 @@
+"""OpenAI messages in the form that chat templates expect."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from cotune.errors import SamplerError
+
+SEEING = (
+    "Train a model that sees images (docs/how-to/images.md), give the role a policy of kind provider, or take the "
+    "image out of the request."
+)
+"""What to do about an image that a policy cannot see."""
+
+
+def for_template(message: Mapping[str, Any], *, parts: bool = False) -> dict[str, Any]:
+    """An OpenAI message as chat templates expect it: text content, arguments as objects, no role `developer`.
+
+    With `parts` the content is a list of them, an image as {"type": "image"}. Raises SamplerError for content that is
+    neither text nor, with `parts`, an image.
+    """
+    out = dict(message)
+    if out.get("role") == "developer":
+        out["role"] = "system"
+    content = out.get("content")
+    if parts:
+        listed = content if isinstance(content, list) else [content] if content else []
+        out["content"] = [_part(part) for part in listed]
+    elif content is None:
+        out["content"] = ""
+    elif isinstance(content, list):
+        out["content"] = "".join(_text_part(part) for part in content)
+    if out.get("tool_calls"):
+        out["tool_calls"] = [_call_for_template(c) for c in out["tool_calls"]]
+    return out
+
+
+def _part(part: Any) -> dict[str, str]:
+    if isinstance(part, Mapping) and part.get("type") == "image_url":
+        return {"type": "image"}
+    return {"type": "text", "text": _text_part(part)}
+
+
+def _text_part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
+        return str(part.get("text", ""))
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise SamplerError(
+        f"A message has a content part of type {kind!r}.", "Policies read text, and images as image_url."
+    )
+
+
+def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    if isinstance(function.get("arguments"), str):
+        with contextlib.suppress(ValueError):  # what the model wrote is not JSON: the template shows it as it is
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+    return {**call, "function": function}
