@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from cotune.errors import ConfigError
+from cotune.json_values import plain
 from cotune.recording.records import Task
 from cotune.recording.rollout import EpisodeBatch
 from cotune.tasks import load_tasks
@@ -30,8 +31,8 @@ def held_out_tasks(config: EvaluationConfig) -> list[Task]:
 
 def overlap(tasks: Sequence[Task], held_out: Sequence[Task]) -> Iterator[str]:
     """A sentence where tasks are not held out at all."""
-    known = {msgspec.json.encode(task.input, enc_hook=repr) for task in tasks}
-    count = sum(msgspec.json.encode(task.input, enc_hook=repr) in known for task in held_out)
+    known = {msgspec.json.encode(task.input, enc_hook=plain) for task in tasks}
+    count = sum(msgspec.json.encode(task.input, enc_hook=plain) in known for task in held_out)
     if count:
         yield f"{count} of {len(held_out)} held-out tasks are trained on too: success on them says little"
 

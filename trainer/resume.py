@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +11,7 @@ import msgspec
 from cotune.adapters.fingerprint import BaseFingerprint, base_fingerprint
 from cotune.errors import ConfigError, RunError
 from cotune.integrations.models.folder import locate_model
+from cotune.json_values import plain
 from cotune.recording.records import Task
 from cotune.storage.run_layout import leaves
 from cotune.trainer.config.train import TrainConfig, assign, convert
@@ -73,10 +72,10 @@ def tasks_per_step(config: TrainConfig, changes: Sequence[Mapping[str, Any]]) ->
 
 
 def tasks_digest(tasks: Sequence[Task]) -> str:
-    """What tells two lists of tasks apart, in hex: ids and inputs, in order."""
-    content = msgspec.json.encode(
-        [(task.id, task.input) for task in tasks], enc_hook=lambda value: type(value).__name__
-    )
+    """What tells two lists of tasks apart, in hex: ids and inputs, in order; an object without fields is its type: its
+    text may hold an address."""
+    inputs = [(task.id, task.input) for task in tasks]
+    content = msgspec.json.encode(inputs, enc_hook=lambda value: plain(value, lambda other: type(other).__name__))
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
@@ -109,14 +108,3 @@ def check_base(folder: RunFolder, base: Mapping[str, str]) -> None:
             f"The base model is not the one that the run was started with: its {', '.join(other)} changed.",
             "Put the old one back, name where it is with --model, or start a new run.",
         )
-
-
-def relocated(path: str, described: Mapping[str, Any], run: Path) -> str:
-    """`path` of run.json if it exists; else its place beside the run, if the whole project has moved."""
-    if Path(path).exists() or not Path(path).is_absolute():
-        return path
-    old_run = described.get("run")
-    for moved in (run / os.path.relpath(path, old_run) if old_run else None, run.parent / Path(path).name):
-        if moved is not None and moved.exists():
-            return str(moved.resolve())
-    return path

@@ -88,11 +88,11 @@ class Run:
         finally:
             self._working = None
 
-    def stop(self) -> None:
-        """Stop at the next safe moment: at once during a rollout, else when the step in hand is committed."""
+    def stop(self) -> bool:
+        """Stop at the next safe moment: at once during a rollout, else when the step in hand is committed, which is
+        True."""
         self.stopping = True
-        if self._working is not None:
-            self._working.cancel()
+        return self._working is None or not self._working.cancel()
 
     async def reopen_learner(self) -> None:
         """A learner for the run's policies, in their first state, in place of the present one."""

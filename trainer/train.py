@@ -15,14 +15,14 @@ from rich.console import Console
 
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.errors import ConfigError, CotuneError
-from cotune.integrations.models.folder import locate_model
+from cotune.integrations.models.folder import locate_base, locate_model
 from cotune.integrations.trackers.tracker import check_tools
 from cotune.judging.ledger import run_folder
 from cotune.recording.records import Task
 from cotune.runtime.interrupts import stop_by
 from cotune.runtime.process_exit import go_on
 from cotune.runtime.run_sync import run_sync
-from cotune.storage.run_layout import read_run_json
+from cotune.storage.run_layout import read_run_json, relocated
 from cotune.tasks import as_tasks
 from cotune.trainer.checkpoint import load_checkpoint
 from cotune.trainer.config.train import TrainConfig, convert
@@ -35,7 +35,7 @@ from cotune.trainer.privileged import check_privileged
 from cotune.trainer.reporting.loggers import Loggers
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.summary import RunSummary, sum_up
-from cotune.trainer.resume import apply_changes, base_digests, check_base, check_tasks, relocated, tasks_digest
+from cotune.trainer.resume import apply_changes, base_digests, check_base, check_tasks, tasks_digest
 from cotune.trainer.run import Run
 from cotune.trainer.run_folder import RunFolder
 from cotune.trainer.schedules.curriculum import check_curriculum
@@ -128,9 +128,12 @@ def resume(
             now = {"model": config.model, "config": msgspec.to_builtins(config), "changes": past}
             folder.describe_as({**described, **now})
         check_tools(config.loggers)
+        locate_base(config.model)
         flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids).named_by(config.roles_by)
         stack.pop_all()
     notes = [f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in found.items()]
+    if done >= config.steps:
+        notes.append(f"all {done} steps of the run are made: --steps says up to which it goes on")
     return run_sync(_train(folder, config, flow, listed, console, notes))
 
 
@@ -245,7 +248,12 @@ async def _train(
             check_same_base(config.init, base.result())
         progress.loggers = Loggers(config, folder, run.state.steps, progress.say)
         stack.callback(progress.loggers.close)
-        with stop_by(run.stop), progress:
+
+        def stop() -> None:
+            if run.stop():
+                progress.say("what is under way is finished first, and saved")
+
+        with stop_by(stop), progress:
             progress.begin(run.state.steps)
             for note in (*run.notes, *overlap(tasks, held_out)):
                 progress.say(note)

@@ -10,6 +10,7 @@ from typing import cast
 from cotune.algorithms.samples import TrainRow
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import SleepingSampler
+from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.publish import Probe, probe_prompts, prove_publish
 from cotune.trainer.reporting.metrics import Updates, moved
 from cotune.trainer.reporting.step_report import StepReport
@@ -24,8 +25,13 @@ OPPONENTS = "opponents"
 
 async def update(run: Run, rows: Mapping[str, Sequence[TrainRow]]) -> Updates:
     """Update every policy that has rows."""
-    scale = lr_scale(run.config.schedule, run.state.steps, run.config.steps)
-    work = (asyncio.to_thread(run.learner.update, name, rows[name], lr_scale=scale) for name in rows)
+    return await update_policies(run.learner, rows, lr_scale(run.config.schedule, run.state.steps, run.config.steps))
+
+
+async def update_policies(learner: Learner, rows: Mapping[str, Sequence[TrainRow]], scale: float) -> Updates:
+    """Update policies on their rows, those of pools of their own at once. Raises what the first of them did, when the
+    others are done too: a thread cannot be left."""
+    work = (asyncio.to_thread(learner.update, name, rows[name], lr_scale=scale) for name in rows)
     updates: dict[str, Mapping[str, float]] = {}
     for name, figures in zip(rows, await asyncio.gather(*work, return_exceptions=True), strict=True):
         if isinstance(figures, BaseException):

@@ -18,11 +18,13 @@ from cotune.algorithms.groups import build_groups
 from cotune.algorithms.recipes import Recipe
 from cotune.algorithms.samples import Sample
 from cotune.errors import ConfigError, SamplerError
+from cotune.integrations.chat.content import for_template
 from cotune.integrations.chat.reply_grammar import unenforceable
 from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, require
 from cotune.judging.episodes import finished
 from cotune.policies import Policies
 from cotune.recording.episodes import Outcome
+from cotune.recording.images import holds_images, images_of
 from cotune.recording.records import CallRecord, RewardRecord
 from cotune.runtime.run_sync import run_sync
 from cotune.sampling.plans import Plan, PlanKind
@@ -46,7 +48,7 @@ from cotune.trainer.check.report import CallCheck, CheckReport, Finding, Framewo
 from cotune.trainer.check.runs import run_tasks
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.judging import Bench, judging_role
-from cotune.trainer.rollout.preflight import faults, rewards_by_role
+from cotune.trainer.rollout.preflight import faults, rewards_by_role, unseen_roles
 from cotune.workflows import Workflow, workflow_of
 
 
@@ -99,18 +101,23 @@ def check(
             outcomes = _judged(outcomes, store)
             seen = [*seen, *run_sync(_asked_of_judge(flow, outcomes, store, stub(0)))]
         local, team = rewards_by_role(store, seen), _means([outcome.rewards for outcome in outcomes])
-        found = [made_up(blocking(fault), seen) for fault in faults(flow, outcomes, seen, local, config.roles)]
-        policies, more = _policies(config, seen, flow, plan)
+        unseen = unseen_roles(config, flow, [part for part, ran in runs.idle if not ran])
+        rare = [*config.roles, *unseen]
+        found = [made_up(blocking(fault), seen) for fault in faults(flow, outcomes, seen, local, rare)]
+        policies, more = _policies(config, seen, unseen, flow, plan)
         roles = _roles(seen, policies, flow, plan)
         groups, left_out = _groups(store, outcomes, seen, roles, plan, recipe)
-        tokens, refused = _tokens(chat, seen, store)
-        found += [*more, *refused, *_forms(seen, store)]
+        left = {role.role for role in roles if role.kind == "provider"}
+        answered = [call for call in seen if call.role not in left]
+        tokens, refused = _tokens(chat, answered, store)
+        found += [*more, *refused, *_forms(answered, store, chat)]
         if flow.episode_judge is not None:
             found.append(Finding("note", "judge", "it was not asked: a dry run makes its outcomes up."))
         if not groups and not any(finding.level == "blocks" for finding in found):
             text = "the plan would form no group: nothing would be trained."
             found.append(Finding("blocks", "groups", text, "See what was left out."))
-        found += [*role_findings(roles, seen, plan), *idle_findings(runs.idle), *call_findings(seen, plan, config)]
+        found += [*role_findings(roles, seen, plan), *idle_findings(runs.idle)]
+        found += call_findings(seen, roles, plan, config)
         found += learning_findings(roles, local, team, recipe)
         found += [*episode_findings(outcomes, connections), *client_findings()]
         return CheckReport(
@@ -153,11 +160,11 @@ async def _asked_of_judge(
 
 
 def _policies(
-    config: TrainConfig, calls: Sequence[CallRecord], flow: Workflow, plan: Plan
+    config: TrainConfig, calls: Sequence[CallRecord], unseen: Sequence[str], flow: Workflow, plan: Plan
 ) -> tuple[Policies | None, list[Finding]]:
-    seen = sorted({call.role for call in calls})
-    if not seen:
+    if not calls:
         return None, []
+    seen = sorted({*unseen, *(call.role for call in calls)})
     try:
         scored = list(flow.scorers) if plan.kind == "tree" else None
         return config.resolve_policies(seen, scored=scored), []
@@ -303,13 +310,22 @@ def _tokens(chat: Any, calls: Sequence[CallRecord], store: Store) -> tuple[dict[
     return counts, list(found.values())
 
 
-def _forms(calls: Sequence[CallRecord], store: Store) -> list[Finding]:
-    """Forms of replies that calls ask for and no sampler can enforce: such a call is an error in training."""
+def _forms(calls: Sequence[CallRecord], store: Store, chat: Any) -> list[Finding]:
+    """Content that no policy can read, and forms of replies that no sampler can enforce: such a call is an error in
+    training."""
     found: dict[tuple[str, str], Finding] = {}
     for call in calls:
         cause = unenforceable(call.params, store.message(call.tools) if call.tools else None)
+        remedy = "Change the request, or give the role a policy of kind provider."
+        try:
+            messages = [store.message(name) for name in call.messages]
+            for message in messages:
+                for_template(message, parts=True)
+            if chat is None and holds_images(messages):  # a model that is known has been asked
+                images_of(messages)
+        except SamplerError as error:
+            cause, remedy = error.cause, f"{error.remedy} Or give the role a policy of kind provider."
         if cause:
-            remedy = "Change the schema or the tools, or give the role a policy of kind provider."
             found[call.role, cause] = Finding("blocks", call.role, cause, remedy)
     return list(found.values())
 

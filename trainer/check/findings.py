@@ -88,13 +88,18 @@ def idle_findings(idle: Sequence[tuple[Part, bool]]) -> Iterator[Finding]:
         yield Finding("note", ", ".join(quiet), "ran and called no model.")
 
 
-def call_findings(calls: Sequence[CallRecord], plan: Plan, config: TrainConfig) -> Iterator[Finding]:
+def call_findings(
+    calls: Sequence[CallRecord], roles: Sequence[RoleCheck], plan: Plan, config: TrainConfig
+) -> Iterator[Finding]:
     """What calls ask for that training does otherwise, and calls that failed."""
-    for role in dict.fromkeys(call.role for call in calls):
+    for checked in roles:
+        role = checked.role
         own = [call for call in calls if call.role == role]
         yield from _failures(role, own)
+        if checked.kind == "provider":
+            continue
         n = max(asked if isinstance(asked := call.params.get("n"), int) else 1 for call in own)
-        if n > 1:
+        if n > 1 and checked.trained:
             kept = f"{max(n, plan.k)} are drawn and compared" if plan.kind == "tree" else "only the first is trained"
             yield Finding("warns", role, f"asks for n = {n} choices; {kept}.")
         asked = sorted({float(t) for call in own if (t := call.params.get("temperature")) is not None})
@@ -118,10 +123,11 @@ def call_findings(calls: Sequence[CallRecord], plan: Plan, config: TrainConfig) 
 
 def episode_findings(outcomes: Sequence[Outcome], connections: Mapping[str, int]) -> Iterator[Finding]:
     """What the recorder warned of, failures that the application swallowed, and what it did beside."""
-    failed = [outcome.error for outcome in outcomes if outcome.error is not None]
+    failed = [(outcome.episode.task.id, outcome.error) for outcome in outcomes if outcome.error is not None]
     if failed and len(failed) < len(outcomes):
-        text = f"{len(failed)} of {len(outcomes)} runs with made-up answers failed; the first: {failed[0].cause}"
-        yield Finding("warns", "runs", text, _MADE_UP)
+        task, first = failed[0]
+        text = f"{len(failed)} of {len(outcomes)} runs with made-up answers failed; the first, on task {task}: "
+        yield Finding("warns", "runs", f"{text}{first.cause}", f"{_MADE_UP} {first.remedy}".strip())
     for outcome in outcomes:
         if outcome.error is None and outcome.live.failures:
             count = sum(outcome.live.failures.values())
@@ -154,4 +160,4 @@ def _failures(role: str, calls: Sequence[CallRecord]) -> Iterator[Finding]:
         yield Finding("warns", role, f"{count} of {len(calls)} calls are not trained on ({reason}).")
     errors = Counter(call.error for call in calls if call.status == "ok" and call.error)
     for error, count in errors.items():
-        yield Finding("warns", role, f"{count} of {len(calls)} calls got no reward. {error}")
+        yield Finding("warns", role, f"its scorer failed on {count} of {len(calls)} calls: {error}")

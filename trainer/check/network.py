@@ -1,4 +1,5 @@
-"""Which addresses an application connects to by itself: a stub answers its models, so any of them is something else."""
+"""Which addresses an application connects to by itself: a stub answers its models, so any but that of cotune's own
+gateway is something else."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from cotune.context import current_episode
 
@@ -33,8 +35,11 @@ def _hook() -> None:
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if not _watching or event != "socket.connect" or current_episode.get() is None:
+    if not _watching or event != "socket.connect" or (episode := current_episode.get()) is None:
         return
     address = arguments[1]
+    own = episode.gateway and urlsplit(episode.gateway)
+    if own and isinstance(address, tuple) and address[:2] == (own.hostname, own.port):
+        return
     if isinstance(address, tuple) and len(address) >= 2:
         _watching[-1][f"{address[0]}:{address[1]}"] += 1

@@ -53,10 +53,11 @@ async def _run_task(
     parts: Parts,
 ) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    began, branched = time.perf_counter(), False
+    began, branched, ways = time.perf_counter(), False, False
     for run in range(RUNS):
         left = _SECONDS - (time.perf_counter() - began)
-        if run and not (branched and left > 0 and (run == 1 or _unfinished(outcomes, parts))):
+        again = (branched and run == 1) or ((branched or ways) and _unfinished(outcomes, parts))
+        if run and not (again and left > 0):
             break
         answers = stub(run)
         options = EpisodeOptions(phase="check", timeout=timeout, offline=True, parts=parts)
@@ -64,7 +65,7 @@ async def _run_task(
         # A framework wraps what was raised into its own error, traceback and all; the cause says it better.
         outcomes.append(dataclasses.replace(outcome, error=outcome.live.fatal or outcome.error))
         store.flush()
-        branched = branched or answers.branched
+        branched, ways = branched or answers.branched, ways or answers.ways
         timeout = min(timeout, max(_SECONDS, left))
     return outcomes
 

@@ -324,8 +324,8 @@ def read_toml(path: str | Path | None) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError("config", str(path), "a TOML file", "See docs/reference/configuration.md.")
     try:
-        return tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("config", str(path), f"valid TOML ({error})") from None
 
 

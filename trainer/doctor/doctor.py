@@ -12,7 +12,7 @@ from rich.text import Text
 
 from cotune.errors import CotuneError
 from cotune.integrations import versions
-from cotune.integrations.models.folder import locate_model
+from cotune.integrations.models.folder import folder_sees_images, locate_model
 from cotune.tables import BAD, GOOD, grid, plural
 from cotune.trainer.config.cluster import ClusterConfig, Demand
 from cotune.trainer.config.train import TrainConfig
@@ -120,12 +120,14 @@ def judge_memory(config: TrainConfig, machine: Machine, prompt: int) -> tuple[tu
     """What the processes of a run will take, and whether it is there."""
     policies = _policies(config)
     try:
-        plan = plan_memory(config, machine, locate_model(config.model), prompt=prompt, policies=policies)
+        folder = locate_model(config.model)
+        plan = plan_memory(config, machine, folder, prompt=prompt, policies=policies)
+        images = ", without what passes over images take" if folder_sees_images(folder) else ""
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, CotuneError) as error:
         # a model's own code may want values, which tensors without storage do not have
         text = f"what it takes cannot be reckoned beforehand ({type(error).__name__}: {error})"
         return (), Diagnosis("memory", "warns", text, "Set learner.memory, which bounds the learner.")
-    asked = f"{plural(policies, 'policy', 'policies')}, prompts of up to {prompt} tokens"
+    asked = f"{plural(policies, 'policy', 'policies')}, prompts of up to {prompt} tokens{images}"
     missing = [f"{name} takes {what}, {short / 1e9:.1f} GB too much" for name, what, short in shortages(plan)]
     if missing:
         return plan, Diagnosis("memory", "blocks", f"{'; '.join(missing)} ({asked})", remedies(plan, config))

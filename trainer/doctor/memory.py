@@ -96,10 +96,10 @@ def render_memory(plan: Sequence[ProcessMemory]) -> Table:
     for process in plan:
         for part in process.parts:
             table.add_row(process.process, part.name, f"{part.bytes / GB:.2f}")
-        each = " each" if process.count > 1 else ""
-        where = "the machine" if process.device == "cpu" else process.device
+        each = f", each of {process.count}" if process.count > 1 else ""
+        where = "this machine" if process.device == "cpu" else process.device
         style = BAD if process.bytes > process.free else "bold"
-        said = f"of {process.free / GB:.1f} for {process.count} on {where}{each}"
+        said = f"all, of {process.free / GB:.1f} free on {where}{each}"
         table.add_row(Text(process.process, style=style), said, Text(f"{process.bytes / GB:.2f}", style=style))
     return table
 

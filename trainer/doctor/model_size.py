@@ -42,19 +42,24 @@ def measure(config: Any, lora: LoraSpec | None, dtype: str) -> ModelSize:
     import torch
     from peft import LoraConfig, get_peft_model
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from transformers import AutoModelForCausalLM
 
     from cotune.integrations.models.folder import loading
+    from cotune.integrations.models.kinds import auto_class, beside_language
     from cotune.trainer.learner.memory.checkpointing import Checkpointing
 
     text = config.get_text_config()
     held = getattr(torch, dtype) if lora else torch.float32
     with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config, dtype=held, **loading()).eval()
+        network = auto_class(config).from_config(config, dtype=held, **loading()).eval()
     parameters = sum(p.numel() for p in network.parameters())
     adapter = 0
     if lora:
-        chosen = LoraConfig(r=lora.rank, target_modules=list(lora.targets), task_type="CAUSAL_LM")
+        chosen = LoraConfig(
+            r=lora.rank,
+            target_modules=list(lora.targets),
+            exclude_modules=beside_language(network),
+            task_type="CAUSAL_LM",
+        )
         trained = get_peft_model(network, chosen)
         adapter = sum(p.numel() for p in trained.parameters() if p.requires_grad)
     checkpointing = Checkpointing(network)

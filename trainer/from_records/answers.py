@@ -11,6 +11,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import RecordError
 from cotune.integrations.chat.answers import encode_answer
 from cotune.integrations.chat.template import ChatTemplate
+from cotune.recording.images import holds_images
 from cotune.recording.records import Episode, candidate_id
 from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.protocol import Store
@@ -60,7 +61,8 @@ def read_answers(store: Store, chat: ChatTemplate, settings: RecordsConfig, long
     if settings.join_turns:
         rows = {e: {role: join_turns(turns) for role, turns in roles.items()} for e, roles in rows.items()}
     notes = tuple(text.format(count=count) for text, count in noted.items() if count)
-    return Recorded(rows=pack(rows), tasks=tasks, left_out=dict(left_out), notes=notes)
+    packed, images = pack(rows)
+    return Recorded(rows=packed, images=images, tasks=tasks, left_out=dict(left_out), notes=notes)
 
 
 def join_turns(rows: Sequence[TrainRow]) -> list[TrainRow]:
@@ -84,13 +86,14 @@ def join_turns(rows: Sequence[TrainRow]) -> list[TrainRow]:
             response_ids=response,
             logprobs=(0.0,) * len(response),
             loss_mask=(*mask, *(False,) * between, *(True,) * len(row.response_ids)),
+            images=row.images,
         )
     return found
 
 
 def _goes_on(row: TrainRow, before: TrainRow) -> bool:
     path = before.prompt_ids + before.response_ids
-    return row.prompt_ids[: len(path)] == path
+    return row.prompt_ids[: len(path)] == path and row.images[: len(before.images)] == before.images
 
 
 def learned_from(store: Store, left_out: Counter[str]) -> Iterator[Episode]:
@@ -126,6 +129,7 @@ def _row(chat: ChatTemplate, found: RecordedAnswer, longest: int, noted: Counter
         logprobs=(0.0,) * len(encoded.answer),
         advantage=1.0,
         trajectory=call.episode,
+        images=chat.images(found.messages) if holds_images(found.messages) else (),
     )
 
 

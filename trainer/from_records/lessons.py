@@ -22,7 +22,9 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     """What was found in the records: rows by episode and role, the task of each episode, and what was left out."""
 
     rows: Mapping[str, Mapping[str, bytes]]
-    """Packed rows, by episode and role."""
+    """Packed rows, by episode and role, with the digests of their images."""
+    images: Mapping[bytes, bytes]
+    """Each image once, by its digest."""
     tasks: Mapping[str, str]
     left_out: Mapping[str, int]
     notes: tuple[str, ...] = ()
@@ -47,13 +49,31 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         for episode in episodes:
             for role, packed in self.rows[episode].items():
                 if role in players:
-                    found.setdefault(players[role], []).extend(_decode(packed))
+                    found.setdefault(players[role], []).extend(map(self._seeing, _decode(packed)))
         return found
 
+    def _seeing(self, row: TrainRow) -> TrainRow:
+        if not row.images:
+            return row
+        return msgspec.structs.replace(row, images=tuple(self.images[digest] for digest in row.images))
 
-def pack(rows: Mapping[str, Mapping[str, Sequence[TrainRow]]]) -> dict[str, dict[str, bytes]]:
-    """Rows by episode and role, packed; episodes without rows are left out."""
-    return {e: {role: _encode(list(found)) for role, found in roles.items()} for e, roles in rows.items() if roles}
+
+def pack(
+    rows: Mapping[str, Mapping[str, Sequence[TrainRow]]],
+) -> tuple[dict[str, dict[str, bytes]], dict[bytes, bytes]]:
+    """Rows by episode and role, packed, and their images by the digests that they have in their place; episodes without
+    rows are left out."""
+    images: dict[bytes, bytes] = {}
+
+    def kept(image: bytes) -> bytes:
+        digest = hashlib.sha256(image).digest()
+        images[digest] = image
+        return digest
+
+    def packed(found: Sequence[TrainRow]) -> bytes:
+        return _encode([msgspec.structs.replace(row, images=tuple(map(kept, row.images))) for row in found])
+
+    return {e: {role: packed(found) for role, found in roles.items()} for e, roles in rows.items() if roles}, images
 
 
 def split(recorded: Recorded, share: float, seed: int) -> tuple[list[str], list[str], str]:

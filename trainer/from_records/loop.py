@@ -17,6 +17,7 @@ from cotune.trainer.reporting.metrics import StepMetrics, Updates, moved, throug
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.run_folder import write_atomically
 from cotune.trainer.schedules.schedule import lr_scale
+from cotune.trainer.updates import update_policies
 
 BEST = "best"
 """Folder of a run with the weights of each policy at its lowest held-out loss."""
@@ -49,10 +50,9 @@ async def learn_steps(run: RecordsRun, progress: Progress) -> None:
 
 
 async def update(run: RecordsRun, rows: Mapping[str, Sequence[TrainRow]]) -> Updates:
-    """Update every policy that has rows, those of pools of their own at once."""
+    """Update every policy that has rows."""
     scale = lr_scale(run.config.schedule, run.state.steps, run.config.steps)
-    work = (asyncio.to_thread(run.learner.update, name, rows[name], lr_scale=scale) for name in rows)
-    updates = dict(zip(rows, await asyncio.gather(*work), strict=True))
+    updates = await update_policies(run.learner, rows, scale)
     for name in moved(updates):
         run.state.versions[name] = run.state.versions.get(name, 0) + 1
     return updates

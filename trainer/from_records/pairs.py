@@ -9,9 +9,10 @@ from statistics import fmean
 import msgspec
 
 from cotune.algorithms.samples import TrainRow
-from cotune.errors import RecordError
+from cotune.errors import RecordError, RequestRefused
 from cotune.integrations.chat.answers import encode_answer
 from cotune.integrations.chat.template import ChatTemplate
+from cotune.recording.images import holds_images, prompt_id
 from cotune.recording.records import CallRecord, Candidate, Episode, candidate_id
 from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.protocol import Store
@@ -62,7 +63,9 @@ def read_pairs(store: Store, chat: ChatTemplate, longest: int) -> Recorded:
             "Recipe dpo needs several answers to a prompt with different rewards: records of a run with plan tree or "
             "replay, or several episodes of each task.",
         )
-    return Recorded(rows=pack(rows), tasks=tasks, left_out={k: n for k, n in left_out.items() if n})
+    packed, images = pack(rows)
+    counted = {reason: count for reason, count in left_out.items() if count}
+    return Recorded(rows=packed, images=images, tasks=tasks, left_out=counted)
 
 
 def _by_prompt(store: Store, left_out: Counter[str]) -> dict[Hashable, list[_Answer]]:
@@ -81,7 +84,8 @@ def _by_prompt(store: Store, left_out: Counter[str]) -> dict[Hashable, list[_Ans
                 left_out["replayed"] += 1
                 continue
             repeated.add(first)
-            prompt: Hashable = (episode.task.id, call.role, call.prompt or (call.messages, call.tools))
+            same = call.prompt and prompt_id(call.prompt, call.sampling.get("images") or ())
+            prompt: Hashable = (episode.task.id, call.role, same or (call.messages, call.tools))
             bare = msgspec.structs.replace(call, candidates=())
             ids = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
             found = store.rewards([*ids, episode.id])
@@ -121,6 +125,11 @@ def _rows(store: Store, chat: ChatTemplate, best: _Answer, worst: _Answer, longe
         if isinstance(ids, str):
             return ids
         found.append(ids)
+    try:
+        messages = [store.message(id) for id in best.call.messages]
+        images = chat.images(messages) if holds_images(messages) else ()
+    except (RecordError, RequestRefused) as error:
+        return "lost_message" if isinstance(error, RecordError) else "unrenderable"
     prompt = found[0][0]
     if found[1][0] != prompt:
         return "other_prompt"
@@ -135,6 +144,7 @@ def _rows(store: Store, chat: ChatTemplate, best: _Answer, worst: _Answer, longe
             logprobs=(0.0,) * len(ids),
             advantage=0.0,
             trajectory=answer.call.episode,
+            images=images,
         )
         for answer, (_, ids) in zip((best, worst), found, strict=True)
     ]

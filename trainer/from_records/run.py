@@ -55,9 +55,10 @@ class RecordsRun:
     committed: int = -1
     stopping: bool = False
 
-    def stop(self) -> None:
-        """Stop when the step in hand is done."""
+    def stop(self) -> bool:
+        """Stop when the step in hand is committed; True, as it is always waited for."""
         self.stopping = True
+        return True
 
     @property
     def players(self) -> dict[str, str]:
@@ -130,6 +131,9 @@ async def open_records_run(
             await asyncio.to_thread(learner.load, saved[1])
             run.state, run.committed = saved[0], saved[0].steps
             folder.truncate_metrics(saved[0].steps)
+        for name, rows in recorded.of(recorded.rows, players).items():
+            longest = max(rows, key=lambda row: len(row.prompt_ids) + len(row.response_ids))
+            await asyncio.to_thread(learner.check, name, [longest])
         yield run
 
 

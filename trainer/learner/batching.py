@@ -110,7 +110,11 @@ def mini_batches(rows: Sequence[TrainRow], size: int, generator: torch.Generator
     prompts.
     """
     steps = -(-len(rows) // size)
-    for labels in (conversations(rows), _numbered([row.prompt_ids for row in rows]), list(range(len(rows)))):
+    for labels in (
+        conversations(rows),
+        _numbered([(row.prompt_ids, row.images) for row in rows]),
+        list(range(len(rows))),
+    ):
         members: dict[int, list[int]] = {}
         for index, label in enumerate(labels):
             members.setdefault(label, []).append(index)
@@ -130,8 +134,10 @@ def _numbered(keys: Sequence[Hashable]) -> list[int]:
 
 def conversations(rows: Sequence[TrainRow]) -> list[int]:
     """A number for each row: equal where one row's prompt begins with the whole prompt of the other, as that of a later
-    turn does, or both begin with that of a third."""
-    prompts = list(dict.fromkeys(row.prompt_ids for row in rows))
+    turn does, or both begin with that of a third. Prompts with other first images are of other conversations."""
+    seen = _numbered([row.images[:1] for row in rows])
+    asked = [(image, *row.prompt_ids) for image, row in zip(seen, rows, strict=True)]
+    prompts = list(dict.fromkeys(asked))
     order, common = in_order(prompts)
     found: dict[tuple[int, ...], int] = {}
     begun: list[tuple[int, ...]] = []
@@ -140,7 +146,7 @@ def conversations(rows: Sequence[TrainRow]) -> list[int]:
             begun.pop()
         begun.append(prompts[place])
         found[prompts[place]] = found.get(begun[0], len(found))
-    return _numbered([found[row.prompt_ids] for row in rows])
+    return _numbered([found[prompt] for prompt in asked])
 
 
 def passes(

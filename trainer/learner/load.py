@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from cotune.errors import ConfigError
-from cotune.integrations.models.folder import loading_weights, reading
+from cotune.integrations.models.folder import loading, loading_weights, reading
+from cotune.integrations.models.kinds import auto_class, beside_language, language_prefix
 from cotune.policies import Policies, PolicySpec
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.logprob_model import LogprobModel
@@ -41,14 +42,14 @@ def open_policy_models(
             torch.manual_seed(settings.seed + SEED_STRIDE * index)
             path = spec.model or model
             if spec.kind == "full":
-                network = LogprobModel(_load(path, "float32", device, settings), flex=flex)
+                network = LogprobModel(_freeze_sight(_load(path, "float32", device, settings)), flex=flex)
                 frozen = _load(path, "float32", device, settings).requires_grad_(False) if reference else None
                 copy = None if frozen is None else LogprobModel(frozen, flex=flex)
                 opened[spec.name] = PolicyModel(spec, index, network, settings, frozen_copy=copy)
             else:
                 adapter = f"policy{index}"
                 if path in shared:
-                    shared[path][0].add_adapter(adapter, _lora_config(spec))
+                    shared[path][0].add_adapter(adapter, _lora_config(spec, shared[path][1].network))
                 else:
                     base = _wrap(_load(path, settings.dtype, device, settings), spec, adapter)
                     shared[path] = (base, LogprobModel(base.get_base_model(), flex=flex))
@@ -60,7 +61,8 @@ def open_policy_models(
         _prepare(policy, settings)
     if settings.shared_prompts:
         for kind in sorted({type(p.network).__name__ for p in opened.values() if not p.shares_prompts}):
-            log.warning("%s: not every layer is full attention. Rows compute what they have in common each.", kind)
+            why = "not every layer is full attention, or it sees images"
+            log.warning("%s: %s. Rows compute what they have in common each.", kind, why)
     return opened
 
 
@@ -71,24 +73,39 @@ def load_frozen(model: str, settings: LearnerSettings) -> LogprobModel:
 
 
 def _load(path: str, dtype: str, device: torch.device, settings: LearnerSettings) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     more = quantization(settings)
     with reading(path):
-        network = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **loading_weights(), **more)
+        kind = auto_class(AutoConfig.from_pretrained(path, **loading()))
+        network = kind.from_pretrained(path, dtype=getattr(torch, dtype), **loading_weights(), **more)
     return (network if more else network.to(device)).eval()
 
 
-def _lora_config(spec: PolicySpec) -> Any:
+def _freeze_sight(network: Any) -> Any:
+    """Of a network that sees images, train the language model and its output embedding only."""
+    if prefix := language_prefix(network):
+        head = {id(parameter) for parameter in network.get_output_embeddings().parameters()}
+        for name, parameter in network.named_parameters():
+            parameter.requires_grad_(name.startswith(prefix) or id(parameter) in head)
+    return network
+
+
+def _lora_config(spec: PolicySpec, network: Any) -> Any:
     from peft import LoraConfig
 
     lora = spec.lora
     if "lm_head" in lora.targets:
         raise ConfigError("lora.targets", lora.targets, "linear layers below the output embedding", "Remove lm_head.")
     return LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), lora_dropout=0.0, task_type="CAUSAL_LM"
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(lora.targets),
+        exclude_modules=beside_language(network),
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
     )
 
 
@@ -96,7 +113,7 @@ def _wrap(network: Any, spec: PolicySpec, adapter: str) -> Any:
     from peft import get_peft_model
 
     try:
-        return get_peft_model(network, _lora_config(spec), adapter_name=adapter)
+        return get_peft_model(network, _lora_config(spec, network), adapter_name=adapter)
     except ValueError as error:
         raise ConfigError("lora.targets", spec.lora.targets, f"names of linear layers of the model ({error})") from None
 

@@ -110,9 +110,13 @@ class LocalLearner:
             torch.set_num_threads(settings.threads)
         return cls(open_policy_models(model, policies, settings, reference=loss.needs_untrained), settings, loss)
 
+    def check(self, policy: str, rows: Sequence[TrainRow]) -> None:
+        """Raises GroupError for unusable rows, LearnerError for one that does not fit into memory."""
+        check_rows(rows)
+        self._passes.check(rows)
+
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
-        """All epochs and mini-batches of one step. Raises GroupError for unusable rows, LearnerError for a row that
-        does not fit into memory and when the update does not train what it should.
+        """All epochs and mini-batches of one step. Raises as `check`, and LearnerError where nothing is trained.
 
         Where no token counts, the loss's mask having rejected them all, there is no optimizer step. A token that the
         row's grammar forced does not count either.
@@ -130,9 +134,8 @@ class LocalLearner:
         """
         started = time.perf_counter()
         with self._lock:
-            check_rows(rows)
+            self.check(policy, rows)
             model = self._model(policy)
-            self._passes.check(rows)
             rows = model.without_forced_tokens(rows)
             epochs = [
                 mini_batches(rows, self._settings.mini_batch, self._order[policy]) for _ in range(self._settings.epochs)
@@ -165,10 +168,9 @@ class LocalLearner:
                     f"No gradient of this update of policy {policy!r} is finite.", "Lower learner.lr, or use float32."
                 )
             means, seconds = sums.metrics(self._group), time.perf_counter() - started
-            tokens = int(means["computed_tokens"]) // self._group.size
             return {
                 **means,
-                **model_utilization(model, tokens, seconds),
+                **model_utilization(model, int(means["computed_tokens"]) // self._group.size, seconds),
                 **found,
                 **self._gradient_checks[policy].after_update(policy),
                 "loss": float(np.mean(losses)),

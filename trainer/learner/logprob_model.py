@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from cotune.algorithms.samples import TrainRow
+from cotune.errors import LearnerError
+from cotune.integrations.models.kinds import sees_images
+from cotune.integrations.models.vision import ImageInputs
 from cotune.trainer.learner.batching import tokens_of
 from cotune.trainer.learner.logprobs import token_logprobs
 from cotune.trainer.learner.memory.checkpointing import Checkpointing
@@ -19,18 +22,44 @@ from cotune.trainer.learner.token_tree import token_tree
 from cotune.trainer.learner.tree_attention import TreePass, attends_over_trees, states_over
 
 
-def plain_states(network: Any, rows: Sequence[TrainRow]) -> Tensor:
+def plain_states(network: Any, rows: Sequence[TrainRow], images: ImageInputs | None = None) -> Tensor:
     """One padded sequence per row: states [tokens, hidden] that predict the response tokens, rows in order.
 
     Padding is on the right, where a causal model never looks, so no mask is needed; the last response token
-    predicts nothing and is left out.
+    predicts nothing and is left out. Of rows with `images` those go together whose images are of one form.
     """
+    if any(row.images for row in rows):
+        return _seeing_states(network, rows, images)
     ids = _padded([tokens_of(row) for row in rows])
     device = network.get_input_embeddings().weight.device
     states = network.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
     at_row = np.repeat(np.arange(len(rows)), [len(row.response_ids) for row in rows])
     at_position = np.concatenate([len(r.prompt_ids) - 1 + np.arange(len(r.response_ids)) for r in rows])
     return states[torch.from_numpy(at_row).to(device), torch.from_numpy(at_position).to(device)]
+
+
+def _seeing_states(network: Any, rows: Sequence[TrainRow], images: ImageInputs | None) -> Tensor:
+    seeing = [number for number, row in enumerate(rows) if row.images]
+    texts = [number for number, row in enumerate(rows) if not row.images]
+    if images is None:
+        raise LearnerError(
+            f"Row {rows[seeing[0]].id} has an image, and {type(network).__name__} sees none.", "Train one that does."
+        )
+    found: dict[int, Tensor] = {}
+    if texts:
+        states = plain_states(network, [rows[number] for number in texts])
+        found.update(zip(texts, states.split([len(rows[number].response_ids) for number in texts]), strict=True))
+    sequences = {number: tokens_of(rows[number]) for number in seeing}
+    width = max(map(len, sequences.values()))
+    filled = [ids + ids[-1:] * (width - len(ids)) for ids in sequences.values()]  # its last token is never an image's
+    device = network.get_input_embeddings().weight.device
+    asked = [(ids, rows[number].images) for ids, number in zip(filled, seeing, strict=True)]
+    for members, given in images.together(network, asked):
+        ids = torch.tensor([filled[member] for member in members], device=device)
+        states = network.base_model(input_ids=ids, use_cache=False, **given).last_hidden_state
+        for number, own in zip((seeing[member] for member in members), states, strict=True):
+            found[number] = own[len(rows[number].prompt_ids) - 1 : len(sequences[number])]
+    return torch.cat([found[number] for number in range(len(rows))])
 
 
 def tree_states(network: Any, rows: Sequence[TrainRow], *, flex: bool = False) -> Tensor:
@@ -66,8 +95,9 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         self._flex = flex
         self.network = network
         self.checkpointing = Checkpointing(network)
-        self.shares = attends_over_trees(network, flex=flex)
-        """Whether a pass can compute what its rows have in common once."""
+        self.images = ImageInputs(network.config.name_or_path) if sees_images(network.config) else None
+        self.shares = self.images is None and attends_over_trees(network, flex=flex)
+        """Whether a pass can compute what its rows have in common once; not where it sees images."""
         self.sampled_distribution = SampledDistribution(network.config.name_or_path)
 
     def forward(self, rows: Sequence[TrainRow], *, shared: bool, dtype: str) -> tuple[Tensor, Tensor]:
@@ -95,7 +125,7 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         with _precision(self.network.get_output_embeddings().weight.device, dtype):
             if shared:
                 return tree_states(self.network, rows, flex=self._flex)
-            return plain_states(self.network, rows)
+            return plain_states(self.network, rows, self.images)
 
     def reduce_next(self, on: bool) -> None:
         """Whether the next backward pass exchanges gradients between ranks, or only adds to this rank's own."""

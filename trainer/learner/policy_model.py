@@ -56,7 +56,7 @@ class PolicyModel:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by the names they have inside the network."""
         if self.adapter is None:
-            return dict(self.network.named_parameters())
+            return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
         infix = f".{self.adapter}."
         return {name: p for name, p in self.peft.named_parameters() if infix in name}
 

@@ -21,6 +21,10 @@ class Learner(Protocol):
         """Train one policy on its rows (all epochs and mini-batches of one step); return metrics by name."""
         ...
 
+    def check(self, policy: str, rows: Sequence[TrainRow]) -> None:
+        """Raises GroupError for unusable rows, LearnerError for one that does not fit into memory."""
+        ...
+
     def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         """log pi_train of each row's response tokens at the row's temperature, in nats, without gradients."""
         ...
@@ -63,6 +67,9 @@ class LearnerAround:
 
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
         return self.inner.update(policy, rows, lr_scale=lr_scale)
+
+    def check(self, policy: str, rows: Sequence[TrainRow]) -> None:
+        self.inner.check(policy, rows)
 
     def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         return self.inner.logprobs(policy, rows)

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from cotune.trainer.learner.token_tree import TokenTree, attention_blocks, token_tree, walk
+from cotune.trainer.learner.token_tree import Block, TokenTree, attention_blocks, token_tree, walk
 
 NAME = "cotune_tree"
 """Of the attention function, in transformers."""
 OTHER = ("softcap", "s_aux", "position_bias", "sliding_window")
 """What a model may ask of its attention and this one does not do."""
-
-
-class _Call(NamedTuple):
-    """Padded sizes of one call of the attention: sequences, queries and keys; `mask` [B, 1, q, k] is added to scores,
-    None for a causal one."""
-
-    sequences: int
-    queries: int
-    keys: int
-    mask: Tensor | None
 
 
 class TreePass:
@@ -38,45 +28,106 @@ class TreePass:
         self.attend = FlexAttention(tree, device) if flex else BlockedAttention(tree, device)
 
 
+class _Call(NamedTuple):
+    """One call of the attention, of several padded sequences.
+
+    `queries` [sequences x q] and `keys` [sequences x k] are numbers of tokens; `tokens` [n] are those of the queries
+    that are no padding, and `places` [n] where they stand among these, None for in order. `hidden` [sequences, 1, q, k]
+    says which keys a query does not see, None for those after its own.
+    """
+
+    sequences: int
+    queries: Tensor
+    keys: Tensor
+    tokens: Tensor
+    places: Tensor | None
+    hidden: Tensor | None
+
+    def mask(self, dtype: torch.dtype) -> Tensor | None:
+        """What is added to scores; made for each use, as those of all calls would take several times their memory."""
+        if self.hidden is None:
+            return None
+        mask = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
+        return mask.masked_fill_(self.hidden, float("-inf"))
+
+    def states(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the attention takes, [sequences, heads, length, width] each, of states [T, heads, width]."""
+        return self._of(query, self.queries), self._of(key, self.keys), self._of(value, self.keys)
+
+    def outputs(self, states: Tensor) -> Tensor:
+        """Those of the queries, [sequences, heads, q, width], of states [T, heads, width]."""
+        return self._of(states, self.queries)
+
+    def gradients(self, states: Tensor) -> Tensor:
+        """The same, with zeros for padding."""
+        if self.places is None:
+            return self.outputs(states)
+        found = states.new_zeros(len(self.queries), *states.shape[1:])
+        return self._apart(found.index_copy_(0, self.places, states.index_select(0, self.tokens)))
+
+    def put(self, found: Tensor, states: Tensor) -> None:
+        """Write what the queries have got, [sequences, heads, q, width], into `states` [T, heads, width]."""
+        rows = found.transpose(1, 2).flatten(0, 1)
+        states.index_copy_(0, self.tokens, rows if self.places is None else rows.index_select(0, self.places))
+
+    def _of(self, states: Tensor, at: Tensor) -> Tensor:
+        return self._apart(states.index_select(0, at))
+
+    def _apart(self, states: Tensor) -> Tensor:
+        return states.unflatten(0, (self.sequences, -1)).transpose(1, 2)
+
+
 class BlockedAttention:
     """Attention over a tree by a few calls of SDPA, each over queries that see much the same."""
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
-        blocks = attention_blocks(tree)
-        self._queries = _joined([block.queries for block in blocks], device)
-        self._keys = _joined([block.keys for block in blocks], device)
-        real = np.concatenate([block.real.ravel() for block in blocks])
-        queries = np.concatenate([block.queries.ravel() for block in blocks])
-        places = np.empty(len(tree.tokens), np.int64)
-        places[queries[real]] = real.nonzero()[0]
-        self._places = torch.from_numpy(places).to(device)
-        self._shapes = [(len(block.queries), block.queries.shape[1], block.keys.shape[1]) for block in blocks]
-        self._allowed = [block.allowed for block in blocks]
-        self._calls: dict[torch.dtype, list[_Call]] = {}
+        self._calls = [_call(block, device) for block in attention_blocks(tree)]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         """query [1, heads, T, width], key and value [1, groups, T, width]; returns [T, heads, width]."""
-        queries = query[0].transpose(0, 1).index_select(0, self._queries)
-        keys, values = (states[0].transpose(0, 1).index_select(0, self._keys) for states in (key, value))
-        calls = self._calls_in(query.dtype)
-        # The gradient of a split is one tensor, that of a slice is as large as the whole.
-        widths = [call.sequences * call.queries for call in calls]
-        lengths = [call.sequences * call.keys for call in calls]
-        parts = zip(calls, queries.split(widths), keys.split(lengths), values.split(lengths), strict=True)
-        outputs = []
-        for call, *states in parts:
-            q, k, v = (part.unflatten(0, (call.sequences, -1)).transpose(1, 2) for part in states)
-            outputs.append(_attend(q, k, v, call.mask, scaling).transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs).index_select(0, self._places)
+        states = (part[0].transpose(0, 1) for part in (query, key, value))
+        output: Tensor = _OverCalls.apply(*states, self._calls, scaling)
+        return output
 
-    def _calls_in(self, dtype: torch.dtype) -> list[_Call]:
-        """Those of a layer, in the order of the queries and keys."""
-        if dtype not in self._calls:
-            self._calls[dtype] = [
-                _Call(rows, width, length, None if allowed is None else _added(allowed, dtype, self._places.device))
-                for (rows, width, length), allowed in zip(self._shapes, self._allowed, strict=True)
-            ]
-        return self._calls[dtype]
+
+class _OverCalls(torch.autograd.Function):  # type: ignore[misc]
+    """Keeps the states of each token once; the backward pass gathers those of a call again, as the forward pass did.
+
+    query [T, heads, width], key and value [T, groups, width]; returns [T, heads, width].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Sequence[_Call], scaling: float | None
+    ) -> Tensor:
+        output = query.new_empty(*query.shape[:2], value.shape[2])
+        sums = []
+        for call in calls:
+            found, summed = _attend(*call.states(query, key, value), call.mask(query.dtype), scaling)
+            call.put(found, output)
+            sums.append(summed)
+        ctx.save_for_backward(query, key, value, output, *sums)
+        ctx.calls, ctx.scaling = calls, scaling
+        return output
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, *sums = ctx.saved_tensors
+        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        calls: Sequence[_Call] = ctx.calls
+        for call, summed in zip(calls, sums, strict=True):
+            states, mask, above = call.states(query, key, value), call.mask(query.dtype), call.gradients(gradient)
+            if summed is None:
+                found = _recomputed_gradients(*states, mask, ctx.scaling, above)
+            else:
+                found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    above, *states, call.outputs(output), summed, 0.0, mask is None, attn_mask=mask, scale=ctx.scaling
+                )  # fmt: skip
+            call.put(found[0], of_query)
+            of_key.index_add_(0, call.keys, found[1].transpose(1, 2).flatten(0, 1))
+            of_value.index_add_(0, call.keys, found[2].transpose(1, 2).flatten(0, 1))
+        return of_query, of_key, of_value, None, None
 
 
 class FlexAttention:
@@ -111,13 +162,16 @@ def _kernel(device: str) -> Any:
     return flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=True)
 
 
-def _joined(parts: list[Any], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([part.ravel() for part in parts])).to(device)
-
-
-def _added(allowed: npt.NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
-    return mask.masked_fill_(torch.from_numpy(~allowed).to(device), float("-inf"))[:, None]
+def _call(block: Block, device: torch.device) -> _Call:
+    padded, real = block.queries.ravel(), block.real.ravel()
+    return _Call(
+        len(block.queries),
+        torch.from_numpy(padded).to(device),
+        torch.from_numpy(block.keys.ravel()).to(device),
+        torch.from_numpy(padded[real]).to(device),
+        None if real.all() else torch.from_numpy(real.nonzero()[0]).to(device),
+        None if block.allowed is None else torch.from_numpy(~block.allowed[:, None]).to(device),
+    )
 
 
 def tree_attention(
@@ -144,10 +198,38 @@ def tree_attention(
     asked = [name for name in OTHER if more.get(name) is not None]
     if asked:
         raise NotImplementedError(f"{type(module).__name__} asks its attention for {asked}")
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # norms of queries and keys leave its precision, that of the values
+        query, key, value = (states.to(torch.get_autocast_dtype(kind)) for states in (query, key, value))
     return tree.attend(query, key, value, scaling)[None], None
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """[sequences, heads, q, width] for states of the same form, and what the CPU's kernel needs of it to be
+    differentiated: the logarithms of the sums of its weights. SDPA has them and gives them to nobody."""
+    if query.device.type == "cpu" and query.shape[3] == value.shape[3]:
+        found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, mask is None, attn_mask=mask, scale=scaling
+        )
+        return found, sums
+    return _sdpa(query, key, value, mask, scaling), None
+
+
+def _recomputed_gradients(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, gradient: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of query, key and value, where only SDPA itself knows how."""
+    with torch.enable_grad():
+        query, key, value = (part.detach().requires_grad_() for part in (query, key, value))
+        gradients: tuple[Tensor, ...] = torch.autograd.grad(
+            _sdpa(query, key, value, mask, scaling), (query, key, value), gradient
+        )
+    return gradients
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and query.is_cuda and mask is not None:  # where the kernels for groups take no mask
         key, value = (states.repeat_interleave(groups, 1) for states in (key, value))
@@ -218,7 +300,7 @@ def _computes_the_same(network: Any, flex: bool) -> bool:
             alone = [
                 network.base_model(input_ids=torch.tensor([ids], device=device), use_cache=False) for ids in sequences
             ]
-    except (TypeError, NotImplementedError, RuntimeError):
+    except (AttributeError, TypeError, NotImplementedError, RuntimeError):
         return False
     expected = torch.cat([output.last_hidden_state[0] for output in alone])
     tolerance = 1e-4 if expected.dtype == torch.float32 else 5e-2

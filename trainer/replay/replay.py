@@ -24,11 +24,10 @@ from cotune.replay.forks import repeatable
 from cotune.replay.repeat import repeating
 from cotune.replay.script import Replay, read_script
 from cotune.runtime.run_sync import run_sync
-from cotune.storage.run_layout import RunLayout, is_run, read_run_json
+from cotune.storage.run_layout import RunLayout, is_run, read_run_json, relocated
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.replay.answering import Answering, answering
 from cotune.trainer.replay.options import ReplayOptions
-from cotune.trainer.resume import relocated
 from cotune.workflows import Workflow, load_workflow
 
 

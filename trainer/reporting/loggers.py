@@ -119,9 +119,10 @@ def _opened(tool: Tool, config: TrainConfig, folder: RunFolder, done: int) -> Tr
     run = hashlib.sha256(f"{described['run']} {described['created']}".encode()).hexdigest()[:12]
     known = json.loads(file.read_text()).get(tool) if file.is_file() else None
     tracker = Tracker(tool, config.project, folder.path, run, known=known, done=done)
-    if known is None:
+    if known is None or tool == "trackio":  # which keeps those of a run's last part
         settings = leaves(msgspec.to_builtins(config))
         tracker.settings({k: v if isinstance(v, bool | int | float | str) else json.dumps(v) for k, v in settings})
+    if known is None:
         with _ids:
             ids = json.loads(file.read_text()) if file.is_file() else {}
             write_atomically(file, json.dumps({**ids, tool: tracker.id}).encode())

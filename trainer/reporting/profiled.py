@@ -14,8 +14,10 @@ from typing import Any
 
 import msgspec
 
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.step_profile import Span, StepProfile, Trace, breakdown, profile_table
+from cotune.errors import CotuneError
+from cotune.integrations.samplers.base import CalledSampler
+from cotune.sampling.protocol import Sampler
+from cotune.step_profile import Span, StepProfile, Trace, breakdown, print_profile
 from cotune.storage.run_layout import checkpoint_name
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.run import Run
@@ -32,25 +34,43 @@ async def profiled(run: Run, report: StepReport) -> AsyncIterator[None]:
     if number != run.config.profile:
         yield
         return
-    sampler = run.sampler if isinstance(run.sampler, TransformersSampler) else None
     report.progress.say(f"step {number} is profiled ...")
     await asyncio.to_thread(run.learner.begin_trace)
-    if sampler is not None:
-        await sampler.begin_trace()
+    sampler = await _begun(run.sampler)
     report.phases, run.runner.scoring = [], []
     began = time.time()
     try:
         yield
         whole = Span(f"step {number}", began, time.time())
         traces = await asyncio.to_thread(run.learner.end_trace)
-        if sampler is not None:
-            traces.append(await sampler.end_trace())
+        traces += await _ended(sampler)
         if run.state.steps < number:
             return  # stopped
         profile = await asyncio.to_thread(_write, run, whole, report.phases, traces)
-        report.progress.console.print(profile_table(profile))
+        print_profile(report.progress.console, profile)
     finally:
         report.phases = run.runner.scoring = None
+
+
+async def _begun(sampler: Sampler) -> CalledSampler | str:
+    """The sampler, which notes from now on what it does; or why it does not."""
+    if not isinstance(sampler, CalledSampler):
+        return f"{type(sampler).__name__} has no begin_trace"
+    try:
+        await sampler.begin_trace()
+    except CotuneError as error:
+        return error.cause
+    return sampler
+
+
+async def _ended(sampler: CalledSampler | str) -> list[Trace]:
+    """What a sampler has done. One that cannot say so stops no run: that is a note."""
+    try:
+        if isinstance(sampler, CalledSampler):
+            return await sampler.end_trace()
+    except CotuneError as error:
+        sampler = error.cause
+    return [Trace([], [], 0, (f"not traced: the sampler: {sampler}",))]
 
 
 def _write(run: Run, whole: Span, phases: Sequence[Span], traces: Sequence[Trace]) -> StepProfile:
@@ -63,11 +83,12 @@ def _write(run: Run, whole: Span, phases: Sequence[Span], traces: Sequence[Trace
     folder.mkdir(exist_ok=True)
     trace = folder / f"{checkpoint_name(step)}.trace.json.gz"
     left_out = _write_trace(trace, [whole, *phases], parts, traces)
+    notes = dict.fromkeys(note for found in traces for note in found.notes)
     profile = StepProfile(
         step=step,
         seconds=whole.ended - whole.began,
         rows=breakdown(whole, phases, parts),
-        notes=tuple(_notes(run, left_out)),
+        notes=(*notes, *_notes(run, left_out)),
         trace=str(trace),
     )
     write_atomically(folder / f"{checkpoint_name(step)}.json", msgspec.json.encode(profile))
@@ -85,8 +106,6 @@ def _recorded(run: Run, step: int) -> tuple[list[Span], list[Span]]:
 
 
 def _notes(run: Run, left_out: int) -> Iterable[str]:
-    if not isinstance(run.sampler, TransformersSampler):
-        yield "answering: calls under way; what the engines do in that time is not traced, nor are they in the trace"
     if run.config.cluster.address and run.config.cluster.learners > 1:
         yield "forward, backward, optimizer: of each pool's first learner"
     if run.config.ahead:

@@ -19,6 +19,8 @@ from cotune.trainer.reporting.metrics import StepMetrics
 
 CAUSES = 5
 """How many different causes of failed episodes are shown in a run."""
+SILENCE = 30.0
+"""Seconds between two lines of how far episodes are, where no bar can be shown."""
 
 FAULT_COUNTERS = (
     "died",
@@ -128,10 +130,20 @@ class Progress:
 
 @contextlib.contextmanager
 def episode_bar(console: Console, total: int | None, name: str = "episodes") -> Iterator[Callable[[Episode], None]]:
-    """A bar over episodes (nothing where there is no terminal); yields what advances it."""
+    """A bar over episodes, or where there is no terminal a line every `SILENCE`; yields what advances it."""
+    done, told = 0, time.monotonic()
     with Bars(console=console, disable=not console.is_terminal) as bars:
         bar = bars.add_task(name, total=total)
-        yield lambda episode: bars.advance(bar)
+
+        def advance(episode: Episode) -> None:
+            nonlocal done, told
+            done += 1
+            bars.advance(bar)
+            if not console.is_terminal and time.monotonic() - told >= SILENCE:
+                told = time.monotonic()
+                console.print(f"{name}: {done}{'' if total is None else f' of {total}'}", highlight=False)
+
+        yield advance
 
 
 def summary(metrics: StepMetrics) -> str:
@@ -206,4 +218,5 @@ def _ends(figures: Mapping[str, float], name: str) -> str:
 
 
 def _minutes(seconds: float) -> str:
-    return f"{seconds // 60:.0f}:{seconds % 60:02.0f}"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02}"

@@ -28,6 +28,7 @@ from cotune.trainer.reporting.metrics import (
     throughput,
 )
 from cotune.trainer.reporting.progress import Progress
+from cotune.trainer.reporting.summary import NO_SIGNAL
 from cotune.trainer.rollout.forks import replay_figures
 from cotune.trainer.run import Run
 from cotune.trainer.schedules.schedule import lr_scale
@@ -81,6 +82,8 @@ class StepReport:
         ran = [e for e in batch.episodes if e.phase != JUDGING]
         single = [e for e in ran if run.plan.kind != "replay" or e.rollout == 0]
         tokens = sum(len(candidate.token_ids) for call in calls for candidate in call.candidates)
+        unmoved = stayed(state.policies, updates, batch.rows, collected.samples)
+        idle = not state.versions and "no signal" in unmoved.values()
         return StepMetrics(
             step=state.steps,
             episodes=len(ran),
@@ -106,9 +109,9 @@ class StepReport:
             seconds=dict(self._seconds),
             **throughput(updates, self._seconds, tokens),
             updated=bool(moved(updates)),
-            stayed=stayed(state.policies, updates, batch.rows, collected.samples),
+            stayed=unmoved,
             replay=replay_figures(run, batch.episodes),
-            notes=(*prepared.warnings, *replaced(calls), *_rounded_away(updates)),
+            notes=(*prepared.warnings, *replaced(calls), *_rounded_away(updates), *([NO_SIGNAL] if idle else [])),
         )
 
     def _policy(self, name: str, updates: Updates) -> dict[str, float]:

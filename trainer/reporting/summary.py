@@ -12,6 +12,13 @@ import msgspec
 from cotune.storage.run_layout import read_metrics
 from cotune.trainer.checkpoint import Checkpoint
 
+NO_SIGNAL = (
+    "no signal: all rewards that were compared are equal. Where nothing succeeds yet, learn from demonstrations first "
+    "(cotune train WORKFLOW --recipe sft --records TRACED, then --init with that run), take tasks that are solved now "
+    "and then, or a larger plan.k; else a scorer or judge that tells answers apart."
+)
+"""What to do about a policy that no step can update."""
+
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """How a run ended. `finished` is False when it was stopped; `--resume` goes on from `steps`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -14,7 +14,8 @@ from cotune.algorithms.recipes import Recipe
 from cotune.errors import ConfigError, CotuneError, WorkflowError
 from cotune.judging.episodes import judge_episodes
 from cotune.policies import UNTRAINED, Policies
-from cotune.recording.episodes import EpisodeOptions, Outcome, run_episode
+from cotune.recording.app_parts import Part, Parts
+from cotune.recording.episodes import UNSEEN, EpisodeOptions, Outcome, run_episode
 from cotune.recording.records import CallRecord, Episode, Task, candidate_id
 from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
 from cotune.sampling.responder import PolicyResponder
@@ -40,10 +41,12 @@ class PreflightReport:
     """Names of the rewards that the episodes ended with."""
     notes: Sequence[str]
     """What the user should know."""
+    unseen: Sequence[str] = ()
+    """Roles of the application that have not called yet, and that a scorer or a policy names."""
 
     @property
     def roles(self) -> list[str]:
-        return list(self.rewards)
+        return [*self.rewards, *self.unseen]
 
     def lessons(self, policies: Policies, recipe: Recipe) -> list[str]:
         """What each trained role learns from, and what nobody does."""
@@ -82,6 +85,7 @@ async def preflight(
         seed=config.seed,
     )
     outcomes: list[Outcome] = []
+    parts = Parts()
     started = time.monotonic()
     usual = min(EPISODES, len(tasks)) if workflow.episode_judge is None else EPISODES
     for number in range(MOST_EPISODES):
@@ -99,7 +103,7 @@ async def preflight(
                 tasks[place],
                 sink=store,
                 responder=responder,
-                options=EpisodeOptions(phase="check", rollout=rollout, timeout=config.episode_timeout),
+                options=EpisodeOptions(phase="check", rollout=rollout, timeout=config.episode_timeout, parts=parts),
             )
         )
     store.flush()
@@ -114,8 +118,11 @@ async def preflight(
     ended = store.rewards(outcome.episode.id for outcome in outcomes)
     calls = [call for episode in [*(o.episode for o in outcomes), *judged] for call in store.calls(episode.id)]
     rewards = rewards_by_role(store, calls)
-    for fault in faults(workflow, outcomes, calls, rewards, config.roles):
+    unseen = unseen_roles(config, workflow, [part for part in parts.known if not parts.ran(part)], rewards)
+    for fault in faults(workflow, outcomes, calls, rewards, [*config.roles, *unseen]):
         raise fault
+    if unseen:
+        notes.append(f"not called yet: {', '.join(unseen)}; trained from the first call on")
     if plan.kind != "tree" and not any([*ended.values(), *rewards.values()]):
         raise WorkflowError(
             f"No episode and no answer has a reward, so nothing can be learned under the plan {plan.kind}.",
@@ -125,6 +132,7 @@ async def preflight(
         rewards=rewards,
         outcome=sorted({name for named in ended.values() for name in named}),
         notes=[*_notes(outcomes, calls), *_temperatures(calls, config.sampling.temperature), *notes],
+        unseen=unseen,
     )
 
 
@@ -134,6 +142,15 @@ def _worth_another_look(outcomes: Sequence[Outcome]) -> bool:
         outcome.episode.blame == "policy" and not outcome.live.failures and outcome.error and outcome.error.__cause__
         for outcome in outcomes
     )
+
+
+def unseen_roles(
+    config: TrainConfig, workflow: Workflow, idle: Iterable[Part], called: Collection[str] = ()
+) -> list[str]:
+    """Of the parts of the application that have not run, those that a scorer or a policy names: another answer leads
+    to them."""
+    named = {*workflow.scorers, *(role for policy in config.policy for role in policy.roles)}
+    return [part.role for part in idle if part.role in named and part.role not in called]
 
 
 def rewards_by_role(store: Store, calls: Sequence[CallRecord]) -> dict[str, dict[str, tuple[float, float]]]:
@@ -156,13 +173,14 @@ def faults(
 ) -> Iterator[CotuneError]:
     """What would make training on these episodes pointless, worst first. `rewards` is as in `PreflightReport`; `rare`
     roles need not have called."""
-    yield from _outcome_faults(workflow, outcomes, calls)
+    ended_early = list(_outcome_faults(workflow, outcomes, calls))
+    yield from ended_early
     for role in workflow.scorers:
         errors = [call.error for call in calls if call.role == role and call.status == "ok"]
         if errors and all(errors) and not rewards.get(role):
             yield WorkflowError(f"{errors[0]} So it went on all {len(errors)} calls.", "Nothing was trained.")
     seen = sorted({call.role for call in calls})
-    for role in workflow.scorers:
+    for role in () if ended_early else workflow.scorers:  # else who would have called is not known
         if role not in seen and role not in rare:
             yield ConfigError(
                 "scorer",
@@ -179,12 +197,9 @@ def _outcome_faults(
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     failed = [call for call in calls if call.status != "ok"]
     if len(errors) == len(outcomes):
-        yield _with_calls(_every_time(errors), failed)
+        yield _with_calls(_every_time(errors, calls), failed)
     elif not calls:
-        yield WorkflowError(
-            f"The workflow {workflow.name!r} made no LLM call that cotune can see.",
-            "Call models through the OpenAI SDK or a LangChain chat model, inside the workflow function.",
-        )
+        yield WorkflowError(f"The workflow {workflow.name!r} made no LLM call that cotune can see.", UNSEEN)
     elif len(failed) == len(calls):
         yield WorkflowError(
             f"All {len(calls)} calls of the workflow {workflow.name!r} failed; the first: {failed[0].error}",
@@ -197,19 +212,26 @@ def _nearest(role: str, seen: Sequence[str]) -> str:
     return f"Did you mean {' or '.join(near)}? " if near else ""
 
 
-def _every_time(errors: Sequence[CotuneError]) -> CotuneError:
+def _every_time(errors: Sequence[CotuneError], calls: Sequence[CallRecord]) -> CotuneError:
     if len(errors) <= EPISODES:
         return errors[0]
     remedy = f"{errors[0].remedy} If it is what the model says that breaks it: have the workflow return a low reward."
+    ends = [candidate.finish_reason for call in calls for candidate in call.candidates]
+    if (cut := ends.count("length")) * 2 > len(ends):
+        remedy += (
+            f" {cut} of {len(ends)} answers ended at their limit of tokens: raise --max-tokens, or the application's."
+        )
     raised = WorkflowError(f"{errors[0].cause} All {len(errors)} episodes looked at failed.", remedy)
     raised.__cause__ = errors[0]
     return raised
 
 
 def _with_calls(error: CotuneError, failed: Sequence[CallRecord]) -> CotuneError:
-    if not failed or error.cause in str(failed[0].error):
+    first = next((call for call in failed if call.status != "cancelled"), None)
+    if first is None or error.cause in str(first.error):
         return error
-    raised = WorkflowError(f"{error.cause} The call of role {failed[0].role!r} failed: {failed[0].error}", error.remedy)
+    cause = error.cause.replace(first.error, "...") if first.error else error.cause
+    raised = WorkflowError(f"{cause} The call of role {first.role!r} failed: {first.error}", error.remedy)
     raised.__cause__ = error
     return raised
 
@@ -217,8 +239,9 @@ def _with_calls(error: CotuneError, failed: Sequence[CallRecord]) -> CotuneError
 def _notes(outcomes: Sequence[Outcome], calls: Sequence[CallRecord]) -> list[str]:
     errors = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
     notes = [f"{len(errors)} of {len(outcomes)} episodes failed while looking around: {errors[0]}"] if errors else []
-    faults = [call.error for call in calls if call.error is not None]
-    notes += [f"{len(faults)} of {len(calls)} calls failed while looking around: {faults[0]}"] if faults else []
+    for what, broken in (("failed", True), ("were not scored whole", False)):
+        found = [call.error for call in calls if call.error is not None and (call.status != "ok") is broken]
+        notes += [f"{len(found)} of {len(calls)} calls {what} while looking around: {found[0]}"] if found else []
     roles: Mapping[str, int] = {role: sum(c.role == role for c in calls) for role in sorted({c.role for c in calls})}
     return [*notes, "roles: " + ", ".join(f"{role} ({count} calls)" for role, count in roles.items())]
 

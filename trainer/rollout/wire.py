@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from cotune.json_values import plain
 from cotune.recording.answers import clean
 from cotune.recording.episodes import EpisodeOptions
 from cotune.recording.records import CallRecord, Episode, Message, Record, Task
@@ -90,9 +91,9 @@ def unpack(packed: bytes) -> list[Record]:
     return _unpacker.decode(packed)
 
 
-_packer = msgspec.msgpack.Encoder(enc_hook=repr)
+_packer = msgspec.msgpack.Encoder(enc_hook=plain)
 _unpacker = msgspec.msgpack.Decoder(list[Record])
-_json = msgspec.json.Encoder(enc_hook=repr)
+_json = msgspec.json.Encoder(enc_hook=plain)
 
 
 def _plain(record: Record) -> Record:

@@ -121,6 +121,11 @@ class FsdpLearner:
         metrics: dict[str, float] = self._pool(policy).call("update", policy, pack_rows(rows), lr_scale)
         return metrics
 
+    def check(self, policy: str, rows: Sequence[TrainRow]) -> None:
+        """Raises GroupError and LearnerError, as `LocalLearner.check`."""
+        check_rows(rows)
+        self._pool(policy).call("check", policy, pack_rows(rows))
+
     def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         """log pi_train of each row's response tokens at the row's temperature, in nats, without gradients."""
         check_rows(rows)

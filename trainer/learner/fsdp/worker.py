@@ -134,6 +134,9 @@ class FsdpWorker:
             torch.cuda.empty_cache()  # an engine may share the GPU
         return done
 
+    def check(self, policy: str, rows: bytes) -> None:
+        self._learner.check(policy, unpack_rows(rows))
+
     def logprobs(self, policy: str, rows: bytes) -> list[npt.NDArray[np.float32]]:
         return self._learner.logprobs(policy, unpack_rows(rows))
 
