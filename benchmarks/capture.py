@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -20,6 +19,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from cotune.recording.answers import Answer
 from cotune.recording.pending_call import CallerContext
@@ -95,7 +96,7 @@ def throughput(folder: Path, calls: int, rounds: int, prompts: Callable[..., Any
 
 
 def resident_mb() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return psutil.Process().memory_info().rss / 2**20
 
 
 def memory(folder: Path, calls: int) -> dict[str, float]:

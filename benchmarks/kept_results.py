@@ -1,13 +1,19 @@
-"""Results of a benchmark of many long runs: a line each in OUT/results.jsonl, done once under the same settings."""
+"""Benchmarks of many long runs: a run is resumed where it stopped; results are lines of OUT/results.jsonl, kept."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from cotune.intervals import share
+from cotune.storage.run_layout import read_metrics
+from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.train import resume, train
 
 
 class KeptResults:
@@ -32,6 +38,32 @@ class KeptResults:
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         return line
+
+
+def train_once(
+    run: Path,
+    flow: Any,
+    tasks: Sequence[Any] | None,
+    settings: Mapping[str, Any] | TrainConfig,
+    steps: int,
+    console: Console,
+) -> Path:
+    """The folder of a training of so many steps, done, resumed where it is not finished, or as it is.
+
+    Raises SystemExit where it was stopped before its last step: there is nothing to measure yet.
+    """
+    if not (run / "run.json").is_file():
+        console.print(f"training {run}, {steps} steps")
+        train(flow, tasks, settings, run=run, console=console)
+    elif _steps_done(run) < steps:
+        resume(run, workflow=flow, tasks=tasks, console=console)
+    if (done := _steps_done(run)) < steps:
+        raise SystemExit(f"{run}: stopped after {done} of {steps} steps; the same command goes on")
+    return run
+
+
+def _steps_done(run: Path) -> int:
+    return sum(1 for _ in read_metrics(run))
 
 
 def over_seeds(lines: Sequence[Mapping[str, Any]], tasks: int, name: str = "trained") -> dict[str, Any]:

@@ -27,6 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.kept_results import train_once
 from benchmarks.plan_path_agents import DEMONSTRATORS, MAX_TOKENS, WORKFLOWS, base, grid
 from cotune.adapters.export import TrainedPolicy, latest_policies
 from cotune.integrations.chat.template import ChatTemplate
@@ -39,7 +40,6 @@ from cotune.sampling.protocol import UNSHAPED, SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.tasks import as_tasks
 from cotune.trainer.evaluation.run import Evaluation, evaluate_episodes
-from cotune.trainer.train import resume, train
 
 TRAIN_SEED, FRESH_SEED = 100, 900
 FULL_LR, LORA_LR = 7e-4, 3e-3
@@ -198,13 +198,8 @@ def trained(name: str, settings: Settings, seed: int) -> list[TrainedPolicy]:
     flow = WORKFLOWS[training.workflow]
     steps = settings.steps * training.times
     tasks = list(grid.make_tasks(steps * settings.tasks_per_step, TRAIN_SEED + seed))
-    if not (folder / "run.json").is_file():
-        settings.console.print(f"seed {seed}: training {name}")
-        train(flow, tasks, configuration(training, model, settings, seed), run=folder, console=settings.console)
-    elif sum(1 for _ in (folder / "metrics.jsonl").open()) < steps:
-        settings.console.print(f"seed {seed}: going on with {name}")
-        resume(folder, workflow=flow, tasks=tasks, console=settings.console)
-    return latest_policies(folder)
+    table = configuration(training, model, settings, seed)
+    return latest_policies(train_once(folder, flow, tasks, table, steps, settings.console))
 
 
 async def play(row: Row, players: Mapping[str, TrainedPolicy], model: Path, settings: Settings) -> Evaluation:

@@ -28,13 +28,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kept_results import KeptResults, mean_share, over_seeds, success_cells
+from benchmarks.kept_results import KeptResults, mean_share, over_seeds, success_cells, train_once
 from benchmarks.plan_path_agents import MAX_TOKENS, WORKFLOWS, base, grid
 from benchmarks.selection import base_model
 from cotune.storage.run_layout import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.evaluate import evaluate
-from cotune.trainer.train import resume, train
 from cotune.workflows import Workflow
 
 TRAIN_SEED, FRESH_SEED = 100, 900
@@ -68,12 +67,7 @@ def trained(model: Path, way: str, seed: int, steps: int, tasks_per_step: int, f
         "sampling": {"max_tokens": MAX_TOKENS},
         **plan,
     }
-    if not (folder / "run.json").is_file():
-        console.print(f"seed {seed}: {way}, {steps} steps of {tasks_per_step} tasks")
-        train(flow, tasks, settings, run=folder, console=console)
-    elif sum(1 for _ in read_metrics(folder)) < steps:
-        resume(folder, workflow=flow, tasks=tasks, console=console)
-    return folder
+    return train_once(folder, flow, tasks, settings, steps, console)
 
 
 def sampled_tokens(run: Path) -> int:

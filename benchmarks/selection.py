@@ -25,11 +25,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kept_results import KeptResults, mean_share, over_seeds, success_cells
+from benchmarks.kept_results import KeptResults, mean_share, over_seeds, success_cells, train_once
 from benchmarks.plan_path_agents import MAX_TOKENS, WORKFLOWS, base, grid
 from cotune.storage.run_layout import read_metrics
 from cotune.trainer.evaluation.evaluate import evaluate
-from cotune.trainer.train import resume, train
 
 SELECTS = ("argmax", "sample", "first")
 TRAIN_SEED, FRESH_SEED = 100, 900
@@ -61,12 +60,7 @@ def trained(model: Path, select: str, seed: int, options: argparse.Namespace) ->
         "schedule": {"kind": "linear"},
         "sampling": {"max_tokens": MAX_TOKENS},
     }
-    if not (folder / "run.json").is_file():
-        console.print(f"seed {seed}: training with select = {select}")
-        train(WORKFLOWS["team"], tasks, settings, run=folder, console=console)
-    elif sum(1 for _ in read_metrics(folder)) < options.steps:
-        resume(folder, workflow=WORKFLOWS["team"], tasks=tasks, console=console)
-    return folder
+    return train_once(folder, WORKFLOWS["team"], tasks, settings, options.steps, console)
 
 
 def result(select: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -30,6 +29,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model_state_dict
@@ -105,8 +105,8 @@ class Clock:
     def now(self) -> tuple[float, float]:
         used = time.process_time()
         if self._process is not None:
-            fields = Path(f"/proc/{self._process}/stat").read_text().rpartition(")")[2].split()
-            used += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            other = psutil.Process(self._process).cpu_times()
+            used += other.user + other.system
         return time.perf_counter(), used
 
     def add(self, phase: str, began: tuple[float, float]) -> tuple[float, float]:

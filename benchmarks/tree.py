@@ -6,7 +6,8 @@ A role's prompt grows by its answer and an observation from turn to turn; each t
 on. Token ids are random. The updates alternate in one process, LoRA of rank 16, fp32, one optimizer step; figures are
 medians. Peak memory is that of an update in a process of its own: the tree beside padded rows, both in passes of at
 most `--budget` tokens. The logits are of each response token in both, so that no tree saves any of their time; it is
-measured by itself.
+measured by itself. What time can fall by at most is the ratio of the operations in matrix products, counted by
+`operations`.
 
 Without `--model`: the shape of Qwen3-0.6B (width 1,024, 16 heads of 128, 8 for keys, inner width 3,072) with
 `--layers` of its 28, and that share of its 151,936 words, so that the output embedding costs its part. The last line is
@@ -34,9 +35,10 @@ from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models.folder import locate_model
 from cotune.policies import LoraSpec, policies_for
 from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.learner.batching import pass_tokens, tokens_of
+from cotune.trainer.learner.batching import micro_batches, pass_tokens, tokens_of
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.logprobs import token_logprobs
+from cotune.trainer.learner.token_tree import attention_blocks, token_tree
 
 LAYERS, ALL_LAYERS, WORDS = 4, 28, 151_936
 
@@ -88,6 +90,36 @@ def open_learner(folder: str, tree: bool, budget: int, rows: int, threads: int) 
         lr=1e-4, mini_batch=rows, device="cpu", threads=threads, micro_batch_tokens=budget, shared_prompts=tree
     )
     return LocalLearner.open(folder, policies_for("lora", ["a"], LoraSpec(rank=16)), settings, recipe("at_grpo").loss)
+
+
+def operations(learner: LocalLearner, rows: list[TrainRow], budget: int | None) -> dict[str, float]:
+    """Floating-point operations in the matrix products of an update, by part; `budget`: in passes over the tree of so
+    many tokens, None for a sequence per call.
+
+    Of a token: 2 a weight in the forward pass, 2 for the gradient of its input, and 2 for that of the weight where it
+    is trained. Of a pair of query and key: 4 a number of a head's, and 10 in the backward pass, which has the scores
+    again. Of a response token: the logits, and their gradient.
+    """
+    network = learner.policies["a"].network
+    model, head = network.config, network.get_output_embeddings().weight
+    weights = [p for name, p in network.named_parameters() if p.dim() == 2 and "embed" not in name and p is not head]
+    of_token = sum(p.numel() * (6 if p.requires_grad else 4) for p in weights)
+    width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    of_pair = 14 * model.num_hidden_layers * model.num_attention_heads * width
+    if budget is None:
+        lengths = [len(tokens_of(row)) for row in rows]
+        tokens, pairs = sum(lengths), sum(length * (length + 1) / 2 for length in lengths)
+    else:
+        passes = micro_batches(rows, range(len(rows)), budget, shared=True)
+        trees = [token_tree([tokens_of(rows[i]) for i in part]) for part in passes]
+        tokens = sum(len(tree.tokens) for tree in trees)
+        pairs = sum(
+            len(block.queries) * block.queries.shape[1] * block.keys.shape[1] / (2 if block.allowed is None else 1)
+            for tree in trees
+            for block in attention_blocks(tree)
+        )
+    logits = 4 * head.numel() * sum(len(row.response_ids) for row in rows)
+    return {"layers": of_token * tokens, "attention": of_pair * pairs, "logits": logits}
 
 
 def peak(folder: str, args: argparse.Namespace) -> float:
@@ -171,9 +203,14 @@ def report(folder: str, args: argparse.Namespace) -> None:
         seconds, busy = statistics.median(wall[one][1:]), statistics.median(cpu[one][1:])
         print(f"{one:6} {computed[one]:16,.0f} {seconds:8.2f} {busy:12.2f} {memory[one] / 1e9:9.2f}")
     print(f"{seconds_of_logits(model, rows):.2f} CPU seconds of either are those of the logits.")
+    made = {one: operations(learners[one], rows, args.budget if one == "tree" else None) for one in learners}
+    for part in made["tree"]:
+        print(f"{part:10} {made['rows'][part] / 1e9:8,.0f} and {made['tree'][part] / 1e9:8,.0f} billion operations")
     result = {
         "token_ratio": round(computed["rows"] / computed["tree"], 2),
+        "operation_ratio": round(sum(made["rows"].values()) / sum(made["tree"].values()), 2),
         "time_ratio": round(statistics.median(wall["rows"][1:]) / statistics.median(wall["tree"][1:]), 2),
+        "cpu_ratio": round(statistics.median(cpu["rows"][1:]) / statistics.median(cpu["tree"][1:]), 2),
         "memory_ratio": round(memory["rows"] / memory["tree"], 2),
     }
     print(json.dumps(result))

@@ -27,10 +27,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kept_results import KeptResults, over_seeds, success_cells
+from benchmarks.kept_results import KeptResults, over_seeds, success_cells, train_once
 from cotune.storage.run_layout import read_metrics
 from cotune.trainer.evaluation.evaluate import evaluate
-from cotune.trainer.train import resume, train
 from examples.tool_agent import clerk_base
 from examples.tool_agent.distill import CONFIG, WORKFLOW, cotune, write_tasks
 from examples.tool_agent.provider import serving
@@ -49,16 +48,6 @@ def settings(model: Path, seed: int, options: argparse.Namespace) -> dict[str, A
     return {**table, **own, "learner": {**table["learner"], "seed": seed}}
 
 
-def run(folder: Path, steps: int, tasks: Sequence[Any] | None, table: Mapping[str, Any]) -> Path:
-    """A run, done or resumed where it is not finished."""
-    if not (folder / "run.json").is_file():
-        console.print(f"{folder}: {steps} steps")
-        train(WORKFLOW, tasks, {**table, "steps": steps}, run=folder, console=console)
-    elif sum(1 for _ in read_metrics(folder)) < steps:
-        resume(folder, workflow=WORKFLOW, tasks=tasks, console=console)
-    return folder
-
-
 def result(seed: int, traced: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The runs of a seed, and what they reach."""
     folder = options.out / f"seed{seed}"
@@ -68,13 +57,17 @@ def result(seed: int, traced: Path, options: argparse.Namespace) -> dict[str, An
     table = settings(model, seed, options)
     tasks = list(make_tasks(options.steps * options.tasks_per_step, TRAIN_SEED + seed))
     form = f"{options.steps}x{options.tasks_per_step}"
+
+    def run(name: str, steps: int, tasks: Sequence[Any] | None, table: Mapping[str, Any]) -> Path:
+        return train_once(folder / name, WORKFLOW, tasks, {**table, "steps": steps}, steps, console)
+
     records = {"path": str(traced), "min_reward": 1.0}
     learned = {**table, "recipe": "sft", "records": records, "tasks_per_step": 32}
-    sft = run(folder / f"sft-{options.sft_steps}", options.sft_steps, None, learned)
+    sft = run(f"sft-{options.sft_steps}", options.sft_steps, None, learned)
     runs = {
         "sft": sft,
-        "warm": run(folder / f"warm-{form}", options.steps // 2, tasks, {**table, "init": str(sft)}),
-        "rl": run(folder / f"rl-{form}", options.steps, tasks, table),
+        "warm": run(f"warm-{form}", options.steps // 2, tasks, {**table, "init": str(sft)}),
+        "rl": run(f"rl-{form}", options.steps, tasks, table),
     }
     fresh, reached = list(make_tasks(options.tasks, FRESH_SEED)), {}
     for name, path in runs.items():

@@ -2,9 +2,13 @@
 
     python -m benchmarks.workloads --workload sokoban                       # three seeds
     python -m benchmarks.workloads --workload search --seeds 0 --steps 10   # a reduced form
+    python -m benchmarks.workloads --workload noughts --tasks-per-step 1 --steps 25
 
-A seed is a base model of its own, from which its three trainings start: a single agent that does everything, the team
-with one shared LoRA, the team with a LoRA per role; each with the example's scorers and `small.toml` (AT-GRPO, tree).
+A seed is a base model of its own, from which its trainings start: a single agent that does everything, the team with
+one shared LoRA, the team with a LoRA per role, and, where the team has a tool, a single agent without it, as the
+published ones are; each with the example's scorers and `small.toml` (AT-GRPO, tree; of the game `noughts` MARSHAL).
+In a game nobody is a team: the single agent learns by playing against random moves from either seat, the others by
+playing against each other, and all are measured against random moves from either seat.
 What a step samples is measured in two steps, and the tasks per step are set so that each training samples as many
 tokens as the team with a LoRA per role does. Every row is evaluated on the same fresh tasks with single samples at
 temperature 1. Results are appended to OUT/results.jsonl and not computed again under the same settings; a training that
@@ -23,27 +27,58 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kept_results import KeptResults, over_seeds, success_cells
+from benchmarks.kept_results import KeptResults, over_seeds, success_cells, train_once
 from benchmarks.replay import PROBE_STEPS, sampled_tokens
 from cotune.storage.run_layout import read_metrics
 from cotune.trainer.config.train import load_config
 from cotune.trainer.evaluation.evaluate import evaluate
-from cotune.trainer.train import resume, train
+from examples.code.tasks import SMALL
+from examples.maths.tasks import SUMS
 
 TRAIN_SEED, FRESH_SEED = 100, 900
-WORKLOADS = ("search", "sokoban")
+
+
+class Workload(NamedTuple):
+    """An example, and what it names otherwise."""
+
+    example: str
+    flows: Mapping[str, str] = {}
+    tasks: Mapping[str, Any] = {}
+    """What its `make_tasks` takes for tasks that a model of 0.3M parameters can learn."""
+    opponent: Mapping[str, Any] = {}
+    """What it takes besides for those in which one agent plays alone, and for all that are evaluated."""
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    "search": Workload("search"),
+    "sokoban": Workload("sokoban"),
+    "sudoku": Workload("sudoku", tasks={"empty": 4}),
+    "maths": Workload("maths", tasks={"kinds": SUMS}),
+    "code": Workload("code", tasks=SMALL),
+    "plan_path": Workload("plan_path_checked", tasks={"size": 5}),
+    "pictures": Workload("pictures", tasks={"size": 4}),
+    "noughts": Workload(
+        "self_play",
+        flows={"solve": "noughts", "alone": "noughts"},
+        tasks={"game": "noughts", "told": False},
+        opponent={"chance": True},
+    ),
+}
 TRAININGS: Mapping[str, tuple[str, str]] = {
     "by_role": ("solve", "lora"),
     "shared": ("solve", "shared"),
-    "alone": ("alone", "lora"),
+    "alone": ("alone", "shared"),
+    "without_tool": ("without_tool", "shared"),
 }
-"""The workflow in the example's `train.py`, and the policies of each training."""
+"""The workflow in the example's `train.py`, where it has that one, and the policies of each training."""
 ROWS: Mapping[str, tuple[str, str]] = {
+    "single agent without the tool, untrained": ("without_tool", "base"),
+    "single agent without the tool, trained": ("without_tool", "trained"),
     "single agent, untrained": ("alone", "base"),
     "single agent, trained": ("alone", "trained"),
     "team, untrained": ("by_role", "base"),
@@ -61,22 +96,35 @@ class Trainings:
     def __init__(self, workload: str, seed: int, options: argparse.Namespace) -> None:
         self.workload, self.seed, self.options = workload, seed, options
         self.folder = options.out / workload / f"seed{seed}"
-        self.example = importlib.import_module(f"examples.{workload}.train")
-        self.tasks = importlib.import_module(f"examples.{workload}.tasks").make_tasks
+        self.kind = WORKLOADS[workload]
+
+    def part(self, name: str) -> Any:
+        """A module of the example."""
+        return importlib.import_module(f"examples.{self.kind.example}.{name}")
 
     def base(self) -> Path:
         """The base model of the seed, built where it is not there yet."""
         folder: Path = self.folder / "base"
         if not (folder / "tokenizer_config.json").is_file():
             console.print(f"{self.workload}, seed {self.seed}: warming up a base model")
-            importlib.import_module(f"examples.{self.workload}.base").build(folder, seed=self.seed)
+            self.part("base").build(folder, seed=self.seed)
         return folder
+
+    def flow(self, name: str) -> Any:
+        """The workflow of a training; None where the example has none for it."""
+        flow = TRAININGS[name][0]
+        return getattr(self.part("train"), self.kind.flows.get(flow, flow), None)
+
+    def tasks(self, count: int, seed: int, **settings: Any) -> list[Any]:
+        """Tasks of the workload."""
+        return list(self.part("tasks").make_tasks(count, seed, **self.kind.tasks, **settings))
 
     def run(self, name: str, steps: int, tasks_per_step: int) -> Path:
         """A training, done or resumed where it is not finished."""
-        flow, policies = TRAININGS[name]
+        flow, policies = self.flow(name), TRAININGS[name][1]
         folder: Path = self.folder / f"{name}-{steps}x{tasks_per_step}"
-        tasks = list(self.tasks(steps * tasks_per_step, TRAIN_SEED + self.seed))
+        opponent = self.kind.opponent if name == "alone" else {}
+        tasks = self.tasks(steps * tasks_per_step, TRAIN_SEED + self.seed, **opponent)
         settings = {
             "model": str(self.base()),
             "policies": policies,
@@ -85,20 +133,15 @@ class Trainings:
             "seed": self.seed,
             "checkpoint_every": 10,
         }
-        config = load_config(Path("examples") / self.workload / "small.toml", settings)
-        if not (folder / "run.json").is_file():
-            console.print(f"{self.workload}, seed {self.seed}: {name}, {steps} steps of {tasks_per_step} tasks")
-            train(getattr(self.example, flow), tasks, config, run=folder, console=console)
-        elif sum(1 for _ in read_metrics(folder)) < steps:
-            resume(folder, workflow=getattr(self.example, flow), tasks=tasks, console=console)
-        return folder
+        config = load_config(Path("examples") / self.kind.example / "small.toml", settings)
+        return train_once(folder, flow, tasks, config, steps, console)
 
     def tasks_per_step(self, name: str) -> int:
         """How many tasks a step of this training takes to sample what the team with a policy per role does."""
         whole = int(self.options.tasks_per_step)
-        if name != "alone":
+        if name in ("by_role", "shared"):
             return whole
-        few = max(4, whole // 4)
+        few = max(1, whole // 4)
         tokens = {way: sampled_tokens(self.run(way, PROBE_STEPS, few)) for way in ("by_role", name)}
         return max(1, round(whole * tokens["by_role"] / tokens[name]))
 
@@ -106,9 +149,9 @@ class Trainings:
         """Train and evaluate."""
         count = self.tasks_per_step(name)
         run = self.run(name, self.options.steps, count)
-        fresh = list(self.tasks(self.options.tasks, FRESH_SEED))
+        fresh = self.tasks(self.options.tasks, FRESH_SEED, **self.kind.opponent)
         modes = tuple(mode for training, mode in ROWS.values() if training == name)
-        report = evaluate(run, getattr(self.example, TRAININGS[name][0]), fresh, modes=modes)
+        report = evaluate(run, self.flow(name), fresh, modes=modes)
         return {
             "tasks_per_step": count,
             "tokens": sampled_tokens(run),
@@ -153,6 +196,8 @@ def main() -> None:
     for seed in map(int, options.seeds.split(",")):
         trainings = Trainings(options.workload, seed, options)
         for name in options.rows.split(","):
+            if trainings.flow(name) is None:
+                continue
             compute = partial(trainings.result, name)
             if line := kept.once(compute, workload=options.workload, training=name, seed=seed):
                 console.print(f"seed {seed}: {name} reached {line['reached']} with {line['tokens']:,} tokens")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SPECIAL = ("<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>")
@@ -25,14 +27,22 @@ Demonstration = tuple[list[dict[str, str]], str]
 """Messages, and what is answered."""
 Row = tuple[list[int], list[int]]
 """The token ids of a text, and the same as labels: -100 where nothing is to be learned."""
+R = TypeVar("R")
 UNLABELLED = -100
+Words = Iterable[str] | PreTrainedTokenizerFast
+"""The words of a vocabulary, a token each, or a tokenizer."""
 
 
 def word_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer with a chat template: a token for each of `words` (chat roles too), after `SPECIAL`."""
+    """A word-level tokenizer with a chat template: a token for each of `words` (chat roles too), after `SPECIAL`.
+
+    A word may have spaces and lines in it, as a system prompt has: it is found wherever a text holds it.
+    """
     known = dict.fromkeys([*SPECIAL, *words])
+    phrases = sorted((word for word in known if re.search(r"\s", word)), key=len, reverse=True)
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<|unk|>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    split = Regex("|".join([*map(re.escape, phrases), r"\S+"]))
+    inner.pre_tokenizer = pre_tokenizers.Split(split, "removed", invert=True)
     inner.add_special_tokens(list(SPECIAL))
     fast = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<|pad|>", unk_token="<|unk|>", eos_token="<|im_end|>"
@@ -43,7 +53,7 @@ def word_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
 
 def build_base(
     folder: Path,
-    words: Iterable[str],
+    words: Words,
     demonstrations: Sequence[Demonstration],
     rng: random.Random,
     *,
@@ -55,11 +65,39 @@ def build_base(
 ) -> None:
     """Build, warm up and save a base model as a Hugging Face folder; the same for the same seed and demonstrations."""
     torch.set_num_threads(1)
-    tokenizer = word_tokenizer(words)
+    tokenizer = words if isinstance(words, PreTrainedTokenizerFast) else word_tokenizer(words)
     model = build_model(tokenizer, seed)
     warm_up(model, _tokenized(tokenizer, demonstrations), rng, steps=steps, batch=batch, lr=lr, report=report)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def base_builder(
+    words: Callable[[], Words],
+    demonstrations: Callable[[random.Random, int, int], Sequence[Demonstration]],
+    *,
+    name: str,
+    steps: int,
+    count: int,
+    batch: int = 96,
+) -> Callable[..., None]:
+    """The `build` of an example, of which `name` seeds what is drawn. `demonstrations` takes what to draw with, a seed
+    and a count; `steps` and `count` are what is usual."""
+
+    def build(
+        folder: Path,
+        *,
+        seed: int = 0,
+        steps: int = steps,
+        count: int = count,
+        report: Callable[[int, float], None] = lambda step, loss: None,
+    ) -> None:
+        """Build, warm up and save a base model as a Hugging Face folder; the same for the same seed."""
+        rng = random.Random(f"{name} demonstrations {seed}")
+        shown = demonstrations(rng, seed, count)
+        build_base(folder, words(), shown, rng, seed=seed, steps=steps, batch=batch, report=report)
+
+    return build
 
 
 def build_by_command(build: Callable[..., None], steps: int) -> None:
@@ -100,25 +138,34 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
     return Qwen3ForCausalLM(config)
 
 
+def padded(rows: Sequence[Row], pad: int) -> dict[str, torch.Tensor]:
+    """What a model is given of rows: padded on the right, with labels."""
+    width = max(len(ids) for ids, _ in rows)
+    ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in rows])
+    labels = torch.tensor([row + [UNLABELLED] * (width - len(row)) for _, row in rows])
+    return {"input_ids": ids, "attention_mask": ids.ne(pad), "labels": labels}
+
+
 def warm_up(
-    model: Qwen3ForCausalLM,
-    rows: Sequence[Row],
+    model: Any,
+    rows: Sequence[R],
     rng: random.Random,
     *,
     steps: int,
     batch: int,
     lr: float,
     report: Callable[[int, float], None],
+    given: Callable[[Sequence[R], int], dict[str, torch.Tensor]] = padded,
 ) -> None:
-    """Supervised training, each step on `batch` rows that `rng` draws; `report` is told each step and its loss."""
+    """Supervised training, each step on `batch` rows that `rng` draws; `report` is told each step and its loss. `given`
+    makes what the model is given of rows and of the id that pads."""
     pad = model.config.pad_token_id
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     model.train()
     for number in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (number + 1) / 20) * (1 - number / steps)
-        ids, labels = _padded(rng.sample(rows, min(batch, len(rows))), pad)
-        loss = model(input_ids=ids, attention_mask=ids.ne(pad), labels=labels).loss
+        loss = model(**given(rng.sample(rows, min(batch, len(rows))), pad)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -131,13 +178,6 @@ def _tokenized(tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[Demo
     """The ids of each demonstration, with labels where the answer is."""
     texts = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m, _ in demonstrations]
     prompts = tokenizer(texts)["input_ids"]
-    answers = tokenizer([f"{answer} {tokenizer.eos_token}" for _, answer in demonstrations])["input_ids"]
+    answers = tokenizer([f"{answer}{tokenizer.eos_token}" for _, answer in demonstrations])["input_ids"]
     both = zip(prompts, answers, strict=True)
     return [(prompt + answer, [UNLABELLED] * len(prompt) + answer) for prompt, answer in both]
-
-
-def _padded(rows: Sequence[Row], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(len(ids) for ids, _ in rows)
-    ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in rows])
-    labels = torch.tensor([row + [UNLABELLED] * (width - len(row)) for _, row in rows])
-    return ids, labels

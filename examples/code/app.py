@@ -1,6 +1,7 @@
 """A LangGraph application: a coder writes a program, a unit tester writes tests, and both see where they disagree.
 
-The program is run on the tests in a sandbox. While it fails one, both go on, up to four turns.
+The program is run on the tests in a sandbox. While it fails one, both go on, up to four turns. A single agent writes a
+program, and that is its answer.
 
     OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python -m examples.code.app --tasks 3
 """
@@ -35,6 +36,8 @@ input
 output
 ```"""
 CALLED = " The input is the JSON list of {name}'s arguments, the output its result as JSON."
+CODER_AGAIN = "Tests may be wrong. Correct the program if it is."
+TESTER_AGAIN = "The program may be wrong. Correct the tests that are."
 
 
 class State(TypedDict, total=False):
@@ -54,8 +57,7 @@ def model(role: str) -> ChatOpenAI:
     return ChatOpenAI(model=role, temperature=1, api_key=API_KEY)
 
 
-coder_model = model("coder")
-tester_model = model("tester")
+coder_model, tester_model, agent_model = map(model, ("coder", "tester", "agent"))
 
 
 def messages(system: str, state: State, again: str) -> list[dict[str, str]]:
@@ -67,20 +69,34 @@ def messages(system: str, state: State, again: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}, {"role": "user", "content": content}]
 
 
+def coder_messages(state: State) -> list[dict[str, str]]:
+    """What the coder is asked, and at first the single agent too."""
+    name = state.get("function")
+    return messages(FUNCTION.format(name=name) if name else CODER, state, CODER_AGAIN)
+
+
+def tester_messages(state: State) -> list[dict[str, str]]:
+    """What the tester is asked."""
+    name = state.get("function")
+    return messages(TESTER + CALLED.format(name=name) if name else TESTER, state, TESTER_AGAIN)
+
+
 async def coder(state: State) -> State:
     """Write a program, or a better one."""
-    name = state.get("function")
-    system = FUNCTION.format(name=name) if name else CODER
-    reply = await coder_model.ainvoke(messages(system, state, "Tests may be wrong. Correct the program if it is."))
+    reply = await coder_model.ainvoke(coder_messages(state))
     return {"program": program_in(reply.text), "turns": state.get("turns", 0) + 1}
 
 
 async def tester(state: State) -> State:
     """Write tests, or better ones."""
-    name = state.get("function")
-    system = TESTER + CALLED.format(name=name) if name else TESTER
-    reply = await tester_model.ainvoke(messages(system, state, "The program may be wrong. Correct the tests that are."))
+    reply = await tester_model.ainvoke(tester_messages(state))
     return {"tests": tests_in(reply.text)}
+
+
+async def agent(state: State) -> State:
+    """Write a program alone; nobody tests it."""
+    reply = await agent_model.ainvoke(coder_messages(state))
+    return {"program": program_in(reply.text), "turns": 1}
 
 
 async def runner(state: State) -> State:
@@ -90,10 +106,11 @@ async def runner(state: State) -> State:
         return {"failures": ["There is no program." if program is None else "There are no tests."]}
     ran = [await asyncio.to_thread(run, program, test["input"], function) for test in state["tests"]]
     pairs = zip(ran, state["tests"], strict=True)
-    return {"failures": [_failure(found, test) for found, test in pairs if not matches(found, test, function)]}
+    return {"failures": [failure(found, test) for found, test in pairs if not matches(found, test, function)]}
 
 
-def _failure(ran: Ran, test: Test) -> str:
+def failure(ran: Ran, test: Test) -> str:
+    """How a program fails a test, for both roles."""
     ended = "" if ran.ok else f"It did not end well ({ran.ended}, code {ran.code}): {ran.stderr[-SHOWN:]}\n"
     wrote = f"It wrote:\n{ran.stdout[:SHOWN]}"
     return f"Input:\n{test['input'][:SHOWN]}\nThe test expects:\n{test['output'][:SHOWN]}\n{ended}{wrote}"
@@ -113,6 +130,12 @@ builder.add_edge("coder", "tester")
 builder.add_edge("tester", "runner")
 builder.add_conditional_edges("runner", onward, ["coder", END])
 graph = builder.compile()
+
+single = StateGraph(State)
+single.add_node("agent", agent)
+single.add_edge(START, "agent")
+single.add_edge("agent", END)
+single_graph = single.compile()
 
 
 def asked(task: Any) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import string
 from collections.abc import Callable
@@ -214,3 +215,20 @@ FAMILIES: tuple[Family, ...] = (
         brackets,
     ),
 )
+_SHORT = numbers(-9, 9, 2, 7)
+_SMALL: dict[str, tuple[range, Callable[[random.Random, int], str]]] = {
+    "multiples": (range(2, 5), _SHORT),
+    "above": (range(3), near),
+    "every": (range(2, 5), _SHORT),
+    "largest": (range(2, 5), numbers(0, 5, 2, 7)),
+    "window": (range(2, 5), _SHORT),
+    "rotate": (range(1, 4), _SHORT),
+    "remainders": (range(2, 5), _SHORT),
+    "steps": (range(2, 5), numbers(0, 9, 4, 8)),
+}
+SMALL_FAMILIES: tuple[Family, ...] = tuple(
+    dataclasses.replace(family, values=_SMALL[family.name][0], draw=_SMALL[family.name][1])
+    for family in FAMILIES
+    if family.name in _SMALL
+)
+"""For a model of 0.3M parameters: those of whole numbers, with three values of `a` each and small numbers."""

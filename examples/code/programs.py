@@ -55,8 +55,13 @@ def tests_in(message: str) -> list[Test]:
     return list(made.values())[:MAX_TESTS]
 
 
-def run(program: str, given: str, function: str = "") -> Ran:
-    """Run a program on an input; where `function` is asked for, call it with the arguments that the input lists."""
+@functools.lru_cache(1 << 14)
+def run(program: str, given: str = "", function: str = "") -> Ran:
+    """Run a program on an input; where `function` is asked for, call it with the arguments that the input lists.
+
+    What came of it is kept: the same right and wrong programs are run for all candidates of a tester, and a coder
+    writes the same program again and again.
+    """
     return sandbox().run(program + CALL.format(name=function) if function else program, given)
 
 
@@ -79,24 +84,15 @@ def passed(program: str | None, tests: Iterable[Test], function: str = "") -> li
     time passes none of the rest."""
     outcomes: list[bool] = []
     for test in tests:
-        right, in_time = _outcome(program, function, **test) if program is not None else (False, False)
-        outcomes.append(right)
-        program = program if in_time else None
+        ran = None if program is None else run(program, test["input"], function)
+        outcomes.append(ran is not None and matches(ran, test, function))
+        program = program if ran is not None and ran.ended == "exit" else None
     return outcomes
 
 
 def passes_all(program: str, tests: Iterable[Test], function: str = "") -> bool:
     """Whether a program passes all tests; no more are run after the first that it fails."""
     return all(passed(program, [test], function)[0] for test in tests)
-
-
-@functools.lru_cache(4096)
-def _outcome(program: str, function: str, input: str, output: str, also: str | None = None) -> tuple[bool, bool]:
-    """Whether a program passes a test, and whether it ended in time. Kept, as the candidates of a tester are all scored
-    with one program of the coder's, and with the same right and wrong ones."""
-    test = Test(input=input, output=output, also=output if also is None else also)
-    ran = run(program, input, function)
-    return matches(ran, test, function), ran.ended == "exit"
 
 
 def share(outcomes: Sequence[bool]) -> float:

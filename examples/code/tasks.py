@@ -7,15 +7,17 @@ python -m examples.code.tasks --apps train.jsonl --tasks 2000 > tasks.jsonl
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import random
 import string
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from examples.code.datasets import LOADERS, DatasetError, add_files
-from examples.code.families import FAMILIES, Family
+from examples.code.families import FAMILIES, SMALL_FAMILIES, Family
 from examples.code.programs import Test, sandbox
 from examples.code.verifier import Problem
 from examples.sandbox.permission import SandboxUnavailable
@@ -24,6 +26,8 @@ HIDDEN = 5
 """Hidden tests of a problem of our own; one more is the example in its question."""
 SLICE = 150
 """Programs of ours that run in one process: few enough for the limits of one."""
+SMALL: Mapping[str, Any] = {"families": SMALL_FAMILIES, "problems": 32}
+"""What `make_tasks` takes for tasks that a model of 0.3M parameters can learn."""
 BATCH = """
 import contextlib, io, json, sys
 def answers(program, inputs):
@@ -39,19 +43,24 @@ print(json.dumps([answers(*one) for one in json.loads(sys.stdin.read())]))
 """Many of our own programs in one process, which is much faster: each with its inputs."""
 
 
-def make_tasks(count: int, seed: int = 0) -> list[Problem]:
-    """`count` problems of all families in turn, the same for the same seed; other seeds give held-out problems."""
+def make_tasks(
+    count: int, seed: int = 0, *, families: Sequence[Family] = FAMILIES, problems: int | None = None
+) -> list[Problem]:
+    """`count` problems of all families in turn, the same for the same seed; other seeds give held-out problems.
+
+    Of `problems` there are at most so many different ones, which come again and again, as those of a data set do.
+    """
     rng = random.Random(f"code {seed}")
-    drawn = [_draw(family, rng) for family in itertools.islice(itertools.cycle(FAMILIES), count)]
-    wanted = [(program, inputs) for _, programs, inputs in drawn for program in programs]
-    said = [outputs for start in range(0, len(wanted), SLICE) for outputs in _answers(wanted[start : start + SLICE])]
-    answers, tasks = iter(said), list[Problem]()
-    for number, (question, programs, inputs) in enumerate(drawn):
+    different = count if problems is None else min(count, problems)
+    drawn = [_draw(family, rng) for family in itertools.islice(itertools.cycle(families), different)]
+    answers = iter(written([(program, inputs) for _, programs, inputs in drawn for program in programs]))
+    made = list[Problem]()
+    for family, (question, programs, inputs) in zip(itertools.cycle(families), drawn, strict=False):
         right, *wrong = (next(answers) for _ in programs)
         example, *tests = (Test(input=given, output=out) for given, out in zip(inputs, right, strict=True))
-        tasks.append(
+        made.append(
             {
-                "id": f"{FAMILIES[number % len(FAMILIES)].name}-{seed}-{number}",
+                "id": f"{family.name}-{seed}",
                 "question": f"{question}\n\nInput:\n{example['input']}\nOutput:\n{example['output']}",
                 "examples": [example],
                 "tests": tests,
@@ -60,7 +69,8 @@ def make_tasks(count: int, seed: int = 0) -> list[Problem]:
                 "wrong": [p for p, outs in zip(programs[1:], wrong, strict=True) if outs[1:] != right[1:]],
             }
         )
-    return tasks
+    tasks = zip(range(count), itertools.cycle(made), strict=False)
+    return [{**task, "id": f"{task['id']}-{number}"} for number, task in tasks]
 
 
 def _draw(family: Family, rng: random.Random) -> tuple[str, list[str], list[str]]:
@@ -72,7 +82,12 @@ def _draw(family: Family, rng: random.Random) -> tuple[str, list[str], list[str]
     return filled[0], filled[1:], list(inputs)
 
 
-def _answers(wanted: Sequence[tuple[str, list[str]]]) -> list[list[str]]:
+def written(wanted: Sequence[tuple[str, list[str]]], at_once: int = SLICE) -> list[list[str]]:
+    """What programs of ours write, each on its inputs, `at_once` in one process. Raises RuntimeError if one fails."""
+    return [outputs for at in range(0, len(wanted), at_once) for outputs in _written(wanted[at : at + at_once])]
+
+
+def _written(wanted: Sequence[tuple[str, list[str]]]) -> list[list[str]]:
     ran = sandbox().run(BATCH, json.dumps(wanted))
     if not ran.ok or ran.cut:
         raise RuntimeError(f"the problems' own programs failed ({ran.ended}, code {ran.code}): {ran.stderr}")
@@ -91,12 +106,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--tasks", type=int, default=512, help="at most (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--small", action="store_true", help="32 problems with small numbers, again and again")
     add_files(parser, LOADERS)
     parser.add_argument("--tests", type=int, default=16, help="most hidden tests of a problem (default: %(default)s)")
     options = parser.parse_args()
     try:
         public = any(getattr(options, name) for name in LOADERS)
-        _print(_loaded(options) if public else make_tasks(options.tasks, options.seed), options.tasks)
+        generated = functools.partial(make_tasks, options.tasks, options.seed, **(SMALL if options.small else {}))
+        _print(_loaded(options) if public else generated(), options.tasks)
     except (DatasetError, SandboxUnavailable) as error:
         raise SystemExit(str(error)) from None
 

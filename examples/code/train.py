@@ -6,10 +6,11 @@ cotune train examples/code/train.py:solve --config examples/code/train.toml --ta
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import cotune
 from cotune.types import Call, Candidate
-from examples.code.app import asked, graph
+from examples.code.app import asked, graph, single_graph
 from examples.code.programs import sandbox
 from examples.code.verifier import Problem, coder_reward, solved, tester_reward
 
@@ -17,12 +18,24 @@ from examples.code.verifier import Problem, coder_reward, solved, tester_reward
 @cotune.workflow
 async def solve(task: Problem) -> dict[str, float]:
     """Solve one problem; `success` is a program that passes all hidden tests."""
+    return await outcome(task, graph)
+
+
+@cotune.workflow
+async def alone(task: Problem) -> dict[str, float]:
+    """The same with a single agent."""
+    return await outcome(task, single_graph)
+
+
+async def outcome(task: Problem, graph: Any) -> dict[str, float]:
+    """What the last program is worth."""
     await asyncio.to_thread(sandbox)  # where there is none, the first episode says so
     state = await graph.ainvoke(asked(task))
     found = await asyncio.to_thread(solved, state["program"], task)
     return {"team": found, "success": float(found == 1)}
 
 
+@alone.scorer("agent")
 @solve.scorer("coder")
 def program_written(candidate: Candidate, call: Call, task: Problem) -> dict[str, float]:
     """What the program is worth on the hidden tests."""

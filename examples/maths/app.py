@@ -1,7 +1,8 @@
 """An AutoGen application: a reasoner works a problem out, a tool user writes a program for it, a judge answers.
 
 The program runs in a sandbox. While its output and the reasoner's answer differ both see the other's, and go on, for up
-to four turns; then the judge sees both, and says what the answer is.
+to four turns; then the judge sees both, and says what the answer is. A single agent writes programs too, sees what they
+print, and answers; one without a tool just answers.
 
     OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python -m examples.maths.app --tasks 3
 """
@@ -17,7 +18,7 @@ from autogen_agentchat.agents import AssistantAgent
 from autogen_core.model_context import BufferedChatCompletionContext
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-from examples.code.programs import program_in, sandbox
+from examples.code.programs import program_in, run
 from examples.maths.answers import agree, answer_in
 from examples.sandbox.bubblewrap import Ran
 
@@ -29,23 +30,30 @@ FORM = (
     "End with the line `Answer: X`, where X is the answer alone: a number such as 42, -0.5 or 3/7 in lowest terms, "
     "without a unit, or LaTeX such as 2\\sqrt{3}; nothing in it is left to be worked out."
 )
+PROGRAM = (
+    "Write a Python program that solves the problem and prints its answer on one line, and nothing else: a whole "
+    "number, an exact decimal, or a fraction of `fractions.Fraction`. It has the standard library only and nothing to "
+    "read. Answer with the whole program between ```python and ``` marks."
+)
 SYSTEM = {
     "reasoner": f"Solve the problem step by step. {FORM}",
-    "tool_user": (
-        "Write a Python program that solves the problem and prints its answer on one line, and nothing else: a whole "
-        "number, an exact decimal, or a fraction of `fractions.Fraction`. It has the standard library only and nothing "
-        "to read. Answer with the whole program between ```python and ``` marks."
-    ),
+    "tool_user": PROGRAM,
     "judge": f"A reasoner and a program have worked on the problem; each may be wrong. Decide. {FORM}",
+    "agent": (
+        f"Solve the problem. Either have it worked out by a program, up to {TURNS} times, and see what it prints. "
+        f"{PROGRAM} Or say the answer. {FORM}"
+    ),
 }
+DIFFER = "They differ. Find out which is wrong."
 
 
 class Solver(AssistantAgent):
     """A role at a problem, which remembers nothing but what it is asked."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, attempt: Attempt) -> None:
         context = BufferedChatCompletionContext(buffer_size=1)
         super().__init__(role, MODELS[role], system_message=SYSTEM[role], model_context=context)
+        self.attempt = attempt
 
     async def say(self, *seen: str) -> str:
         """Its message on what it sees."""
@@ -66,16 +74,35 @@ class Attempt:
 
     async def solve(self) -> Attempt:
         """Work on it until both agree or the turns are over, and have it judged."""
-        reasoner, tool_user, judge = (Solver(role) for role in MODELS)
+        reasoner, tool_user, judge = (Solver(role, self) for role in ("reasoner", "tool_user", "judge"))
         while self.turns < TURNS and not self.agreed:
-            again = [self.shown_program, self.shown_answer, "They differ. Find out which is wrong."]
+            again = [self.shown_program, self.shown_answer, DIFFER]
             seen = [self.question, *(again if self.turns else [])]
             self.turns += 1
             self.reasoned = await reasoner.say(*seen)
-            self.program = program_in(await tool_user.say(*seen))
-            self.ran = None if self.program is None else await asyncio.to_thread(run, self.program)
+            await self.execute(await tool_user.say(*seen))
         self.verdict = await judge.say(self.question, self.shown_answer, self.shown_program)
         return self
+
+    async def solve_alone(self) -> Attempt:
+        """The same with a single agent, until it has answered: after so many programs, its next message is the last."""
+        agent = Solver("agent", self)
+        self.verdict = await agent.say(self.question)
+        while self.turns < TURNS and answer_in(self.verdict) is None:
+            self.turns += 1
+            await self.execute(self.verdict)
+            self.verdict = await agent.say(self.question, self.shown_program)
+        return self
+
+    async def solve_without_tool(self) -> Attempt:
+        """The same with nobody but the reasoner, who answers once."""
+        self.verdict = await Solver("reasoner", self).say(self.question)
+        return self
+
+    async def execute(self, message: str) -> None:
+        """Run the program of a message, if there is one."""
+        self.program = program_in(message)
+        self.ran = None if self.program is None else await asyncio.to_thread(run, self.program)
 
     @property
     def agreed(self) -> bool:
@@ -94,11 +121,6 @@ class Attempt:
             return "There is no program."
         ended = "" if self.ran.ok else f" ({self.ran.ended}, code {self.ran.code}: {self.ran.stderr[-SHOWN:]})"
         return f"The program:\n{self.program}\nIt wrote{ended}:\n{self.ran.stdout[:SHOWN]}"
-
-
-def run(program: str) -> Ran:
-    """Run a program in the sandbox. Raises SandboxUnavailable, with the remedy, where there is none."""
-    return sandbox().run(program)
 
 
 def model(role: str) -> OpenAIChatCompletionClient:

@@ -7,9 +7,10 @@ python -m examples.maths.tasks --gsm8k train.parquet --tasks 8000 > tasks.jsonl
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from examples.code.datasets import DatasetError, add_files
@@ -29,16 +30,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "lcm": {},
 }
 """Generators and their settings; tasks take turns between them."""
+SUMS: dict[str, dict[str, Any]] = {"chain_sum": {"min_terms": 3, "max_terms": 3, "min_digits": 2, "max_digits": 2}}
+"""For a model of 0.3M parameters: three numbers of two digits, with + and - between them."""
 APART = 10**6
 """A generator's problem is drawn by its seed plus its number: neighbouring seeds would share nearly all problems."""
 
 
-def make_tasks(count: int, seed: int = 0) -> list[Problem]:
+def make_tasks(count: int, seed: int = 0, *, kinds: Mapping[str, dict[str, Any]] = KINDS) -> list[Problem]:
     """`count` problems of all kinds in turn, the same for the same seed; other seeds give held-out ones."""
     start = seed * APART
     return [
         {**task, "answer": plain(task["answer"]) or "", "tolerance": "0"}
-        for task in word_problems.make_tasks(count, seed=start, kinds=KINDS)
+        for task in word_problems.make_tasks(count, seed=start, kinds=kinds)
     ]
 
 
@@ -53,11 +56,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--tasks", type=int, default=512, help="at most (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sums", action="store_true", help="sums of three numbers alone, for a small model")
     add_files(parser, LOADERS)
     options = parser.parse_args()
     public = any(getattr(options, name) for name in LOADERS)
     try:
-        _print(_loaded(options) if public else make_tasks(options.tasks, options.seed), options.tasks)
+        generated = functools.partial(make_tasks, options.tasks, options.seed, kinds=SUMS if options.sums else KINDS)
+        _print(_loaded(options) if public else generated(), options.tasks)
     except DatasetError as error:
         raise SystemExit(str(error)) from None
 

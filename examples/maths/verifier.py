@@ -17,6 +17,8 @@ from examples.maths.equal import Comparer
 from examples.sandbox.bubblewrap import Ran
 
 BAD_FORM = -0.5
+KNOWN = 0.5
+"""What a program of a single agent earns by printing the right answer, which is then still to be said."""
 _COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)")
 _WORD = re.compile(r"[A-Za-z]{3,}")
 _ALLOWED = {
@@ -68,6 +70,16 @@ def tool_reward(ran: Ran | None, task: Problem) -> dict[str, float]:
 def judge_reward(message: str, task: Problem) -> dict[str, float]:
     """`team` is the outcome, whoever the answer was copied from; `local` punishes the wrong form."""
     return _worth(answer_in(message), task)
+
+
+def agent_reward(message: str, ran: Ran | None, before: Ran | None, task: Problem) -> dict[str, float]:
+    """A single agent's message: as an answer, or by its program. `team` is half a point for a program that prints the
+    right answer, and nothing where the one `before` did already; `local` as for the others."""
+    if ran is None:
+        return _worth(answer_in(message), task)
+    worth = tool_reward(ran, task)
+    shown = before is not None and tool_reward(before, task)["team"] == 1
+    return {"team": 0.0 if shown else KNOWN * worth["team"], "local": worth["local"]}
 
 
 def _worth(answer: str | None, task: Problem) -> dict[str, float]:

@@ -56,9 +56,9 @@ WORDS = (
 """The words of the game, a token each."""
 
 
-def scene(rng: random.Random) -> tuple[Grid, Cell]:
+def scene(rng: random.Random, size: int = SIZE) -> tuple[Grid, Cell]:
     """A random task, some random moves into it."""
-    task = make_task(rng)
+    task = make_task(rng, size=size)
     grid, at = grid_of(task), cell_of(task["start"])
     walked = carry_out(grid, at, rng.choices(list(MOVES), k=rng.randrange(6)))
     return grid, at if walked.reached else walked.at

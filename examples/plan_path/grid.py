@@ -35,9 +35,6 @@ NEARBY: dict[str, Cell] = MOVES | {
 ROUNDS = 5
 """Turns that each role has to reach the goal."""
 SIZE = 6
-WALLS = 6
-DISTANCES = range(3, 7)
-"""Shortest-path lengths that tasks have."""
 
 NAVIGATOR = "You navigate."
 DRIVER = "You drive."
@@ -150,30 +147,30 @@ def driver_messages(grid: Grid, message: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": DRIVER}, {"role": "user", "content": content}]
 
 
-def make_task(rng: random.Random, name: str = "") -> Board:
-    """A random task whose goal can be reached, at a distance within `DISTANCES`."""
-    cells = [(x, y) for x in range(SIZE) for y in range(SIZE)]
+def make_task(rng: random.Random, name: str = "", size: int = SIZE) -> Board:
+    """A random task whose goal can be reached: a wall on each sixth cell, and half of `size` to `size` moves to go."""
+    cells = [(x, y) for x in range(size) for y in range(size)]
     letters = list(LETTERS)
     while True:
-        *walls, start, goal = rng.sample(cells, WALLS + 2)
+        *walls, start, goal = rng.sample(cells, len(cells) // 6 + 2)
         rng.shuffle(letters)
         task: Board = {
             "id": name,
-            "size": SIZE,
+            "size": size,
             "walls": [list(wall) for wall in walls],
             "start": list(start),
             "goal": list(goal),
             "controls": dict(zip(MOVES, letters, strict=True)),
         }
-        if _distances(grid_of(task)).get(start, 0) in DISTANCES:
+        if size // 2 <= _distances(grid_of(task)).get(start, 0) <= size:
             return task
 
 
-def make_tasks(count: int, seed: int) -> Iterator[Board]:
+def make_tasks(count: int, seed: int, size: int = SIZE) -> Iterator[Board]:
     """`count` tasks with ids, the same for the same seed; other seeds give held-out tasks."""
     rng = random.Random(f"plan_path {seed}")
     for number in range(count):
-        yield make_task(rng, f"{seed}-{number}")
+        yield make_task(rng, f"{seed}-{number}", size)
 
 
 @lru_cache(maxsize=8192)

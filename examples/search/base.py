@@ -7,12 +7,10 @@ demonstrations.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 from examples.search.app import ALONE, ANSWERER, READER, WRITER
 from examples.search.tasks import GOODS, PEOPLE, PROVINCES, QUESTIONS, SIGHTS, TOWNS, TRADES, Question, make_tasks
-from examples.tiny_model import Demonstration, build_base, build_by_command
+from examples.tiny_model import Demonstration, base_builder, build_by_command
 
 STEPS, DEMONSTRATIONS = 400, 12000
 ERRING = {"writer": 0.45, "reader": 0.4, "answerer": 0.4, "agent": 0.45}
@@ -58,20 +56,13 @@ def demonstration(rng: random.Random, task: Question, role: str) -> Demonstratio
     return [{"role": "system", "content": system}, {"role": "user", "content": content}], answer
 
 
-def build(
-    folder: Path,
-    *,
-    seed: int = 0,
-    steps: int = STEPS,
-    count: int = DEMONSTRATIONS,
-    report: Callable[[int, float], None] = lambda step, loss: None,
-) -> None:
-    """Build, warm up and save a base model as a Hugging Face folder; the same for the same seed."""
-    rng = random.Random(f"search demonstrations {seed}")
+def demonstrations(rng: random.Random, seed: int, count: int) -> list[Demonstration]:
+    """Demonstrations of all roles in turn, on tasks of the seed."""
     tasks, roles = list(make_tasks(count, seed + 1000)), list(ERRING)
-    shown = [demonstration(rng, task, roles[number % len(roles)]) for number, task in enumerate(tasks)]
-    build_base(folder, WORDS, shown, rng, seed=seed, steps=steps, report=report)
+    return [demonstration(rng, task, roles[number % len(roles)]) for number, task in enumerate(tasks)]
 
+
+build = base_builder(lambda: WORDS, demonstrations, name="search", steps=STEPS, count=DEMONSTRATIONS)
 
 if __name__ == "__main__":
     build_by_command(build, STEPS)

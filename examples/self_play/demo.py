@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import tomllib
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -33,17 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "overrides": {"entropy": 0.5},
         "learner": {"lr": 1e-4, "betas": [0.0, 0.99]},
     },
-    "noughts": {
-        "recipe": "marshal",
-        "policies": "shared",
-        "steps": 150,
-        "tasks_per_step": 1,
-        "plan": {"k": 128},
-        "overrides": {"kl": 0.1},
-        "lora": {"rank": 32, "alpha": 64.0},
-        "learner": {"lr": 7e-4, "mini_batch": 1024},
-        "evaluation": {"every": 25},
-    },
+    "noughts": {**tomllib.loads(Path(__file__).with_name("small.toml").read_text()), "evaluation": {"every": 25}},
 }
 TASKS: dict[str, dict[str, Any]] = {
     "duel": {"id": "game", "game": "duel", "logit_bias": base.choices_only()},

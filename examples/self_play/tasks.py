@@ -26,8 +26,11 @@ CHAIN = 5
 Made = dict[str, Any]
 
 
-def make_tasks(count: int, seed: int = 0, *, game: str | None = None) -> Iterator[Made]:
+def make_tasks(
+    count: int, seed: int = 0, *, game: str | None = None, told: bool = True, chance: bool = False
+) -> Iterator[Made]:
     """`count` games with ids, the same for the same seed; other seeds give others. Without `game` each in its turn.
+    `told`: the rules, where the task tells them. `chance`: of tic-tac-toe, a seat is left to chance, o and x in turn.
 
     Raises ValueError for a game that there is not.
     """
@@ -36,7 +39,12 @@ def make_tasks(count: int, seed: int = 0, *, game: str | None = None) -> Iterato
     rng, names = random.Random(f"self-play {seed} {game}"), [game] if game else list(MAKERS)
     for number in range(count):
         name = names[number % len(names)]
-        yield {"id": f"{name}-{seed}-{number}", "game": name, **MAKERS[name](rng)}
+        made = {"id": f"{name}-{seed}-{number}", "game": name, **MAKERS[name](rng)}
+        if not told:
+            made.pop("rules", None)
+        if chance and name == "noughts":
+            made["random"] = noughts.SEATS[(number + 1) % 2]
+        yield made
 
 
 def negotiated(rng: random.Random) -> Made:

@@ -6,8 +6,6 @@ python -m examples.sokoban.base --out runs/sokoban/base --seed 0
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 from examples.sokoban.game import (
     ALONE,
@@ -27,7 +25,7 @@ from examples.sokoban.game import (
     way_to_push,
 )
 from examples.sokoban.tasks import SIZE, make_tasks
-from examples.tiny_model import Demonstration, build_base, build_by_command
+from examples.tiny_model import Demonstration, base_builder, build_by_command
 
 STEPS, DEMONSTRATIONS, LEVELS = 900, 24000, 1500
 ERRING_PUSH, ERRING_MOVE = 0.4, 0.12
@@ -93,21 +91,14 @@ def _messages(system: str, seen: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}, {"role": "user", "content": seen}]
 
 
-def build(
-    folder: Path,
-    *,
-    seed: int = 0,
-    steps: int = STEPS,
-    count: int = DEMONSTRATIONS,
-    report: Callable[[int, float], None] = lambda step, loss: None,
-) -> None:
-    """Build, warm up and save a base model as a Hugging Face folder; the same for the same seed."""
-    rng = random.Random(f"sokoban demonstrations {seed}")
+def demonstrations(rng: random.Random, seed: int, count: int) -> list[Demonstration]:
+    """Demonstrations of all roles in turn, on tasks of the seed."""
     levels = [parsed(task["rows"]) for task in make_tasks(min(LEVELS, count), seed + 1000)]
     roles = (planner_demonstration, executor_demonstration, executor_demonstration, agent_demonstration)
-    shown = [roles[i % len(roles)](rng, *scene(rng, levels)) for i in range(count)]
-    build_base(folder, WORDS, shown, rng, seed=seed, steps=steps, report=report)
+    return [roles[i % len(roles)](rng, *scene(rng, levels)) for i in range(count)]
 
+
+build = base_builder(lambda: WORDS, demonstrations, name="sokoban", steps=STEPS, count=DEMONSTRATIONS)
 
 if __name__ == "__main__":
     build_by_command(build, STEPS)

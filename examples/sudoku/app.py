@@ -1,6 +1,7 @@
 """A LangGraph application: a planner names the cells to fill next, and a filler fills them, by moves or by a program.
 
-Fills that break a rule are refused and named to both. They have up to four turns.
+Fills that break a rule are refused and named to both. They have up to four turns; so has a single agent, which fills
+cells by itself, with programs or without.
 
     OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python -m examples.sudoku.app --tasks 3
 """
@@ -10,22 +11,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from typing import TypedDict
+from collections.abc import Awaitable, Callable
+from typing import Any, TypedDict
 
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
 
-from examples.code.programs import sandbox
-from examples.sudoku.board import Board, filled, fills_of, text_of
+from examples.sudoku.board import Board, Fill, filled, fills_in, fills_of, text_of
 from examples.sudoku.verifier import CELLS, solved
 
 TURNS = 4
+UNREAD = "no fills were read"
 API_KEY = os.environ.get("OPENAI_API_KEY", "none")
 PLANNER = f"Name up to {CELLS} empty cells of the Sudoku that only one value fits, such as: r1c2 r3c4"
-FILLER = (
-    "Fill cells of the Sudoku, such as: r1c2=3 r3c4=1\nOr write, between ```python and ``` marks, a program that reads "
-    "the board and prints that."
-)
+FILLS = "such as: r1c2=3 r3c4=1"
+PROGRAM = "Or write, between ```python and ``` marks, a program that reads the board and prints that."
+FILLER = f"Fill cells of the Sudoku, {FILLS}\n{PROGRAM}"
+WITHOUT_TOOL = f"Solve the Sudoku: fill cells that only one value fits, {FILLS}"
+ALONE = f"{WITHOUT_TOOL}\n{PROGRAM}"
 
 
 class State(TypedDict, total=False):
@@ -43,8 +46,7 @@ def model(role: str) -> ChatOpenAI:
     return ChatOpenAI(model=role, temperature=1, api_key=API_KEY)
 
 
-planner_model = model("planner")
-filler_model = model("filler")
+planner_model, filler_model, agent_model = map(model, ("planner", "filler", "agent"))
 
 
 def messages(system: str, state: State, *more: str) -> list[dict[str, str]]:
@@ -66,17 +68,38 @@ async def planner(state: State) -> State:
 
 
 async def filler(state: State) -> State:
-    """Fill cells; what breaks a rule is refused."""
+    """Fill cells."""
     reply = await filler_model.ainvoke(messages(FILLER, state, f"Cells: {state['named']}"))
+    return carried_out(await filled_in(reply.text, state), state)
+
+
+async def agent(state: State) -> State:
+    """Do the whole thing alone."""
+    reply = await agent_model.ainvoke(messages(ALONE, state))
+    return carried_out(await filled_in(reply.text, state), state)
+
+
+async def agent_without_tool(state: State) -> State:
+    """Do the whole thing alone, without programs."""
+    reply = await agent_model.ainvoke(messages(WITHOUT_TOOL, state))
+    return carried_out(fills_in(reply.text), state)
+
+
+async def filled_in(message: str, state: State) -> list[Fill] | None:
+    """The fills of a message or of its program."""
+    return await asyncio.to_thread(fills_of, message, board_of(state))
+
+
+def carried_out(fills: list[Fill] | None, state: State) -> State:
+    """A turn with its fills; what breaks a rule is refused."""
     board = board_of(state)
-    fills = await asyncio.to_thread(fills_of, reply.text, board, sandbox())
-    after, refused = (board, ["no fills were read"]) if fills is None else filled(state["puzzle"], board, fills)
+    after, refused = (board, [UNREAD]) if fills is None else filled(state["puzzle"], board, fills)
     return {"board": after, "refused": refused, "turns": state.get("turns", 0) + 1}
 
 
-def onward(state: State) -> str:
-    """Another turn, until the puzzle is solved or the turns are over."""
-    return END if solved(state["puzzle"], state["board"]) or state["turns"] >= TURNS else "planner"
+def onward(state: State) -> bool:
+    """Whether there is another turn: until the puzzle is solved or the turns are over."""
+    return not solved(state["puzzle"], state["board"]) and state["turns"] < TURNS
 
 
 builder = StateGraph(State)
@@ -84,8 +107,21 @@ builder.add_node("planner", planner)
 builder.add_node("filler", filler)
 builder.add_edge(START, "planner")
 builder.add_edge("planner", "filler")
-builder.add_conditional_edges("filler", onward, ["planner", END])
+builder.add_conditional_edges("filler", onward, {True: "planner", False: END})
 graph = builder.compile()
+
+
+def single(node: Callable[[State], Awaitable[State]]) -> Any:
+    """The graph of a single agent."""
+    alone = StateGraph(State)
+    alone.add_node("agent", node)
+    alone.add_edge(START, "agent")
+    alone.add_conditional_edges("agent", onward, {True: "agent", False: END})
+    return alone.compile()
+
+
+single_graph = single(agent)
+graph_without_tool = single(agent_without_tool)
 
 
 async def main() -> None:

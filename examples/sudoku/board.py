@@ -10,8 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from examples.code.programs import program_in
-from examples.sandbox.bubblewrap import Sandbox
+from examples.code.programs import program_in, run, sandbox
 
 Board = list[list[int]]
 Cell = tuple[int, int]
@@ -75,12 +74,16 @@ def fills_in(message: str) -> list[Fill] | None:
     return fills if found and len({cell for cell, _ in fills}) == len(found) else None
 
 
-def fills_of(message: str, board: Board, sandbox: Sandbox) -> list[Fill] | None:
-    """The fills of a message, or those that the program in it prints when it reads the board."""
+def fills_of(message: str, board: Board) -> list[Fill] | None:
+    """The fills of a message, or those that the program in it prints when it reads the board.
+
+    Raises SandboxUnavailable, whatever the message, where no program could be run.
+    """
+    sandbox()
     program = program_in(message)
     if program is None:
         return fills_in(message)
-    ran = sandbox.run(program, text_of(board) + "\n")
+    ran = run(program, text_of(board) + "\n")
     return fills_in(ran.stdout) if ran.ok and not ran.cut else None
 
 

@@ -9,13 +9,16 @@ import argparse
 import json
 import random
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from examples.tool_agent.shop import PRICE_OF, asked_for
 
+Answers = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
+"""What is said next in a conversation: messages in, a message out."""
 ERRING = 0.05
 """Share of the conversations in which it looks up the wrong item."""
 
@@ -38,9 +41,9 @@ def _call(tool: str, **arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
-def completion(body: Mapping[str, Any]) -> dict[str, Any]:
+def completion(body: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
     """The answer to a chat request; tokens are counted as words."""
-    message = next_message(body["messages"])
+    message = answers(body["messages"])
     finish = "tool_calls" if message.get("tool_calls") else "stop"
     prompt, said = (len(json.dumps(part).split()) for part in (body["messages"], message))
     return {
@@ -54,9 +57,13 @@ def completion(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    def __init__(self, answers: Answers, *args: Any) -> None:
+        self.answers = answers
+        super().__init__(*args)
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        content = json.dumps(completion(body)).encode()
+        content = json.dumps(completion(body, self.answers)).encode()
         self.send_response(200)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(content)))
@@ -68,9 +75,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(port: int = 0) -> Iterator[str]:
-    """Serve on this machine; yields the address for OPENAI_BASE_URL."""
-    server = ThreadingHTTPServer(("127.0.0.1", port), _Handler)
+def serving(port: int = 0, answers: Answers = next_message) -> Iterator[str]:
+    """Serve `answers` on this machine; yields the address for OPENAI_BASE_URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, answers))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
