@@ -4,7 +4,7 @@ tests of a file stay together, and all tests that use Ray or vLLM, so that each 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -15,6 +15,9 @@ from cotune.integrations.ray.runtime import open_ray
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray would kill actors when other processes fill the machine's memory.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+
+# Else MLflow's thread of a test that has ended would write into the present folder.
+os.environ.setdefault("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
 
 # A busy machine is no fault of what is tested.
 hypothesis.settings.register_profile("cotune", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -51,22 +54,31 @@ def smollm2() -> Path:
     return folder
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_rank)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Group before pytest-xdist reads the groups; sort after pytest has put fixtures with parameters together."""
     for item in items:
-        if _uses_engines(item) or ROOT / "examples" in item.path.parents:
+        if _uses_engines(item) or "smollm2" in _fixtures(item) or ROOT / "examples" in item.path.parents:
             item.add_marker("slow")
-        item.add_marker(pytest.mark.xdist_group("engines" if _uses_engines(item) else str(item.path)))
+        file = str(item.path.relative_to(ROOT.parent))
+        item.add_marker(pytest.mark.xdist_group("engines" if _uses_engines(item) else file))
+    yield
+    items.sort(key=_rank)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.getoption("loadgroup", False):
+        assert all("@" in item.nodeid for item in session.items), "pytest-xdist has read no groups"
 
 
 def _uses_engines(item: pytest.Item) -> bool:
     callspec = getattr(item, "callspec", None)
     parameters = [value for value in callspec.params.values() if isinstance(value, str)] if callspec else []
-    return (
-        not ENGINES.isdisjoint(getattr(item, "fixturenames", ()))
-        or not BY_NAME.isdisjoint(parameters)
-        or item.path.stem in OWN_RAY
-    )
+    return not ENGINES.isdisjoint(_fixtures(item)) or not BY_NAME.isdisjoint(parameters) or item.path.stem in OWN_RAY
+
+
+def _fixtures(item: pytest.Item) -> Collection[str]:
+    return getattr(item, "fixturenames", ())
 
 
 def _rank(item: pytest.Item) -> tuple[int, bool, bool]:

@@ -22,15 +22,18 @@ PORT = re.compile(r"(?<=--port )\d+|(?<=127\.0\.0\.1:)\d+")
 class Reader:
     """Follows a page in a folder. `said` holds what each command printed, by the command as it stands on the page."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str], smaller: Mapping[str, str]) -> None:
-        self.folder, self.environment, self.smaller = folder, dict(environment), smaller
+    def __init__(
+        self, folder: Path, environment: Mapping[str, str], smaller: Mapping[str, str], *, installs: bool = False
+    ) -> None:
+        self.folder, self.environment, self.smaller, self.installs = folder, dict(environment), smaller, installs
         self.said: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
         self._ports: dict[str, str] = {}
         self._server: subprocess.Popen[str] | None = None
 
     def follow(self, page: Path) -> None:
-        """Save the files of a page and run its commands, but those that install. A server gives way to the next."""
+        """Save the files of a page and run its commands, those that install where the reader `installs`. A server gives
+        way to the next."""
         try:
             for language, text in BLOCK.findall(page.read_text()):
                 if language == "jsonl":
@@ -54,7 +57,7 @@ class Reader:
 
     def _paste(self, line: str) -> None:
         words = shlex.split(line, comments=True)
-        if not words or words[0] == "pip":
+        if not words or (words[0] == "pip" and not self.installs):
             return
         if words[0] == "export":
             name, _, value = words[1].partition("=")

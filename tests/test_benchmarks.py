@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
+
+from benchmarks import kept_results
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(file for folder in ("benchmarks", "examples") for file in (ROOT / folder).rglob("*.py"))
@@ -21,3 +26,22 @@ def test_what_a_benchmark_or_an_example_imports_of_cotune_is_there(file: Path) -
             for alias in node.names:
                 if not hasattr(module, alias.name):
                     importlib.import_module(f"{node.module}.{alias.name}")
+
+
+def test_a_training_that_was_stopped_is_not_measured_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def train(*_: Any, run: Path, **__: Any) -> None:
+        (run / "run.json").touch()
+        done.extend(["train"] * 2)
+
+    monkeypatch.setattr(kept_results, "train", train)
+    monkeypatch.setattr(kept_results, "resume", lambda *_, **__: done.append("resume"))
+    monkeypatch.setattr(kept_results, "read_metrics", lambda _: iter(done))
+    once = functools.partial(kept_results.train_once, tmp_path, None, [], {}, 3, Console(quiet=True))
+    with pytest.raises(SystemExit, match="stopped after 2 of 3 steps; the same command goes on"):
+        once()
+    assert once() == once() == tmp_path
+    assert done == ["train", "train", "resume"]

@@ -55,10 +55,15 @@ def test_every_command_exists(words: list[str]) -> None:
             assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
         case ["python" | "bash", script, *_]:
             assert script in SAVED or (ROOT / script).is_file()
-        case ["pip", "install", name] if not name.startswith("-"):
-            assert any(line.startswith(name) for extra in EXTRAS.values() for line in extra)
-        case ["pip", "install", "-e", extras]:
-            assert set(extras.removeprefix(".[").removesuffix("]").split(",")) <= set(EXTRAS)
+        case ["pip", "install", *names]:
+            for name in names:
+                match name.removesuffix("]").split("["):
+                    case ["-e"]:
+                        pass
+                    case [".", extras]:
+                        assert set(extras.split(",")) <= set(EXTRAS)
+                    case _:
+                        assert any(line.startswith(name) for extra in EXTRAS.values() for line in extra)
         case [program, *_]:
             assert program in FOREIGN
 

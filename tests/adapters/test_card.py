@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from huggingface_hub import ModelCard
 
@@ -15,10 +16,12 @@ from cotune.adapters.export import TrainedPolicy, export_run, write_export
 from cotune.adapters.serving import serving
 from cotune.cli.main import main
 from cotune.errors import ConfigError
+from cotune.policies import LoraSpec
 from cotune.runtime.run_sync import run_sync
 from cotune.storage.run_layout import RunLayout
 from tests.adapters.test_export import write_run
 from tests.adapters.test_gguf import build, full
+from tests.integrations.seeing_models import build_seeing
 
 
 def line(step: int, success: float, reward: float) -> dict[str, Any]:
@@ -94,6 +97,23 @@ def test_an_evaluation_elsewhere_is_named_and_must_be_one(
     with pytest.raises(ConfigError, match=r"evaluation.*cotune eval --out.*Evaluate the run with --out"):
         export_run(run, tmp_path / "bad", evaluation=tmp_path)
     assert not (tmp_path / "bad").exists()
+
+
+def test_the_card_of_a_model_that_sees_says_so_and_names_no_form_that_it_cannot_have(tmp_path: Path) -> None:
+    model = tmp_path / "base"
+    build_seeing(model)
+    weights = {
+        f"base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_{part}.weight": np.ones(shape)
+        for part, shape in (("A", (4, 64)), ("B", (64, 4)))
+    }
+    lora = LoraSpec(rank=4, targets=("q_proj",))
+    policy = TrainedPolicy(
+        name="p", kind="lora", version=1, roles=["seer"], model=str(model), weights=weights, lora=lora
+    )
+    write_export(tmp_path / "out", [policy])
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.to_dict()["pipeline_tag"] == "image-text-to-text"
+    assert "structured_output=True, vision=True)" in card.content and "--gguf" not in card.content
 
 
 def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path, base: Path, policies: list[TrainedPolicy]) -> None:

@@ -80,6 +80,7 @@ def test_refused_prompts_are_not_kept(base: Path) -> None:
         assert kept == {"requests": 0, "bytes": 0}
 
 
+@pytest.mark.slow
 def test_a_long_prompt_delays_nobody_else(base: Path) -> None:
     with served(base, TOKENS) as (endpoint, _):
         answers: list[httpx.Response] = []

@@ -73,6 +73,7 @@ def test_a_model_whose_calls_nobody_reads_says_so_at_the_start(
         chat.render([{"role": "user", "content": "hi"}], [{"type": "function", "function": {"name": "go"}}])
 
 
+@pytest.mark.slow
 def test_a_parser_of_vllm_reads_what_no_other_does(base: Path) -> None:
     from cotune.integrations.chat.template import ChatTemplate
     from cotune.integrations.chat.tool_formats import tool_format

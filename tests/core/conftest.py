@@ -49,6 +49,7 @@ class MemoryStore:
         self._messages: dict[str, Any] = {}
         self._rewards: dict[str, dict[str, float]] = {}
         self._consumed: dict[str, int] = {}
+        self.images: dict[str, bytes] = {}
         self.reads = 0
 
     def write(self, records: Sequence[Record]) -> None:
@@ -83,6 +84,10 @@ class MemoryStore:
 
     def message(self, message_id: str) -> Any:
         return self._messages[message_id]
+
+    def image(self, image_id: str) -> bytes:
+        self.reads += 1
+        return self.images[image_id]
 
     def token_ids(self, segment_id: str) -> tuple[int, ...]:
         self.reads += 1

@@ -19,15 +19,20 @@ SOURCES = ("core", "integrations", "adapters", "trainer", "pyproject.toml", "REA
 
 def build_wheel(folder: Path) -> Path:
     """The wheel of this checkout, built from a copy so that nothing of an earlier build gets into it."""
-    source = folder / "source"
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, source)
+    source = clone(folder / "source")
     uv("build", "--wheel", "--no-build-isolation", "--python", sys.executable, "--out-dir", folder, source)
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def clone(folder: Path, *more: str) -> Path:
+    """A new folder with what the wheel is built from, and `more` of this checkout."""
+    for name in (*SOURCES, *more):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder)
+    return folder
 
 
 def install(wheel: Path, folder: Path, *extras: str, also: Sequence[str] = ()) -> Path:

@@ -1,26 +1,46 @@
-"""The first page of the documentation, followed in an environment with the wheel and what it says to install."""
+"""The first page of the documentation, followed as a new user does: in a clone, with an empty environment and an empty
+home folder, every command as it stands."""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.core.installed import ROOT, install
+from tests.core.installed import ROOT, clone
 from tests.page_reader import Reader, bare_environment
 
 PAGE = ROOT / "docs" / "start.md"
+(TORCH,) = re.findall(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+
+
+def packages(home: Path) -> Iterator[tuple[str, str]]:
+    """How this machine reaches packages: pip's settings, and nothing else of its user."""
+    settings = Path(".config", "pip", "pip.conf")
+    if (Path.home() / settings).is_file():
+        (home / settings).parent.mkdir(parents=True)
+        shutil.copy(Path.home() / settings, home / settings)
+    yield from ((name, value) for name, value in os.environ.items() if name.startswith("PIP_"))
 
 
 @pytest.mark.long
-def test_the_first_page_ends_with_a_better_application(wheel: Path, tmp_path: Path) -> None:
-    environment = install(wheel, tmp_path / "venv", "langgraph", "train", "view", also=("langchain-openai",))
-    clone = tmp_path / "clone"
-    shutil.copytree(ROOT / "examples", clone / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    reader = Reader(clone, dict(bare_environment(tmp_path, environment)), {})
+@pytest.mark.timeout(1800)
+def test_the_first_page_ends_with_a_better_application(tmp_path: Path) -> None:
+    home, folder = tmp_path / "home", tmp_path / "environment"
+    venv.create(folder, with_pip=True)
+    environment = {**dict(bare_environment(home, folder / "bin")), **dict(packages(home))}
+    reader = Reader(clone(tmp_path / "clone", "examples"), environment, {}, installs=True)
+    status, said_of_torch = reader.run(f"pip install {TORCH}")  # its build for the CPU, as the page asks
+    assert status == 0, said_of_torch
     reader.follow(PAGE)
     said = list(reader.said.items())
+    (installed,) = [text for line, text in said if line.startswith("pip install")]
+    assert re.search(r"Successfully installed .*\bcotune-", installed)
     (verdict,) = [text for line, text in said if line.startswith("cotune eval")]
     assert "trained is better than base" in verdict
     assert [text.strip() for line, text in said if line.endswith("my parcel problem")] == ["ciao shipping"]

@@ -44,6 +44,15 @@ def test_not_utf8_is_a_broken_line(tmp_path):
         load_tasks(path)
 
 
+def test_as_windows_writes_it(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes('{"id": "ä"}\r\n\r\n"plain"\r\n'.encode("utf-8-sig"))
+    assert [task.id for task in load_tasks(path)] == ["ä", "3"]
+    path.write_bytes('{"id": "ä"}\r\n'.encode("utf-16"))
+    with pytest.raises(ConfigError, match=r"this one is in UTF-16. Save it as UTF-8"):
+        load_tasks(path)
+
+
 def test_repeated_id_names_both_lines(file):
     path = file('{"id": "a"}\n{"id": "b"}\n{"id": "a"}\n')
     with pytest.raises(ConfigError) as caught:
@@ -59,6 +68,14 @@ def test_no_tasks(file, text):
     with pytest.raises(ConfigError) as caught:
         load_tasks(path)
     assert (caught.value.value, caught.value.allowed) == (str(path), "at least one task")
+
+
+def test_a_json_list_is_no_file_of_tasks(file):
+    path = file('[{"q": 1}, {"q": 2}]\n')
+    with pytest.raises(ConfigError) as caught:
+        load_tasks(path)
+    assert caught.value.allowed == "one task on each line; this is one JSON list"
+    assert caught.value.remedy.endswith('One task that is a list stands under a name: {"messages": [...]}.')
 
 
 def test_no_file(tmp_path):
@@ -77,3 +94,9 @@ def test_values_must_be_some_and_differ():
         as_tasks([])
     with pytest.raises(ConfigError, match="unique ids"):
         as_tasks([{"id": "a"}, {"id": "a"}])
+
+
+@pytest.mark.parametrize("value", [{"question": "x"}, 3])
+def test_one_task_is_no_list_of_tasks(value):
+    with pytest.raises(ConfigError, match="Put one task into a list"):
+        as_tasks(value)

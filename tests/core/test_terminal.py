@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,3 +73,18 @@ def test_show_prints_answers_harmless(
     shown = capsys.readouterr().out
     assert ("owned" in shown) is (extra != ["--groups"])
     assert not any(bad in shown for bad in ("\x1b", "\x07", "\x9b", "\u202e"))
+
+
+def test_a_locale_that_lacks_what_is_shown_costs_a_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+
+    async def solve(task: str) -> float:
+        return float(bool(await ask("prüfer", "hello")))
+
+    with SqliteStore.open(tmp_path / "records.db") as store:
+        stub = StubResponder(answers=["漢 ok"])
+        ran = asyncio.run(run_episode(application(solve).cotune, Task(id="t", input=1), sink=store, responder=stub))
+    command = [sys.executable, "-m", "cotune", "show", str(tmp_path), "--episode", ran.episode.id]
+    shown = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=False)
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    assert b"pr?fer" in shown.stdout and b"? ok" in shown.stdout

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import cotune
 from cotune import types
 
@@ -14,6 +16,7 @@ USER = Path(__file__).parent / "typed_user"
 RIGHT, WRONG = USER / "right.py", USER / "wrong.py"
 
 
+@pytest.mark.slow
 def test_strict_mypy_takes_what_is_right_and_names_what_is_wrong(base_environment: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,

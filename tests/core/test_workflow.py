@@ -6,9 +6,11 @@ import asyncio
 import inspect
 import math
 import pickle
+import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import cotune
@@ -171,8 +173,6 @@ class Box:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    import sys
-
     (tmp_path / "an_app.py").write_text(APP)
     (tmp_path / "nearby.py").write_text("answer = 7")
     (tmp_path / "broken_app.py").write_text("import no_such_thing_anywhere")
@@ -195,6 +195,53 @@ def test_loads_by_module_and_by_file(folder: Path):
 def test_loads_a_file_from_another_folder(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir("/")
     assert load_workflow(f"{folder}/an_app.py:solve").fn(None) == 7
+
+
+def test_a_file_in_a_package_is_its_module(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    package = folder / "src" / "packaged_app" / "parts"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package.parent / "__init__.py").touch()
+    (package.parent / "settings.py").write_text("answer = 7")
+    (package / "beside.py").write_text("word = 'seven'")
+    (package / "train.py").write_text(
+        "import cotune, beside, packaged_app.settings\nfrom ..settings import answer\n"
+        "@cotune.workflow\ndef solve(task): return answer, beside.word\n"
+    )
+    try:
+        with pytest.raises(ConfigError, match=r"\(src/packaged_app/parts/train.py:solve\)"):
+            load_workflow("packaged_app.parts.train:solve")
+        solve = load_workflow("src/packaged_app/parts/train.py:solve")
+        assert solve.fn(None) == (7, "seven")
+        assert solve is load_workflow("packaged_app.parts.train:solve")
+        # Another package of that name is not what the file is part of.
+        other = folder / "packaged_app"
+        other.mkdir()
+        (other / "__init__.py").touch()
+        (other / "train.py").write_text(APP)
+        (folder / "packaged_app" / "nearby.py").write_text("answer = 8")
+        assert load_workflow("packaged_app/train.py:solve").fn(None) == 8
+    finally:
+        for name in [name for name in sys.modules if name.startswith(("packaged_app", "beside", "train"))]:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "raise KeyError('OPENAI_API_KEY')",
+        "raise ValueError('OPENAI_API_KEY is required')",
+        "import openai; openai.OpenAI()",
+    ],
+)
+def test_a_key_that_is_missing_is_asked_for(folder: Path, line: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    (folder / "broken_app.py").write_text(f"import cotune\n@cotune.workflow\ndef solve(task):\n  {line}\n")
+    outcome, _ = run(load_workflow("broken_app:solve"))
+    assert "any text will do: export OPENAI_API_KEY=none" in outcome.error.remedy
+    (folder / "keyless_app.py").write_text(line)
+    with pytest.raises(ConfigError, match="any text will do: export OPENAI_API_KEY=none"):
+        load_workflow("keyless_app:solve")
 
 
 @pytest.mark.parametrize(
@@ -230,6 +277,8 @@ def test_an_app_that_is_no_workflow(folder: Path):
         (0.5, {"team": 0.5}, {}),
         (2, {"team": 2.0}, {}),
         (True, {"team": 1.0}, {"success": 1.0}),
+        (np.True_, {"team": 1.0}, {"success": 1.0}),
+        (np.float32(0.5), {"team": 0.5}, {}),
         ({"team": 1, "style": 0.5}, {"team": 1.0, "style": 0.5}, {}),
         ({"team": 1.5, "success": True}, {"team": 1.5}, {"success": 1.0}),
         ({"success": False}, {"team": 0.0}, {"success": 0.0}),
@@ -248,6 +297,20 @@ def test_what_it_may_not(value):
     assert isinstance(outcome.error, WorkflowError)
     assert outcome.rewards == {}
     assert [(type(r), r.status, bool(r.error)) for r in sink] == [(Episode, "error", True)]
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("Executor is already running.", "Several episodes run at once"),
+        ("This event loop is already running", "Fix the workflow."),
+    ],
+)
+def test_what_cannot_run_twice_at_once_has_a_remedy_of_its_own(said, remedy):
+    def solve(task):
+        raise RuntimeError(said)
+
+    assert run(cotune.workflow(solve))[0].error.remedy.startswith(remedy)
 
 
 # Episodes

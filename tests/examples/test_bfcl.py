@@ -10,7 +10,9 @@ import pytest
 from cotune.integrations.activation import activate
 from cotune.tasks import as_tasks
 from examples.bfcl import tasks, train
+from examples.bfcl.app import STEPS
 from examples.bfcl.desk import Desk, parse
+from examples.bfcl.expert import expert
 from tests.examples.applications import check_knows_nothing_of_cotune, models_asked_by
 from tests.integrations.recorded import Recorded
 
@@ -99,3 +101,16 @@ def test_a_request_is_done_call_by_call(right: bool, done: float) -> None:
 
     assert record(solve, lambda call: next(said[call.role])).rewards == {"team": done}
     assert record.roles == ["chooser", "caller"] * len(calls) + ["chooser"]
+
+
+def test_what_the_expert_says_is_right() -> None:
+    listed = [task for task in tasks.make_tasks("turns")[::8] if len(task["truth"][0]) <= STEPS]
+    answers, record, rewards = expert(listed), Recorded(), set()
+    for task in listed:
+
+        async def solve(_: Any, task: Any = task) -> Any:
+            return await train.solve(task)
+
+        rewards.add(record(solve, lambda call: answers(call.messages)["content"]).rewards["team"])
+    assert len(listed) > 25 and rewards == {1.0}
+    assert {role: record.roles.count(role) for role in set(record.roles)}["caller"] >= len(listed)

@@ -171,6 +171,8 @@ def test_games_are_made_by_seed_and_as_they_should_be() -> None:
     assert [task["game"] for task in make_tasks(4)] == list(GAMES)
     with pytest.raises(ValueError, match="there is no game 'chess'"):
         list(make_tasks(1, game="chess"))
+    assert [task.get("random") for task in make_tasks(3, game="noughts", chance=True)] == ["o", "x", "o"]
+    assert not [task for task in make_tasks(8, told=False) if "rules" in task]
 
 
 def test_all_items_are_worth_10_to_each_and_none_is_worth_nothing_to_both() -> None:

@@ -5,6 +5,7 @@ A workload joins by a line in `WORKLOADS`.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import json
@@ -24,6 +25,8 @@ from cotune.cli.main import main
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.storage.run_layout import RunLayout, read_metrics
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.config.train import load_config
+from cotune.workflows import workflow_of
 from tests.examples.applications import check_knows_nothing_of_cotune
 from tests.examples.speaker import build_speaker
 
@@ -48,6 +51,8 @@ class Workload:
     """The workflow in `train.py`; where it is one of several, the game that the application is told to play."""
     recipe: str = "dr_mas"
     """Of independent episodes."""
+    sees: bool = False
+    """Whether its model sees images."""
 
     @property
     def folder(self) -> Path:
@@ -59,6 +64,7 @@ class Workload:
 
 
 _TEST = "**Test Input:**\n```\n{}\n```\n**Test Output:**\n```\n{}\n```"
+_WALK = '<tool_call>{{"name": "walk", "arguments": {{"path": "{}"}}}}</tool_call>'
 WORKLOADS = (
     Workload(
         "code",
@@ -90,7 +96,19 @@ WORKLOADS = (
         flow="debate",
         recipe="spiral",
     ),
+    Workload(
+        "pictures",
+        ("describer", "solver"),
+        ("goal right=4 up=1 walls down left", "goal left=2 down=1 walls up", "right", "left", "up", "down"),
+        sees=True,
+    ),
     Workload("sokoban", ("planner", "executor"), ("2,2 right", "right right", "down left up", "I do not know.")),
+    Workload(
+        "plan_path_checked",
+        ("planner", "checker"),
+        ("up", "left left", *(_WALK.format(path) for path in ("up", "left", "left left", "down"))),
+        {"size": 4},
+    ),
 )
 
 
@@ -102,7 +120,7 @@ def workload(request: pytest.FixtureRequest) -> Workload:
 @pytest.fixture(scope="module")
 def base(workload: Workload, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that says what the workload's roles could say."""
-    return build_speaker(tmp_path_factory.mktemp(workload.name) / "base", workload.says)
+    return build_speaker(tmp_path_factory.mktemp(workload.name) / "base", workload.says, sees=workload.sees)
 
 
 @pytest.fixture(scope="module")
@@ -213,3 +231,35 @@ def test_it_is_evaluated_and_exported(workload: Workload, run: Path, tasks: Path
     assert main(["export", str(run), "--to", str(exported)]) == 0
     manifest = json.loads((exported / "roles.json").read_text())
     assert set(workload.roles) <= set(re.findall(r"\w+", json.dumps(manifest)))
+
+
+def test_what_is_compared_has_a_base_model_a_single_agent_and_settings_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the benchmark would set
+    compared = importlib.import_module("benchmarks.workloads")
+    named = {"search", "sokoban", "sudoku", "maths", "code", "plan_path", "pictures", "noughts"}
+    assert named <= set(compared.WORKLOADS)
+    for name, kind in compared.WORKLOADS.items():
+        trainings = compared.Trainings(name, 0, argparse.Namespace(out=Path("nowhere")))
+        assert callable(trainings.part("base").build)
+        flows = {training: trainings.flow(training) for training in compared.TRAININGS}
+        found = {training: workflow_of(flow) for training, flow in flows.items() if flow is not None}
+        assert found["by_role"] is found["shared"] and (found["alone"] is found["by_role"]) == bool(kind.opponent)
+        assert ("without_tool" in found) == (name in ("sudoku", "maths"))
+        assert load_config(ROOT / "examples" / kind.example / "small.toml", {}).plan.k >= 8
+        assert len(trainings.tasks(3, 900, **kind.opponent)) == 3
+
+
+@pytest.mark.parametrize("name", ["sudoku", "maths", "code", "pictures"])
+def test_a_single_agent_is_trained_from_the_base_model_of_a_workload(
+    name: str, tmp_path: Path, in_thread: None
+) -> None:
+    base, tasks, out = tmp_path / "base", tmp_path / "tasks.jsonl", tmp_path / "run"
+    importlib.import_module(f"examples.{name}.base").build(base, steps=2, count=48)
+    made = importlib.import_module(f"examples.{name}.tasks").make_tasks(1)
+    tasks.write_text(json.dumps(made[0]) + "\n")
+    words = ["train", f"examples.{name}.train:alone", "--config", str(ROOT / "examples" / name / "small.toml")]
+    words += ["--model", str(base), "--tasks", str(tasks), "--steps", "1", "--tasks-per-step", "1", "--out", str(out)]
+    assert main(words) == 0
+    assert roles_recorded(out) == {"agent"}

@@ -25,6 +25,7 @@ with cotune.trace(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("environment", "at_import"), [({}, "1 True"), (NO_ACTIVATION, "0 False")])
 def test_the_environment_decides_what_an_import_installs_and_a_trace_always_does(environment, at_import, tmp_path):
     command = [sys.executable, "-c", LOOK, str(tmp_path / "traced")]

@@ -185,6 +185,7 @@ def test_text_tasks_errors_and_finish_reasons_are_redacted(
     assert SECRET.encode() not in found
 
 
+@pytest.mark.slow
 def test_only_the_provider_is_contacted(provider: Provider, app: Path):
     done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, cwd=app)
     assert done.returncode == 0, done.stderr

@@ -225,9 +225,17 @@ def test_a_given_answer_is_said_at_the_fork(tmp_path: Path):
 def test_answers_come_in_the_order_in_which_they_came(tmp_path: Path):
     """AutoGen puts side by side answers into the next prompt as they come: in the order of the record or in none."""
 
+    answered: dict[str, asyncio.Event] = {}
+
     async def right_first(call: Any) -> Any:
-        await asyncio.sleep(0.05 if call.role == "left" else 0)
-        return await reply(call)
+        right = answered.setdefault(call.episode.id, asyncio.Event())
+        if call.role == "left":
+            await right.wait()
+            await asyncio.sleep(0.1)
+        answer = await reply(call)
+        if call.role == "right":
+            right.set()
+        return answer
 
     lab = Lab(tmp_path, replay_apps.autogen)
     trunks = asyncio.run(lab.run([1, 3, 5], responder=Responder(right_first)))

@@ -244,6 +244,7 @@ APP = """
 """
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_it(provider, tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(textwrap.dedent(APP))
     (tmp_path / "tasks.jsonl").write_text('{"id": "t", "q": "2 + 2"}\n')

@@ -136,8 +136,17 @@ def family(driver_pid: int) -> list[psutil.Process]:
 
 def survivors(processes: Sequence[psutil.Process], seconds: float) -> list[str]:
     """Titles of those that still run after so many seconds."""
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
-    return [f"{process.pid} {_title(process)}" for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    deadline = time.monotonic() + seconds
+    while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return [f"{process.pid} {_title(process)}" for process in alive]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _break(victim: psutil.Process, fault: Fault) -> Injected:

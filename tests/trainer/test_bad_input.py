@@ -202,7 +202,7 @@ def test_a_workflow_that_raises(refused):
     [
         (None, "The scorer of role 'second' returned local = None, which is not a number."),
         (float("nan"), "The scorer of role 'second' returned local = nan."),
-        (KeyError("gold"), "The scorer of role 'second' raised KeyError: 'gold'."),
+        (KeyError("gold"), "The scorer of role 'second' raised KeyError: 'gold' ("),
     ],
 )
 def test_a_scorer_that_gives_no_reward(refused, returned, cause):

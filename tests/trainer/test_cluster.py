@@ -72,13 +72,14 @@ def test_reward_rises_and_the_export_is_as_ever(ray_runtime: str, trainer: Train
     assert sorted(entry.role for entry in manifest.roles) == ["first", "second"]
     (profile,) = read_profiles(trainer.folder / "run")
     divided = {(row.phase, row.part) for row in profile.rows if row.part not in ("", "profiler", "other")}
+    engines = ("prefill", "decode", "sampling")
     assert divided == {
-        *(("rollout", part) for part in ("scorers", "answering", "application")),
+        *(("rollout", part) for part in (*engines, "scorers", "answering", "application")),
         *(("update", part) for part in ("forward", "backward", "optimizer")),
-        ("publish", "forward"),
+        *(("publish", part) for part in (*engines, "load", "forward")),
     }
     assert sum(row.seconds for row in profile.rows) == pytest.approx(profile.seconds)
-    assert [note.partition(":")[0] for note in profile.notes] == ["answering", "forward, backward, optimizer"]
+    assert [note.partition(":")[0] for note in profile.notes] == ["forward, backward, optimizer"]
 
 
 def test_mode_async_on_ray(ray_runtime: str, trainer: Trainer) -> None:

@@ -95,6 +95,7 @@ def test_rows_that_no_teacher_has_scored_are_refused(base: str) -> None:
         learner.update("a", make_rows())
 
 
+@pytest.mark.slow
 def test_a_run_comes_nearer_to_its_teacher(trainer: Trainer, tmp_path: Path) -> None:
     """The reward of every episode is the same: all that is learned is the teacher's."""
     teacher = sharpened(build_base(tmp_path / "teacher", seed=5))

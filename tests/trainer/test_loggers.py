@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,10 +40,12 @@ def in_mlflow(folder: Path, query: str) -> list[Any]:
         return database.execute(query).fetchall()
 
 
+@pytest.mark.slow
 def test_each_tool_has_every_step_and_a_resumed_run_goes_on_in_its_curve(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(trainer.folder)
+    monkeypatch.setattr("cotune.trainer.reporting.loggers._END_SECONDS", 300.0)  # MLflow lays out its database
     run = trainer.folder / "run"
     trainer(APP, loggers=ALL, project="letters", steps=1)
     trainer.resume(APP, steps=2)
@@ -65,6 +69,29 @@ def test_each_tool_has_every_step_and_a_resumed_run_goes_on_in_its_curve(
     assert len(offline) == 2
     assert len({file.name for file in offline}) == 1, "both parts have the run's one id"
     assert set(json.loads((run / "loggers.json").read_text())) == set(ALL)
+
+
+def test_trackio_keeps_the_settings_of_a_resumed_run_and_its_own_names(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trackio itself would serve a page: what it is asked for is kept here."""
+    parts: list[Any] = []
+    logged: list[tuple[int, dict[str, float]]] = []
+
+    def init(project: str, name: str, resume: str) -> Any:
+        log = lambda values, step: logged.append((step, values))  # noqa: E731
+        parts.append(SimpleNamespace(project=project, name=name, config={}, log=log, finish=lambda: None))
+        return parts[-1]
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    monkeypatch.setattr("cotune.integrations.trackers.tracker.find_spec", lambda name: True)
+    trainer(APP, loggers=["trackio"], project="letters", steps=1)
+    trainer.resume(APP, steps=2)
+    assert "logger" not in trainer.said
+    first, second = parts
+    assert (first.project, first.name) == (second.project, second.name) and first.name.startswith("run-")
+    assert [part.config["learner.lr"] for part in parts] == [0.003, 0.003] and "allow_val_change" not in first.config
+    assert [step for step, _ in logged] == [0, 1] and all("step" not in values for _, values in logged)
 
 
 @pytest.mark.parametrize(("retries", "why"), [("0", "MlflowException: "), ("7", "it did not answer within 1 s")])

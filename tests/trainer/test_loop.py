@@ -235,6 +235,7 @@ def test_equal_rewards_make_no_update_and_say_so(trainer):
     assert [line["updated"] for line in trainer.metrics()] == [False, False]
     assert trainer.metrics()[0]["left_out"] == {"zero_variance": 3 * 2 * 4}
     assert trainer.said.count("no update: nothing to learn from in this step") == 2
+    assert " ".join(trainer.said.split()).count("Where nothing succeeds yet, learn from demonstrations first") == 1
 
 
 def test_equal_rewards_beside_failures_are_no_reason_to_stop(trainer):
@@ -263,6 +264,7 @@ def test_failures_are_recorded_kept_out_and_counted(trainer):
     assert line["failed"] == 1
     assert line["left_out"]["failed_episode"] == 2 * 8
     assert line["left_out"]["scorer_failed"] == 8
+    assert "1 of 6 calls were not scored whole while looking around: " in trainer.said
     assert line["roles"]["second"]["samples"] == 8
     assert summary.left_out == line["left_out"]
     assert (
@@ -341,6 +343,7 @@ def test_stopped_and_resumed_ends_like_a_run_without_a_stop(trainer, monkeypatch
     stopped = trainer(application(stopping, **BOTH), to="stopped", **settings)
     done = 1 if moment == "rollout" else 2
     assert stop.sent.is_set()
+    assert trainer.said.count("what is under way is finished first, and saved") == (moment == "update")
     assert not stopped.finished
     assert stopped.steps == done
     assert (
@@ -380,6 +383,7 @@ def test_an_application_that_every_answer_breaks_is_told_after_sixteen(trainer):
         trainer(application(broken), steps=1)
     assert caught.value.cause.endswith("All 16 episodes looked at failed.")
     assert "have the workflow return a low reward" in caught.value.remedy
+    assert " of 16 answers ended at their limit of tokens: raise --max-tokens" in caught.value.remedy
 
 
 def test_a_terminal_keeps_a_line_of_each_step(trainer: Trainer) -> None:

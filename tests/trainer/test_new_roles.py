@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
+from langgraph.graph import END, START, StateGraph
 
 from cotune.errors import GroupError
 from cotune.storage.sqlite_store import SqliteStore
@@ -49,6 +51,30 @@ def test_a_late_role_is_played_and_trained_from_the_next_step_on(trainer: Traine
         answered.update((episode.training_step, str(c.policy)) for c in store.calls(episode.id) if c.role == "critic")
     assert answered[0, "base@0"] == 8
     assert sum(count for (step, name), count in answered.items() if name.startswith(f"{policy}@")) == 24
+
+
+@pytest.mark.parametrize("named", [{}, {"policy": [{"name": name, "roles": [name]} for name in ("first", "critic")]}])
+def test_a_node_that_no_answer_has_led_to_yet_is_no_unknown_role(trainer: Trainer, named: dict[str, Any]) -> None:
+    async def first(state: dict[str, str]) -> dict[str, str]:
+        return {"said": await ask("first", f"say {state['letter']}")}
+
+    async def critic(state: dict[str, str]) -> dict[str, str]:
+        return {"said": await ask("critic", f"judge {state['said']}")}
+
+    builder = StateGraph(dict)
+    for node in (first, critic):
+        builder.add_node(node.__name__, node)
+    builder.add_edge(START, "first")
+    builder.add_conditional_edges("first", lambda state: "never", {"never": END, "critic": "critic"})
+    graph = builder.compile()
+
+    async def solve(task: dict[str, str]) -> float:
+        return float(len((await graph.ainvoke({"letter": task["letter"]}))["said"]))
+
+    app = application(solve, first=letters, critic=letters)
+    assert trainer(app, steps=1, policies="lora", **named).finished
+    assert "not called yet: critic; trained from the first call on" in trainer.said
+    assert set(trainer.metrics()[0]["roles"]) == {"first"}
 
 
 def test_a_run_resumed_where_a_role_was_first_seen_goes_on_with_its_policy(trainer: Trainer) -> None:

@@ -8,6 +8,8 @@ import json
 import pytest
 
 from cotune.cli import main as cli
+from cotune.errors import SamplerError
+from cotune.integrations.samplers.base import CalledSampler
 from tests.trainer.tiny_run import new_run
 from tests.trainer.worker_app import solve
 
@@ -52,6 +54,7 @@ def module_environment():
         yield
 
 
+@pytest.mark.slow
 def test_a_profiled_step_adds_up_and_its_trace_holds_both_processes(profiled_run):
     _, events = check(profiled_run, 2)
     processes = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
@@ -104,3 +107,30 @@ def test_the_engine_in_a_thread_of_this_process(trainer):
     check(trainer.folder / "run", 1)
     assert "step 1 is profiled" in trainer.said
     assert "of the step" in trainer.said
+
+
+def test_profilers_that_fail_stop_no_run_and_the_table_says_what_it_lacks(trainer, monkeypatch):
+    def broken(**_):
+        raise RuntimeError("no counters here\nat all")
+
+    async def refused(_):
+        raise SamplerError("The engine keeps no clock.", "Ask another.")
+
+    monkeypatch.setattr("torch.profiler.profile", broken)
+    monkeypatch.setattr(CalledSampler, "begin_trace", refused)
+    assert trainer(solve, steps=1, profile=1).finished
+    table, events = check(
+        trainer.folder / "run",
+        1,
+        {
+            "rollout": ["scorers", "answering", "application", "other"],
+            "update": ["forward", "backward", "optimizer", "other"],
+            "publish": ["forward", "other"],
+        },
+    )
+    assert table["notes"] == [
+        "torch's profiler failed, and operators are missing: RuntimeError: no counters here",
+        "not traced: the sampler: The engine keeps no clock.",
+    ]
+    assert all(note in " ".join(trainer.said.split()) for note in table["notes"])
+    assert not [event for event in events if event["name"].startswith("aten::")]

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from cotune.adapters.export import latest_policies
 from cotune.context import current_episode
 from cotune.errors import ConfigError, RunError
 from cotune.recording.records import RewardRecord
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.evaluation.evaluate import evaluate
+from cotune.trainer.train import resume
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS, application, ask, converse, letters
 from tests.trainer.tiny_run import ENVIRONMENT
@@ -96,7 +99,8 @@ def test_other_tasks_and_another_base_are_refused(made: Path, trainer: Trainer, 
     name = next(iter(tensors))
     save_file({**tensors, name: tensors[name] + 1}, moved / "model.safetensors", {"format": "pt"})
     with pytest.raises(RunError, match=r"base model is not the one .* its weights changed"):
-        trainer.resume(application(**BOTH), steps=4)
+        trainer.resume(application(**BOTH))
+    assert "all 3 steps of the run are made: --steps says up to which it goes on" in trainer.said
     assert json.loads((run / "run.json").read_text())["config"]["model"] == str(moved)
 
 
@@ -119,6 +123,7 @@ def test_the_command_takes_changes_and_a_moved_run_finds_its_files(trainer: Trai
     app, tasks = f"{project}/moving_app.py:solve", project / "tasks.jsonl"
     trainer(app, tasks, to="project/run", model=str(project / "base"), steps=1, plan={"k": 2})
     moved = project.rename(trainer.folder / "elsewhere")
+    assert [policy.model for policy in latest_policies(moved / "run")] == [str(moved / "base")] * 2
     command = [sys.executable, "-m", "cotune", "train", "--resume", "elsewhere/run", "--steps", "2"]
     more = subprocess.run(
         [*command, "--set", "concurrency=2"],
@@ -131,6 +136,10 @@ def test_the_command_takes_changes_and_a_moved_run_finds_its_files(trainer: Trai
     assert more.returncode == 0, more.stderr
     assert "finished after 2 steps" in more.stdout
     assert "changed: concurrency = 2, was 64" in more.stdout
+    (moved / "base").rename(moved / "old")
+    for go in (lambda: resume(moved / "run"), lambda: evaluate(moved / "run", application(**BOTH), TASKS)):
+        with pytest.raises(ConfigError, match=r"no such folder\. .*--model says where it is now"):
+            go()
 
 
 def test_an_episode_whose_records_were_lost_is_run_again_and_never_counts_as_whole(trainer: Trainer) -> None:

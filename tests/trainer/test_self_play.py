@@ -38,6 +38,7 @@ def test_the_rules_of_tic_tac_toe():
     assert noughts.board_seen("x.o......", "x") == "x 1=x 2=. 3=o 4=. 5=. 6=. 7=. 8=. 9=."
 
 
+@pytest.mark.slow
 def test_two_roles_of_opposite_rewards_find_the_saddle_of_a_game(_in_thread, model, tmp_path):
     """The base starts from the opposite corner: the row player chooses left, the column player right."""
     trainer = Trainer(tmp_path, model)

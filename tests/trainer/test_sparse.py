@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.recording.records import PolicyRef
@@ -55,6 +57,7 @@ async def base_success(base: Path, count: int) -> float:
     return sum(solved(chat.parse(one.token_ids)[0]) for one in said) / count
 
 
+@pytest.mark.slow
 def test_a_sparse_task_is_learned_through_ties_failures_a_late_role_and_a_stop(trainer: Trainer) -> None:
     assert asyncio.run(base_success(trainer.base, 1000)) <= 0.02
 

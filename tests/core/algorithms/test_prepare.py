@@ -260,6 +260,18 @@ def test_rows_read_each_prompt_once_and_no_call_again(book):
     assert book.store.reads == 3
 
 
+def test_an_image_is_read_once_however_many_calls_show_it(book):
+    book.episode("e")
+    book.store.images = {"h0": b"first", "h1": b"second"}
+    shown = (["h0"], ["h0", "h1"], ["h1", "h0"])
+    for turn, images in enumerate(shown):
+        book.call(f"c{turn}", "e", turn=turn, rewards=[0.0, 1.0], sampling={"images": images})
+    collected = collect(book.store, book.store.episodes())
+    rows = train_rows(prepare(collected.samples, AT_GRPO), collected, book.store)["a"]
+    assert [row.images for row in rows[::2]] == [(b"first",), (b"first", b"second"), (b"second", b"first")]
+    assert book.store.reads == 1 + 1 + 2 + 3  # calls, rewards, images, prompts
+
+
 @pytest.mark.parametrize("name", ["at_grpo", "dr_mas", "grpo"])
 def test_five_thousand_samples_take_little(name):
     chosen = recipe(name)

@@ -175,8 +175,9 @@ def test_a_run_that_has_updated_nothing_says_so_and_not_to_export_it(trained, ca
     said = capsys.readouterr().out.splitlines()
     assert said[3:] == [
         "never updated: planner (no signal), coder (no sample)",
-        "no signal: all rewards that were compared are equal. Take tasks that are solved now and then, a larger plan.k"
-        ", or a scorer or judge that tells answers apart.",
+        "no signal: all rewards that were compared are equal. Where nothing succeeds yet, learn from demonstrations "
+        "first (cotune train WORKFLOW --recipe sft --records TRACED, then --init with that run), take tasks that are "
+        "solved now and then, or a larger plan.k; else a scorer or judge that tells answers apart.",
     ]
 
 

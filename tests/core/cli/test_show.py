@@ -152,6 +152,32 @@ def test_failures_are_shown(run):
     assert shown(path, episode=ids[3])[0] == f"episode {ids[3]} unfinished: it has calls but no end"
 
 
+def test_an_error_takes_one_line_and_many_rewards_leave_room_for_the_answer(tmp_path):
+    store = SqliteStore.open(tmp_path)
+    live = LiveEpisode(store, Task(id="t", input=1), workflow="w", phase="trace")
+    ask(live, "writer", "write").fail("error", "\nAPIError: no answer\nTraceback:\n  line 1")
+    named = {"cites_its_sources": 0.25, "follows_the_style": -0.5}
+    long = candidate(0, "an answer " * 40, 1, finish_reason="length")
+    ask(live, "writer", "write").finish(Answer(candidates=(long,), rewards=(named,)))
+    live.end("error", error="\nValueError: no plan\nTraceback:\n  line 2")
+    store.close()
+    lines = shown(tmp_path, episode=live.id)
+    assert lines[0] == "error (call 0, writer: error): ValueError: no plan"
+    assert lines[5] == "│ └── APIError: no answer"
+    assert lines[8] == "└── > cites_its_sources 0.25 follows_the_style -0.5"
+    assert lines[9].startswith("[cut at the length limit] an answer an answer") and lines[9].endswith("…")
+    assert "│ Traceback:" in shown(tmp_path, episode=live.id, full=True)
+    assert shown(tmp_path)[1] == "1 episode of trace failed: ValueError: no plan"
+
+
+def test_where_nothing_fits_there_is_no_empty_table(run, tmp_path):
+    assert shown(run[0], filters=EpisodeFilters(role="nobody"))[-2:] == ["0 episodes", ""]
+    store = SqliteStore.open(tmp_path / "traced")
+    LiveEpisode(store, Task(id="t", input=1), workflow="w", phase="trace").end("ok")
+    store.close()
+    assert "no groups" in shown(tmp_path / "traced", groups=True)
+
+
 def test_parallel_calls_stand_below_what_they_read(tmp_path):
     store = SqliteStore.open(tmp_path)
     live = LiveEpisode(store, Task(id="t", input=1), workflow="w")
@@ -168,7 +194,7 @@ def test_parallel_calls_stand_below_what_they_read(tmp_path):
     assert lines[2] == "└── 0 planner turn 0 · 5+4 tokens · 0 s · m"
     assert lines[5] == "├── 1 writer turn 0 reads 0 · 0+0 tokens · 0 s · no model name"
     assert lines[6].startswith("│ ├── < write write") and lines[6].endswith("…")
-    assert lines[7] == '│ └── > search({"q":1}) [cut at the length limit]'
+    assert lines[7] == '│ └── > [cut at the length limit] search({"q":1})'
     assert lines[8] == "└── 2 writer turn 1 reads 0 · 0+0 tokens · 0 s · no model name"
 
 
@@ -191,6 +217,32 @@ def test_groups_follow_the_configuration_of_the_run(run):
     lines = shown(path, groups=True)
     assert lines[1] == "plan independent, recipe dr_mas, as the run was configured; key task, role"
     assert "group_of_one 4 44.4% nothing to compare it with" in lines
+
+
+def test_groups_are_of_the_roles_that_the_run_trains(run):
+    path, _ = run
+    (path / "run.json").write_text("{}")
+    saved = path / "checkpoints" / "step-000001"
+    saved.mkdir(parents=True)
+    policies = [
+        {"name": "navigator", "kind": "lora", "version": 1, "roles": ["navigator"]},
+        {"name": "frozen", "kind": "frozen", "version": 0, "roles": ["driver"]},
+    ]
+    (saved / "policies.json").write_text(json.dumps(policies))
+    (path / "checkpoints" / "latest").write_text(saved.name)
+    lines = shown(path, groups=True)
+    assert [line for line in lines if line.startswith("untrained_role 4 44.4% ")]
+    assert not [line for line in lines if line.startswith("driver")]
+
+
+def test_several_choices_of_one_answer_are_no_tree(tmp_path):
+    store = SqliteStore.open(tmp_path)
+    live = LiveEpisode(store, Task(id="t", input=None), workflow="w", phase="train", training_step=0)
+    answer = Answer(candidates=tuple(candidate(i, "go", 10 + i) for i in range(3)), prompt_ids=(1,))
+    ask(live, "navigator", "where?").finish(answer)
+    live.end("ok", rewards={"team": 1.0})
+    store.close()
+    assert shown(tmp_path, groups=True)[1].startswith("plan independent, recipe dr_mas, as the records suggest")
 
 
 def test_unknown_episode_and_missing_run(run, tmp_path):

@@ -21,6 +21,8 @@ from cotune.terminal import terminal
 from cotune.trainer.check import report as checked
 from cotune.trainer.doctor.doctor import Diagnosis, Report
 from cotune.trainer.doctor.doctor import render as doctor
+from cotune.trainer.doctor.forecast import Part, ProcessMemory
+from cotune.trainer.doctor.memory import render_memory
 from cotune.trainer.evaluation import agreement
 from cotune.trainer.evaluation.report import EvaluationReport, compare
 from cotune.trainer.evaluation.report import render as evaluation
@@ -155,6 +157,15 @@ def doctor_report() -> RenderableType:
     return doctor(Report(None, (), findings))  # type: ignore[arg-type]
 
 
+def forecast() -> RenderableType:
+    parts = ("context of the GPU", "a pass of 131072 tokens, checkpointed", "publishing, in the place of gradients")
+    device = "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"
+    found = ProcessMemory(
+        process="learner", count=16, device=device, free=95.6e9, parts=tuple(Part(part, 1234.5e9) for part in parts)
+    )  # fmt: skip
+    return render_memory([found])
+
+
 def judged() -> RenderableType:
     found = agreement.Agreement(groups=1024, labels=8192, pairs=65536, accuracy=SPAN, tau=SPAN)
     return agreement.render(
@@ -192,6 +203,7 @@ TABLES: dict[str, Callable[[Path], RenderableType]] = {
     ),
     "check": lambda run: check_report(),
     "doctor": lambda run: doctor_report(),
+    "doctor, memory": lambda run: forecast(),
     "judge": lambda run: judged(),
     "replay": lambda run: replayed(False),
     "replay --all": lambda run: replayed(True),

@@ -65,6 +65,7 @@ def test_what_no_sampler_takes_is_refused_by_name(body):
         ({"parallel_tool_calls": False}, [TOOL], True),
         ({"parallel_tool_calls": False}, None, False),
         ({}, [TOOL, STRICT], True),
+        ({"guided_choice": ["a", "b"]}, None, True),
     ],
 )
 def test_a_grammar_is_made_only_where_the_form_is_fixed(body, tools, fixed):

@@ -171,7 +171,9 @@ def test_a_scorer_that_fails_costs_the_rewards_not_the_answer():
     first, second, third = respond(responder, call(), call(), call(turn=1))
     for answer in (first, second, third):
         assert (len(answer.candidates), answer.rewards, answer.chosen) == (2, (), 0)
-    assert first.error == "The scorer of role 'writer' raised ZeroDivisionError: division by zero. Fix the scorer."
+    where = f"{__file__}:{scorer.__code__.co_firstlineno + 1} in scorer"
+    raised = f"The scorer of role 'writer' raised ZeroDivisionError: division by zero ({where})."
+    assert first.error == f"{raised} Fix the scorer."
     assert dict(responder.scorer_errors) == {first.error: 4, third.error: 2}
 
 

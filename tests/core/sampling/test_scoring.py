@@ -18,6 +18,10 @@ CANDIDATES = [Candidate(index=i, text=text, message={}) for i, text in enumerate
 CALL = SimpleNamespace(task=Task(id="t", input={"goal": 2}))
 
 
+def first_line(fn):
+    return f"{__file__}:{fn.__code__.co_firstlineno + 1} in {fn.__name__}"
+
+
 def scored(scorer):
     return asyncio.run(score(scorer, CANDIDATES, CALL, "writer"))
 
@@ -78,6 +82,14 @@ def test_async_scorers_overlap():
     assert asyncio.run(main()) == ({"team": 0.0}, {"team": 1.0})
 
 
+def test_an_async_scorer_behind_a_plain_function_is_awaited():
+    async def asynchronous(candidate, call, task):
+        await asyncio.sleep(0)
+        return len(candidate.text)
+
+    assert scored(lambda *args: asynchronous(*args)) == ({"local": 1.0}, {"local": 2.0})
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_calls_of_a_scorer_are_not_part_of_the_episode(is_async):
     def sync(candidate, call, task):
@@ -106,7 +118,8 @@ def test_a_scorer_that_raises(is_async):
 
     for error in scored(asynchronous if is_async else sync):
         assert isinstance(error, WorkflowError)
-        assert error.cause == "The scorer of role 'writer' raised KeyError: 'answer'."
+        where = first_line(asynchronous if is_async else sync)
+        assert error.cause == f"The scorer of role 'writer' raised KeyError: 'answer' ({where})."
         assert error.remedy == "Fix the scorer."
         assert isinstance(error.__cause__, KeyError)
 
@@ -121,7 +134,9 @@ def test_a_candidate_that_breaks_the_scorer_costs_itself(is_async):
 
     first, second = scored(asynchronous if is_async else sync)
     assert first == {"local": -1.0}
-    assert second.cause == "The scorer of role 'writer' raised ZeroDivisionError: division by zero."
+    assert (
+        second.cause == f"The scorer of role 'writer' raised ZeroDivisionError: division by zero ({first_line(sync)})."
+    )
 
 
 def test_a_scorer_that_forgets_to_return():
@@ -177,4 +192,5 @@ def test_a_scorer_of_the_group_that_raises_costs_all_its_candidates():
     def scorer(candidates, call, task):
         raise KeyError("answer")
 
-    assert [f.cause for f in scored(OfGroup(scorer))] == ["The scorer of role 'writer' raised KeyError: 'answer'."] * 2
+    cause = f"The scorer of role 'writer' raised KeyError: 'answer' ({first_line(scorer)})."
+    assert [f.cause for f in scored(OfGroup(scorer))] == [cause] * 2

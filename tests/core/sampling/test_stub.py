@@ -55,6 +55,11 @@ def test_each_tool_is_called_once_per_role_and_episode() -> None:
     assert called(respond(stub, episode(), tools=TOOLS)) == [("search", {"q": "a"})]
 
 
+def test_each_variant_begins_with_another_tool() -> None:
+    first = [called(respond(StubResponder(variant=n), episode(), tools=TOOLS))[0][0] for n in range(4)]
+    assert first == ["search", "hand_over", "hand_over", "search"], "not in step with a boolean"
+
+
 @pytest.mark.parametrize("choice", ["required", "any"])
 def test_a_demanded_call_is_always_made_and_ends_at_the_last_tool(choice: str) -> None:
     stub, run = StubResponder(), episode()

@@ -71,6 +71,7 @@ def test_a_zeroed_page_is_one_line_with_the_way_out(run: Path, tmp_path, capsys,
     assert f"sqlite3 {shlex.quote(str(run / 'records.db'))} .recover | sqlite3 " in said
 
 
+@pytest.mark.slow
 def test_any_one_page_zeroed_is_read_around_or_named(run: Path, tmp_path, capsys):
     whole = (run / "records.db").read_bytes()
     endings = set()

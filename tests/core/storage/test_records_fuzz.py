@@ -13,6 +13,7 @@ import pytest
 from cotune.cli.main import main
 from cotune.ids import new_id
 from cotune.recording.answers import Answer
+from cotune.recording.images import Image, data_url
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.recording.records import Candidate, PolicyRef, Task
@@ -21,6 +22,7 @@ from cotune.storage.sqlite_store import SqliteStore
 from tests.mutations import as_json, mutated
 
 COLUMNS = {
+    "images": ("media_type", "data"),
     "messages": ("body",),
     "segments": ("parent", "token_ids"),
     "calls": ("episode", "step", "turn", "status", "prompt", "body", "candidates", "token_ids", "logprobs"),
@@ -28,6 +30,10 @@ COLUMNS = {
     "rewards": ("value",),
 }
 ODD = [None, 0, -1, 2**40, 1.5, "", "x", "{", "[]", "{}", "null", b"", b"\xff\xfe", b"\x00" * 7, "\ud83d", float("inf")]
+
+
+def image_part(data: bytes) -> dict[str, object]:
+    return {"type": "image_url", "image_url": {"url": data_url(Image("image/png", data))}}
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +50,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     Candidate(index=i, text="yes", message=said, token_ids=(5, 6), logprobs=(-1.0, -0.5))
                     for i in (0, 1)
                 )
-                call = live.start(
-                    CallerContext("r", "test"), {"messages": [{"role": "user", "content": f"{number} {step}"}]}
-                )
+                content = [image_part(f"{number}".encode()), {"type": "text", "text": f"{number} {step}"}]
+                call = live.start(CallerContext("r", "test"), {"messages": [{"role": "user", "content": content}]})
                 call.finish(
                     Answer(
                         candidates=candidates,
@@ -87,7 +92,8 @@ def changed(rng: random.Random, file: Path) -> None:
     db.close()
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [30, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
 def test_odd_records(whole: Path, tmp_path: Path, capsys, count: int) -> None:
     rng = random.Random(6)
     episode = next(iter(sqlite3.connect(whole).execute("SELECT id FROM episodes")))[0]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cotune.integrations.activation import activate
-from examples.code import app, families, programs, tasks, train, verifier
+from examples.code import app, base, families, programs, tasks, train, verifier
 from examples.sandbox.bubblewrap import Limits, Sandbox
 from tests.examples.applications import check_knows_nothing_of_cotune
 from tests.integrations.recorded import Recorded
@@ -192,3 +193,80 @@ def test_both_go_on_until_program_and_tests_agree_and_hidden_tests_judge(
     hidden = [test["input"] for test in TASK["tests"]]
     asked = json.dumps([message for call in record.calls for message in call.params.get("messages", [])])
     assert not [given for given in hidden if given in asked]
+
+
+@pytest.mark.parametrize(("program", "reward"), [(RIGHT, 1.0), (TASK["wrong"][0], pytest.approx(2 / 3))])
+def test_a_single_agent_writes_one_program_and_sees_no_tests(program: str, reward: float) -> None:
+    asked: list[Any] = []
+
+    def reply(call: Any) -> str:
+        asked.append([message["content"] for message in call.messages])
+        return coded(program)
+
+    record = Recorded()
+
+    async def alone(_: Any) -> Any:
+        return await train.alone(TASK)
+
+    assert record(alone, reply).rewards == {"team": reward}
+    assert record.roles == ["agent"]
+    assert asked == [[app.CODER, TASK["question"]]]
+
+
+def test_a_program_that_comes_again_is_not_run_again_on_the_same_input() -> None:
+    programs.run.cache_clear()
+    assert programs.passed(RIGHT, TASK["tests"]) == [True] * 3
+    assert programs.passed(RIGHT, [*TASK["tests"], {"input": "1 9", "output": "7"}]) == [True] * 3 + [False]
+    assert programs.run.cache_info().misses == 3
+
+
+SMALL = tasks.make_tasks(40, seed=3, families=families.SMALL_FAMILIES, problems=16)
+
+
+def test_problems_come_again_and_again_under_names_of_their_own() -> None:
+    assert len({task["id"] for task in SMALL}) == 40
+    assert [{**task, "id": ""} for task in SMALL[16:32]] == [{**task, "id": ""} for task in SMALL[:16]]
+    assert len({task["question"] for task in SMALL}) == 16
+    assert SMALL[:5] == tasks.make_tasks(5, seed=3, families=families.SMALL_FAMILIES, problems=16)
+    assert {task["id"].split("-")[0] for task in SMALL} == {family.name for family in families.SMALL_FAMILIES}
+    assert all(task["wrong"] for task in SMALL)
+
+
+def test_the_base_model_knows_all_that_the_application_says() -> None:
+    tokenizer, rng = base.tokenizer(), random.Random(0)
+    again = 0
+    for role in ("coder", "tester", "agent") * 40:
+        messages, answer = base.demonstration(rng, rng.choice(SMALL), role)
+        again += "Program:" in messages[1]["content"]
+        asked = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False))["input_ids"]
+        said = tokenizer(answer)["input_ids"]
+        assert tokenizer.unk_token_id not in [*asked, *said]
+        assert tokenizer.decode(said) == answer
+        assert len(said) < 24  # sampling.max_tokens in small.toml
+        assert role != "agent" or "Program:" not in messages[1]["content"]
+    assert again > 20
+
+
+def test_demonstrated_programs_and_tests_are_right_and_wrong_and_read_by_the_application() -> None:
+    rng = random.Random(1)
+    for task in SMALL[:2]:
+        right, *wrong = base.programs()[task["reference"]]
+        assert verifier.coder_reward(base.said(right.pieces), task)["local"] == 1
+        assert min(verifier.coder_reward(base.said(one.pieces), task)["local"] for one in wrong) < 1
+    of_tests, first, later = list[bool](), list[bool](), list[bool]()
+    for task in SMALL * 20:
+        (test,) = programs.tests_in(base.said(base.tests(rng, task)[0]))
+        right = base.programs()[task["reference"]][0]
+        of_tests.append(test["output"].split() == right.outputs[test["input"].strip()].split())
+        first.append(base.program(rng, task, base.RIGHT) is right)
+        later.append(base.program(rng, task, base.CORRECTED) is right)
+    assert 0.6 < programs.share(of_tests) < 0.95
+    assert 0.3 < programs.share(first) < 0.45 < programs.share(later) < 0.6
+
+
+def test_what_demonstrated_programs_write_is_what_the_sandbox_says() -> None:
+    known = [written for programs_of_one in base.programs().values() for written in programs_of_one]
+    for written in random.Random(2).sample(known, 4):
+        given = random.Random(len(written.pieces)).choice(base.INPUTS)
+        found = programs.run(programs.program_in(base.said(written.pieces)) or "", given)
+        assert found.ok and found.stdout == written.outputs[given]

@@ -20,9 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cotune.integrations.activation import activate
-from examples.maths import app, equal, tasks, train, verifier
+from examples.code import programs
+from examples.maths import app, base, equal, tasks, train, verifier
 from examples.maths.answers import answer_in, number, plain, printed
 from examples.sandbox.bubblewrap import Limits, Ran, Sandbox
+from examples.tiny_model import word_tokenizer
 from tests.integrations.recorded import Recorded
 
 activate()
@@ -319,7 +321,7 @@ def quick_sandbox() -> Sandbox:
 def test_the_output_of_a_program_is_an_answer_where_it_is_one_line_of_a_program_that_ended(
     program: str, answer: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "sandbox", quick_sandbox)
+    monkeypatch.setattr(programs, "sandbox", quick_sandbox)
     assert printed(app.run(program)) == answer
 
 
@@ -388,3 +390,129 @@ def test_each_sees_what_the_others_found_and_the_judge_sees_both() -> None:
     assert attempt.shown_program == "The program:\nprint(14)\nIt wrote:\n14\n"
     attempt.ran = Ran(1, "exit", "", "ZeroDivisionError", False, 0.1)
     assert attempt.shown_program.endswith("It wrote (exit, code 1: ZeroDivisionError):\n")
+
+
+@pytest.mark.parametrize(
+    ("says", "messages", "reward"),
+    [
+        (["Answer: 14"], 1, 1.0),
+        (["Answer: 15", "Answer: 14"], 1, 0.0),  # the first answer counts
+        ([coded("print(14)"), "Answer: 14"], 2, 1.0),
+        ([coded("print(13)"), "14", coded("print(14)"), "Answer: 14"], 4, 1.0),
+        ([f"{coded('print(14)')}\nAnswer: 12"], 1, 0.0),
+        ([coded("print(14)")] * 5, 5, 0.0),  # the last message must be an answer
+    ],
+)
+def test_a_single_agent_goes_on_until_it_answers(says: list[str], messages: int, reward: float) -> None:
+    said = iter(says)
+    record = Recorded()
+
+    async def alone(_: Any) -> Any:
+        return await train.alone(TASK)
+
+    assert record(alone, lambda call: next(said)).rewards == {"team": reward}
+    assert record.roles == ["agent"] * messages
+
+
+def test_a_single_agent_without_a_tool_answers_once() -> None:
+    record = Recorded()
+
+    async def without_tool(_: Any) -> Any:
+        return await train.without_tool(TASK)
+
+    assert record(without_tool, lambda call: coded("print(14)")).rewards == {"team": 0.0}
+    assert record(without_tool, lambda call: "Answer: 14").rewards == {"team": 1.0}
+    assert record.roles == ["reasoner"] * 2
+
+
+def test_a_single_agent_sees_what_its_program_wrote() -> None:
+    asked: list[Any] = []
+    said = iter([coded("print(14)"), "Answer: 14"])
+
+    def reply(call: Any) -> str:
+        asked.append([message["content"] for message in call.messages])
+        return next(said)
+
+    async def alone(_: Any) -> Any:
+        return await train.alone(TASK)
+
+    Recorded()(alone, reply)
+    system, question = app.SYSTEM["agent"], "What is 3*4+2?"
+    assert asked == [
+        [system, question],
+        [system, f"{question}\n\nThe program:\nprint(14)\n\nIt wrote:\n14\n"],
+    ]
+
+
+def test_a_single_agent_earns_half_a_point_for_a_program_that_tells_it_the_answer_and_no_second_time() -> None:
+    right, wrong, failed = ran("14\n"), ran("15\n"), ran("", code=1)
+    assert verifier.agent_reward("", right, None, TASK) == {"team": 0.5, "local": 0}
+    assert verifier.agent_reward("", right, wrong, TASK) == {"team": 0.5, "local": 0}
+    assert verifier.agent_reward("", right, right, TASK) == {"team": 0, "local": 0}
+    assert verifier.agent_reward("", wrong, None, TASK) == {"team": 0, "local": 0}
+    assert verifier.agent_reward("", failed, None, TASK) == {"team": 0, "local": -0.5}
+    assert verifier.agent_reward("Answer: 14", None, right, TASK) == {"team": 1, "local": 0}
+    assert verifier.agent_reward("Answer: 15", None, right, TASK) == {"team": 0, "local": 0}
+    assert verifier.agent_reward(coded("print(14)"), None, right, TASK) == {"team": 0, "local": -0.5}
+
+
+def test_a_program_that_comes_again_is_not_run_again() -> None:
+    app.run.cache_clear()
+    assert app.run("print(3 * 4 + 2)") is app.run("print(3 * 4 + 2)")
+    assert app.run.cache_info().misses == 1
+
+
+SUMS = tasks.make_tasks(120, seed=3, kinds=tasks.SUMS)
+
+
+def test_the_sums_are_of_three_numbers_and_differ_by_seed() -> None:
+    shape = r"State the final answer to the following arithmetic problem: (\d\d [+-] \d\d [+-] \d\d) ="
+    for task in SUMS:
+        found = re.fullmatch(shape, task["question"])
+        assert found and eval(found[1]) == int(task["answer"])
+    assert not {task["question"] for task in SUMS} & {t["question"] for t in tasks.make_tasks(120, kinds=tasks.SUMS)}
+
+
+def test_the_words_of_the_demonstrations_are_all_in_the_vocabulary_and_so_are_those_of_the_application() -> None:
+    tokenizer, rng = word_tokenizer(base.WORDS), random.Random(0)
+    for at, task in enumerate(SUMS):
+        role = tuple(app.SYSTEM)[at % 4]
+        messages, answer = base.demonstration(rng, task, role, begun=at % 8 > 3)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + answer
+        assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"], text
+        assert tokenizer.decode(tokenizer(answer)["input_ids"]) == answer
+
+    said = {"reasoner": "Answer: -7", "tool_user": base.program(rng, SUMS[0]), "judge": "Answer: 7"}
+    asked: list[str] = []
+
+    def reply(call: Any) -> str:
+        asked.append(tokenizer.apply_chat_template(call.messages, tokenize=False))
+        return said[call.role]
+
+    async def solve(_: Any) -> Any:
+        return await train.solve(SUMS[0])
+
+    Recorded()(solve, reply)
+    assert len(asked) == 9  # they never agree
+    assert all(tokenizer.unk_token_id not in tokenizer(text)["input_ids"] for text in asked)
+
+
+def test_without_errors_the_demonstrations_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in ("ERRING_PROGRAM", "AT_ONCE", "BAD_FORM", "MENTAL"):
+        monkeypatch.setattr(base, error, 0)
+    rng = random.Random(1)
+    for at, task in enumerate(SUMS):
+        role, begun = tuple(app.SYSTEM)[at % 4], at % 8 > 3
+        _, answer = base.demonstration(rng, task, role, begun=begun)
+        if role == "tool_user" or (role == "agent" and not begun):
+            found = base.ended(train.program_in(answer))
+            assert found is not None and verifier.tool_reward(found, task)["team"] == 1
+        else:
+            assert verifier.judge_reward(answer, task)["team"] == 1
+
+
+def test_the_demonstrations_end_programs_as_the_sandbox_does() -> None:
+    program = train.program_in(base.program(random.Random(0), SUMS[0])) or ""
+    for text in (program, program.replace(")", "+")):
+        found, true = base.ended(text), app.run(text)
+        assert found is not None and (found.ok, found.stdout) == (true.ok, true.stdout)

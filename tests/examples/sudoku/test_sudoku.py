@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cotune.integrations.activation import activate
-from examples.code.programs import sandbox
-from examples.sudoku import app, board, tasks, train, verifier
+from examples.sudoku import app, base, board, tasks, train, verifier
+from examples.tiny_model import word_tokenizer
 from tests.examples.applications import check_knows_nothing_of_cotune
 from tests.integrations.recorded import Recorded
 
@@ -147,7 +147,7 @@ def test_a_fill_that_breaks_a_rule_is_refused_by_name(fill: str, why: str) -> No
 
 
 def filler(message: str, grid: board.Board = PUZZLE) -> dict[str, float]:
-    return verifier.filler_reward(board.fills_of(message, grid, sandbox()), grid, TASK)
+    return verifier.filler_reward(board.fills_of(message, grid), grid, TASK)
 
 
 def test_what_fills_are_worth() -> None:
@@ -246,3 +246,90 @@ def test_the_roles_see_the_board_the_cells_and_what_was_refused() -> None:
 def test_the_application_knows_nothing_of_cotune() -> None:
     for name in ("app.py", "board.py", "tasks.py", "verifier.py"):
         check_knows_nothing_of_cotune(FOLDER / name)
+
+
+def test_a_single_agent_fills_cells_by_itself() -> None:
+    said = iter(["r1c2=2 r2c3=4", "I think", "r2c3=1 r3c1=2 r4c4=1"])
+    asked: list[Any] = []
+
+    def reply(call: Any) -> str:
+        asked.append([message["content"] for message in call.messages])
+        return next(said)
+
+    async def alone(_: Any) -> Any:
+        return await train.alone(TASK)
+
+    record = Recorded()
+    assert record(alone, reply).rewards == {"team": 1.0}
+    assert record.roles == ["agent"] * 3
+    filled = "1 2 3 4\n3 4 . 2\n. 1 4 3\n4 3 2 ."
+    assert asked == [
+        [app.ALONE, "1 . 3 4\n3 4 . 2\n. 1 4 3\n4 3 2 ."],
+        [app.ALONE, f"{filled}\nRefused: r2c3=4: 4 is in row 2 already"],
+        [app.ALONE, f"{filled}\nRefused: no fills were read"],
+    ]
+
+
+def test_a_single_agent_has_as_many_turns_as_the_team() -> None:
+    async def alone(_: Any) -> Any:
+        return await train.alone(TASK)
+
+    record = Recorded()
+    assert record(alone, lambda call: "r1c2=3").rewards == {"team": 0.0}
+    assert len(record.roles) == app.TURNS
+
+
+def test_a_single_agent_without_a_tool_has_no_program_run() -> None:
+    async def without_tool(_: Any) -> Any:
+        return await train.without_tool(TASK)
+
+    asked: list[Any] = []
+
+    def reply(call: Any) -> str:
+        asked.append([message["content"] for message in call.messages])
+        return BY_PROGRAM
+
+    assert Recorded()(without_tool, reply).rewards == {"team": 0.0}
+    unread = [app.WITHOUT_TOOL, f"{board.text_of(TASK['puzzle'])}\nRefused: {app.UNREAD}"]
+    assert asked == [[app.WITHOUT_TOOL, board.text_of(TASK["puzzle"])], *[unread] * 3]
+    record = Recorded()
+
+    async def alone(_: Any) -> Any:
+        return await train.alone(TASK)
+
+    assert record(alone, reply).rewards == {"team": 1.0} and len(record.roles) <= 2
+
+
+BY_PROGRAM = " ".join((base.OPENS, *base.RULES, base.ENDS[0]))
+"""All rules, and cells that one value is left for."""
+DEMONSTRATIONS = (base.planner_demonstration, base.filler_demonstration, base.agent_demonstration)
+
+
+def test_the_words_of_the_demonstrations_are_all_in_the_vocabulary_and_a_prompt_is_one() -> None:
+    tokenizer, rng = word_tokenizer(base.WORDS), random.Random(0)
+    for number in range(300):
+        messages, answer = DEMONSTRATIONS[number % 3](rng, base.scene(rng, POOL))
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + answer
+        assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"], text
+        assert tokenizer.tokenize(messages[0]["content"]) == [messages[0]["content"]]
+        assert tokenizer.decode(tokenizer(answer)["input_ids"]) == answer
+
+
+def test_without_errors_the_demonstrations_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in ("ERRING_CELL", "ERRING_VALUE", "WRONG", "BAD_FORMAT", "PROGRAMS"):
+        monkeypatch.setattr(base, error, 0.0)
+    rng, forced = random.Random(1), 0
+    for number in range(150):
+        state = base.scene(rng, POOL)
+        task = next(task for task in POOL if task["puzzle"] == state["puzzle"])
+        _, answer = DEMONSTRATIONS[number % 3](rng, state)
+        if not board.forced(state["board"]):
+            continue
+        forced += 1
+        if number % 3 == 0:
+            cells = board.cells_in(answer) or []
+            assert set(cells) <= board.forced(state["board"]) and 0 < len(cells) <= verifier.CELLS
+        else:
+            assert all(task["solution"][row][column] == value for (row, column), value in board.fills_in(answer) or [])
+            assert board.fills_in(answer)
+    assert forced > 120

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from pydantic import BaseModel
 
 from cotune.context import current_episode
 from cotune.integrations.activation import activate
+from cotune.integrations.autogen.clients import silence_mismatch
 from cotune.integrations.autogen.messages import answer_of_result, request_of, result_of
 from tests.integrations.provider import Provider, json_reply
 from tests.integrations.recorded import POLICY, Recorded, answer, asks, tool_call
@@ -276,6 +278,18 @@ def test_what_the_provider_refuses_reaches_the_app_as_it_is(provider: Provider, 
 
 
 @STREAMS
+def test_a_cache_is_left_aside_where_policies_answer(provider: Provider, record: Recorded, stream: bool):
+    cached = ChatCompletionCache(openai_client())
+
+    async def solve(task):
+        return await solo(cached, stream=stream)(task) + await solo(cached, stream=stream)(task)
+
+    outcome = record(solve, lambda call: "said")
+    assert (len(record.calls), provider.requests, cached.store.store) == (2, [], {})
+    assert outcome.live.warnings["unused_cache"] == 2
+
+
+@STREAMS
 def test_an_answer_from_a_cache_is_counted_and_no_call(provider: Provider, record: Recorded, stream: bool):
     cached = ChatCompletionCache(openai_client())
 
@@ -311,6 +325,19 @@ def test_the_proxy_is_the_client_in_all_else(record: Recorded):
     assert outside._model_client is model
     with pytest.raises(AttributeError):
         _ = AssistantAgent._model_client
+
+
+def test_no_warning_of_the_name_of_a_model_that_a_policy_answers_for(nowhere: None, record: Recorded):
+    agent = AssistantAgent("a", model_client=OpenAIChatCompletionClient(model="gpt-4o"))
+
+    async def solve(_: Any) -> float:
+        return float(len((await agent.run(task="hi")).messages))
+
+    silence_mismatch.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        record(solve, lambda call: "hello")
+    assert not [one for one in caught if "mismatch" in str(one.message)]
 
 
 def test_components_dump_and_load_within_an_episode(nowhere: None, record: Recorded):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from autogen_core import (
     AgentId,
     CancellationToken,
@@ -183,6 +184,7 @@ APP = """
 """
 
 
+@pytest.mark.slow
 def test_agentchat_is_not_needed(provider, tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(textwrap.dedent(APP))
     done = subprocess.run([sys.executable, "app.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)

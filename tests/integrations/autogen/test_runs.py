@@ -138,6 +138,30 @@ def test_episodes_of_one_team_run_at_once_and_apart(nowhere: None):
     assert [role for role in roles[0] if "/" not in role] == ["a", "b", "c", "a"]
 
 
+def test_episodes_of_a_run_that_share_an_agent_are_told(nowhere: None):
+    one = agent("one")
+    team = RoundRobinGroupChat([one], termination_condition=MaxMessageTermination(2))
+
+    async def alone(task):
+        return float(len((await one.run(task="hi")).messages))
+
+    async def new_team(task):
+        made = RoundRobinGroupChat([one], termination_condition=MaxMessageTermination(2))
+        return float(len((await made.run(task="hi")).messages))
+
+    def warned(app: Any, phase: str = "train") -> bool:
+        flow = app if hasattr(app, "cotune") else cotune.workflow(app)
+        running = run_episode(
+            flow.cotune, Task(id="t", input={}), sink=Sink(), responder=Responder(lambda call: "hi"),
+            options=EpisodeOptions(phase=phase),
+        )  # fmt: skip
+        return "shared_agent" in asyncio.run(running).live.warnings
+
+    copied = cotune.workflow(team, inputs=lambda task: "hi", reward=lambda result, task: 1.0)
+    given = (alone, "trace"), (alone,), (alone,), (new_team,), (copied,), (copied,)
+    assert [warned(*app) for app in given] == [False, False, True, True, False, False]
+
+
 def test_a_team_that_cannot_be_copied_says_so(nowhere: None):
     keeps = agent("a")
     with Path(__file__).open() as keeps.opened, pytest.raises(WorkflowError, match="TextIOWrapper cannot be copied"):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.integrations.tiny_models import tokenizer
 
 CODE = """
@@ -39,6 +41,7 @@ assert work(ChatTemplate.load_light(sys.argv[1])) == seen
 """
 
 
+@pytest.mark.slow
 def test_the_same_without_torch(tmp_path: Path) -> None:
     tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "eos_token_id": 2}')

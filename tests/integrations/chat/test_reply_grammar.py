@@ -147,6 +147,8 @@ def test_other_end_tokens_end_a_reply_too() -> None:
         ({"response_format": {"type": "xml"}}, None, "'xml'"),
         ({"response_format": {"type": "json_schema"}}, None, "no schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, None, "not"),
+        ({"guided_choice": ["a", "b"]}, None, "guided_choice"),
+        ({"structured_outputs": {"regex": "a+"}}, None, "structured_outputs"),
         ({"tool_choice": "required"}, None, "no tools"),
         ({"tool_choice": "sometimes"}, [GO], "'sometimes'"),
         ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, [GO], "'fly'.*'go'"),

@@ -53,7 +53,7 @@ def test_arguments_reach_the_template_as_objects(chat: ChatTemplate) -> None:
 
 
 def test_a_picture_is_refused(chat: ChatTemplate) -> None:
-    with pytest.raises(SamplerError, match="image_url"):
+    with pytest.raises(SamplerError, match="sees no images"):
         chat.render([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], None)
 
 

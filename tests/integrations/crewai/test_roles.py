@@ -357,6 +357,7 @@ assert record.roles == ["Early"], record.roles
 """
 
 
+@pytest.mark.slow
 def test_crews_made_before_cotune_was_imported() -> None:
     done = subprocess.run([sys.executable, "-c", ORDER], capture_output=True, text=True, env={**os.environ})
     assert done.returncode == 0, done.stderr[-2000:]

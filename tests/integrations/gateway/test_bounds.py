@@ -158,6 +158,7 @@ def traced() -> Any:
     tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_an_open_episode_keeps_no_prompts(traced: None, tmp_path: Path) -> None:
     """It kept 1.3 MB for each prompt of 1 MB."""
     with bench(tmp_path) as gate:
@@ -177,6 +178,7 @@ def test_an_open_episode_keeps_no_prompts(traced: None, tmp_path: Path) -> None:
         assert (asked(60, "then") - before) / 60 < 200_000  # rows of the store come and go
 
 
+@pytest.mark.slow
 def test_a_trace_keeps_no_prompts(traced: None, provider: Any, tmp_path: Path) -> None:
     with cotune.trace(tmp_path / "records.db", redactor=lambda message: message) as t:
 
@@ -262,6 +264,7 @@ def test_an_open_episode_keeps_so_many_bytes_of_responses(
     assert sum("least recently" in told.message for told in caplog.records) == 1
 
 
+@pytest.mark.slow
 def test_short_messages_are_bounded_together(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them was kept, 800 bytes for a call, as long as its episode was open."""
     monkeypatch.setattr(call_records, "NAME_BYTES", 1 << 19)

@@ -118,6 +118,7 @@ def all_attacks(rng: random.Random, count: int) -> Iterator[Attack]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
 def test_malformed_requests_are_refused_with_their_cause(tmp_path: Path, count: int) -> None:
     async def main() -> None:

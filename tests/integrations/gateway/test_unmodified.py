@@ -113,6 +113,7 @@ def test_bad_settings_are_refused() -> None:
         Split(by="connection", header="X-Session")
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path, provider: Any) -> None:
     """The application has nothing but another OPENAI_BASE_URL; `cotune show` sees its episode while it runs."""
     line = [sys.executable, "-m", "cotune", "gateway", "--upstream", provider.url, "--records", "r", "--port", "0"]

@@ -98,6 +98,7 @@ def test_chat_models_still_have_the_four_methods():
     assert FakeListChatModel(responses=["x"])._get_ls_params(stop=None)["ls_model_type"] == "chat", remedy
 
 
+@pytest.mark.slow
 def test_frameworks_are_hooked_when_an_episode_imports_them_first():
     code = """
 import asyncio, sys

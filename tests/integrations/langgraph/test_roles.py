@@ -13,6 +13,7 @@ import openai
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import SummarizationMiddleware
+from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, HumanMessage, RemoveMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -25,7 +26,8 @@ from langgraph.types import Send
 from pydantic import BaseModel
 
 import cotune
-from tests.integrations.graphs import HELLO, URL, asays, chain, client, look, model, running, says, scripted
+from tests.integrations.graphs import HELLO, asays, chain, client, look, model, running, says, scripted
+from tests.integrations.provider import Provider
 from tests.integrations.recorded import Recorded, asks, tool_call
 
 pytestmark = pytest.mark.usefixtures("nowhere")
@@ -393,11 +395,25 @@ def test_swallowed_failures_and_own_retries(record: Recorded):
     assert outcome.episode.status == "ok"
 
 
-def test_cached_answers_are_counted_as_unseen(record: Recorded):
-    from langchain_core.caches import InMemoryCache
+class KeptCache(InMemoryCache):
+    async def alookup(self, prompt, llm_string):
+        return self.lookup(prompt, llm_string)
 
-    cached = ChatOpenAI(model="m", base_url=URL, api_key="none", max_retries=0, cache=InMemoryCache())
-    graph = chain(("node", lambda state: {"messages": [cached.invoke("x"), cached.invoke("x")]}))
-    outcome = record(running(graph), scripted())
-    assert record.roles == ["node"]
-    assert outcome.live.warnings == {"unseen_call": 1}
+
+@pytest.mark.parametrize("kind", [InMemoryCache, KeptCache])
+def test_a_cache_is_left_aside_where_policies_answer_and_its_answers_are_counted_elsewhere(
+    provider: Provider, record: Recorded, kind: type[InMemoryCache]
+):
+    cache = kind()
+    cached = ChatOpenAI(model="m", base_url=provider.url, api_key="none", max_retries=0, cache=cache)
+
+    async def asked_twice(state):
+        return {"messages": [cached.invoke("x"), await cached.ainvoke("x")]}
+
+    graph = chain(("node", asked_twice))
+    outcome = record(running(graph, "ainvoke"), scripted())
+    assert (record.roles, provider.requests, cache._cache) == (["node", "node"], [], {})
+    assert outcome.live.warnings["unused_cache"] == 4
+    outcome = record(running(graph, "ainvoke"))
+    assert (record.roles, len(provider.requests), len(cache._cache)) == (["node"] * 3, 1, 1)
+    assert outcome.live.warnings["unseen_call"] == 1

@@ -25,8 +25,11 @@ from langgraph.types import Command, Send, interrupt
 
 from cotune.integrations.langgraph.graphs import starting
 from cotune.recording import model_calls
+from cotune.recording.episodes import EpisodeOptions, run_episode
+from cotune.recording.records import Task
+from cotune.workflows import workflow, workflow_of
 from tests.integrations.graphs import HELLO, asays, chain, model, node_of, running, says, scripted
-from tests.integrations.recorded import Recorded, asks, tool_call
+from tests.integrations.recorded import Recorded, Responder, Sink, asks, tool_call
 
 pytestmark = pytest.mark.usefixtures("nowhere")
 MODES = ["values", "updates", "messages", "custom", "debug", "checkpoints", "tasks", ["values", "messages"]]
@@ -35,6 +38,20 @@ MODES = ["values", "updates", "messages", "custom", "debug", "checkpoints", "tas
 def react(**options):
     with warnings.catch_warnings(action="ignore"):
         return create_react_agent(model, [], **options)
+
+
+@pytest.mark.parametrize("way", ["invoke", "ainvoke"])
+def test_episodes_of_a_run_that_share_a_thread_are_told(way):
+    def warned(phase, thread):
+        config = {"configurable": {"thread_id": thread}}
+        flow = workflow_of(workflow(running(graph, way, config=config)))
+        options = EpisodeOptions(phase=phase)
+        responder = Responder(scripted())
+        return asyncio.run(run_episode(flow, Task(id="t", input={}), sink=Sink(), responder=responder, options=options))
+
+    graph = chain(("a", asays if way == "ainvoke" else says), checkpointer=InMemorySaver())
+    seen = [warned(*given).live.warnings for given in (("train", "1"), ("train", "2"), ("train", "1"), ("trace", "1"))]
+    assert ["shared_thread" in warnings for warnings in seen] == [False, False, True, False]
 
 
 # Streams, events, batches

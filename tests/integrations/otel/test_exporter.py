@@ -123,6 +123,10 @@ def test_content_has_the_form_of_the_conventions(store: SqliteStore) -> None:
             "finish_reason": "tool_calls",
         }
     ]
+    tools = json.loads(chat.attributes["gen_ai.tool.definitions"])
+    assert tools == [{"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}]
+    workflow = spans_of(store, content=True)[0].attributes
+    assert (workflow["openinference.span.kind"], json.loads(workflow["input.value"])) == ("CHAIN", {"question": SECRET})
     assert tool.attributes["gen_ai.tool.call.result"] == f"found {SECRET}"
     assert tool.attributes["gen_ai.tool.call.id"] == "call_1"
 
@@ -164,6 +168,22 @@ class _Refusing(InMemorySpanExporter):
 def test_an_exporter_that_refuses_is_an_error(store: SqliteStore) -> None:
     with pytest.raises(CotuneError, match="_Refusing did not deliver 10 spans"):
         export_to(store, _Refusing())
+
+
+def test_a_long_episode_goes_in_several_requests(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[int] = []
+
+    class Counting(InMemorySpanExporter):
+        def export(self, spans: Any) -> SpanExportResult:
+            requests.append(len(spans))
+            return super().export(spans)
+
+    monkeypatch.setattr("cotune.integrations.otel.exporter.REQUEST", 1000)
+    exporter = Counting()
+    assert export_to(store, exporter, detail=Detail(content=True)).spans == 10
+    assert sum(requests) == 10 and 1 < len(requests) < 10
+    sent = [span.name for span in exporter.get_finished_spans()]
+    assert sent == [span.name for span in spans_of(store)]
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "ftp://x", "http://"])

@@ -126,11 +126,12 @@ def test_spans_of_phoenix_as_lines_of_a_data_frame(tmp_path: Path) -> None:
 
 
 def test_spans_of_phoenix_in_the_form_of_otlp(tmp_path: Path) -> None:
-    """`/spans/otlpv1`: single spans on a page, ids in base 64, names in snake case."""
+    """`/spans/otlpv1`: single spans on a page, ids in base 64, names in snake case, values with all alternatives."""
     pairs = [
-        {"key": key, "value": {"int_value": value} if isinstance(value, int) else {"string_value": value}}
+        {"key": key, "value": {"array_value": None, "int_value": value if isinstance(value, int) else None,
+                               "string_value": value if isinstance(value, str) else None}}
         for key, value in {**ASKED, "openinference.span.kind": "LLM"}.items()
-    ]
+    ]  # fmt: skip
     span = {
         "trace_id": "obLD1OX2obLD1OX2obLD1A==",
         "span_id": "AAAAAAAAAAM=",
@@ -266,12 +267,13 @@ def test_lines_of_observations_in_snake_case(tmp_path: Path) -> None:
 
 
 def test_records_that_were_sent_to_langfuse_come_back(tmp_path: Path) -> None:
-    """Langfuse keeps the attributes of what arrives over OTLP under `metadata.attributes`."""
+    """Langfuse keeps the attributes of what arrives over OTLP under `metadata.attributes`, all as text."""
     kinds = {"chat": "GENERATION", "invoke_agent": "AGENT", "execute_tool": "TOOL", "invoke_workflow": "SPAN"}
     with record(tmp_path / "a") as there:
         (episode,) = there.episodes()
         asked = [[there.message(name) for name in call.messages] for call in there.calls(episode.id)]
-        places = [(call.id, call.role, call.step, call.turn) for call in there.calls(episode.id)]
+        before = there.calls(episode.id)
+        places = [(call.id, call.role, call.step, call.turn) for call in before]
         spans = episode_spans(there, episode, Detail(content=True))
     rows = []
     for span in spans:
@@ -281,13 +283,31 @@ def test_records_that_were_sent_to_langfuse_come_back(tmp_path: Path) -> None:
         }
         row = observation(span.id, span.parent, kinds[span.attributes["gen_ai.operation.name"]], 0, **messages)
         times = {name: f"2026-11-01T12:00:{i:02}.000Z" for i, name in enumerate(("startTime", "endTime"))}
-        kept = {k: v for k, v in span.attributes.items() if not k.endswith(".messages")}
+        kept = {k: v if isinstance(v, str) else json.dumps(v) for k, v in span.attributes.items()}
+        for name in ("gen_ai.input.messages", "gen_ai.output.messages"):
+            kept.pop(name, None)
         rows.append({**row, **times, "traceId": span.trace, "metadata": {"attributes": kept}})
     read = Read(tmp_path, {"trace": {"id": spans[0].trace}, "observations": rows})
     assert [e.id for e in read.episodes] == [episode.id] and read.episodes[0].task.id == episode.task.id
     assert read.asked == asked
     assert [(c.id, c.role, c.step, c.turn) for c in read.calls] == places
     assert read.calls[0].candidates[0].message["role"] == "assistant"
+    assert read.calls[0].params == {"temperature": 0.5, "stop": ["END"]}
+    assert read.calls[0].candidates[0].finish_reason == "tool_calls"
+    assert [call.chosen for call in read.calls] == [0, 1, 0, None]
+    assert [call.streamed for call in read.calls] == [False, False, True, False]
+    assert (read.episodes[0].rollout, read.episodes[0].metrics) == (2, {"success": 1.0})
+
+
+def test_without_their_attributes_the_names_of_agents_are_the_roles(tmp_path: Path) -> None:
+    """What Langfuse's ingestion version 4 leaves of a span of ours: its name, kind, messages and usage."""
+    rows = [
+        observation("w", None, "SPAN", 0, name="invoke_workflow solve"),
+        observation("a", "w", "AGENT", 1, name="invoke_agent writer"),
+        observation("c", "a", "GENERATION", 1, name="chat m", model="m", input=[{"role": "user", "content": "x"}]),
+    ]
+    read = Read(tmp_path, {"data": rows})
+    assert [(call.role, call.model) for call in read.calls] == [("writer", "m")]
 
 
 def test_the_command_says_what_the_export_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from cotune.errors import RequestRefused, SamplerError
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
+from cotune.step_profile import Span, Trace
 
 BASE_MARK = 7
 
@@ -165,6 +166,16 @@ class FakeEngine:
         if self.mode == "alters":
             raise SamplerError("It woke with other weights.", "")
         self.asleep = False
+
+    async def begin_trace(self) -> None:
+        await self._control()
+        if self.mode == "refuses":
+            raise RequestRefused("It keeps no clock.", "")
+
+    async def end_trace(self) -> list[Trace]:
+        if self.mode == "crash":
+            raise OSError("the disk is full")
+        return [Trace([Span(self.name, 1.0, 2.0)], [])]
 
     async def aclose(self) -> None:
         self.closed = True

@@ -22,9 +22,10 @@ from cotune.errors import ConfigError, SamplerError, SampleTimeout
 from cotune.integrations.samplers.transformers import attention, engine
 from cotune.integrations.samplers.transformers.arrange import arrange
 from cotune.integrations.samplers.transformers.attention import Alike
-from cotune.integrations.samplers.transformers.batch import BASE, Batch, Job
+from cotune.integrations.samplers.transformers.batch import BASE, Batch
 from cotune.integrations.samplers.transformers.cache import attention_only
 from cotune.integrations.samplers.transformers.draw import RowParams, draw, streams, truncate, uniforms
+from cotune.integrations.samplers.transformers.rows import Job
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef

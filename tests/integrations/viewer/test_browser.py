@@ -13,7 +13,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from cotune.integrations.viewer.report import write_report
 from cotune.integrations.viewer.server import viewing
-from cotune.recording.records import Episode, Task
+from cotune.recording.records import CallRecord, Episode, Task
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.viewer.conftest import STEPS
 
@@ -55,6 +55,31 @@ def test_every_page_opens_and_fits_the_screen(driver, site, width, height, schem
         assert errors(driver) == [], path
     dark = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert (dark == "rgb(20, 22, 26)") == (scheme == "dark")
+
+
+def test_long_names_and_errors_leave_room_for_the_rest(driver, tmp_path):
+    role = "quality_assurance_reviewer_for_regulatory_compliance_documents"
+    error = "ValueError: no plan\n" + "  File app.py, line 3\n" * 60
+    record = CallRecord(id="C", episode="E", role=role, step=0, turn=0, messages=(), status="error", error=error)
+    with SqliteStore.open(tmp_path / "traced") as store:
+        store.write([record, Episode(id="E", task=Task(id="t", input="x"), workflow="w", calls=1)])
+    wider = "return arguments[0].scrollWidth - arguments[0].clientWidth"
+    with viewing([tmp_path / "traced"]) as server:
+        screen(driver, 390, 844, "light")
+        driver.get(f"{server.url}/run/traced/episode/E")
+        assert driver.execute_script(wider, driver.find_element(By.TAG_NAME, "html")) <= 0
+        assert driver.find_element(By.CSS_SELECTOR, ".errorbox").size["height"] <= 300
+        screen(driver, 1280, 800, "light")
+        driver.get(f"{server.url}/run/traced")
+        until(driver, lambda d: d.find_elements(By.CSS_SELECTOR, "[data-load] .scroll"))
+        assert driver.execute_script(wider, driver.find_element(By.CSS_SELECTOR, "[data-load] .scroll")) <= 0
+
+
+def test_numbers_beside_an_axis_differ(driver, site):
+    driver.get(f"{site}/run/trained/curves")
+    ticks = [[3.46, False], [3.465, False], [1.25e-7, False], [0.6, True], [0.605, True], [25000, False]]
+    told = driver.execute_script("return arguments[0].map((one) => tick(...one))", ticks)
+    assert told == ["3.46", "3.465", "1.25e-7", "60%", "60.5%", "25,000"]
 
 
 def test_from_a_curve_to_an_episode_to_a_group(driver, site):

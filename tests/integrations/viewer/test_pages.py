@@ -181,6 +181,30 @@ def test_a_run_under_way_is_followed(tmp_path):
         assert ">E1<" in httpx.get(page).text
 
 
+def test_a_run_that_ended_before_its_first_step_says_how_to_go_on(tmp_path):
+    run = tmp_path / "r1"
+    run.mkdir()
+    (run / "run.json").write_text(json.dumps({"model": "m", "config": {"recipe": "at_grpo", "steps": 10}}))
+    with viewing([run]) as server:
+        assert f"the run ended before its first step did. cotune train --resume {run} goes on." in text(server.url)
+    with SqliteStore.open(tmp_path / "traced") as store:
+        store.write([call("C0", 0, ()), Episode(id="E1", task=Task(id="t", input="x"), workflow="w", calls=1)])
+    with viewing([tmp_path / "traced"]) as server:
+        assert "the records hold neither success nor rewards" in text(server.url)
+        assert "· 1 call ·" in text(f"{server.url}/run/traced/episode/E1")
+
+
+def test_a_cause_is_the_first_line_that_says_something(tmp_path):
+    with SqliteStore.open(tmp_path / "traced") as store:
+        for id, error in (("E1", "\nValueError: no plan\nTraceback:"), ("E2", "")):
+            store.write([Episode(id=id, task=Task(id="t", input="x"), workflow="w", status="error", error=error)])
+    with viewing([tmp_path / "traced"]) as server:
+        for page in ("", "/episodes"):
+            said = text(f"{server.url}/run/traced{page}")
+            assert "error ValueError: no plan" in said and "error no reason recorded" in said
+        assert "failed: ValueError: no plan" in text(server.url)
+
+
 def test_what_stands_in_a_prompt_again_is_folded(tmp_path):
     with SqliteStore.open(tmp_path / "traced") as store:
         store.write([Message(f"m{i}", {"role": "user", "content": f"text {i}"}) for i in range(3)])

@@ -117,6 +117,16 @@ def test_a_supervisor_takes_every_way_and_ends_and_a_node_that_never_ran_is_name
     assert finding.text == "never called with these made-up answers (1 node of LangGraph)."
 
 
+def test_a_scorer_of_a_node_that_never_ran_blocks_nothing() -> None:
+    made = of(_team())
+    for role in ("supervisor", "lawyer"):
+        made.scorer(role)(lambda candidate, call, task: 1.0)
+    policy = [{"name": "a", "roles": ["supervisor", "writer", "critic"]}, {"name": "b", "roles": ["lawyer"]}]
+    report = check(made, TASKS, convert({"model": "none", "policy": policy}))
+    assert report.trainable, report.findings
+    assert idle(report) == {"lawyer": False}
+
+
 def test_a_node_behind_a_later_answer_is_found_in_another_run() -> None:
     class Approved(BaseModel):
         approved: bool
@@ -193,6 +203,20 @@ def test_a_crew_delegates_to_names_that_exist() -> None:
     assert roles(report) == {"Editor", "Field Researcher", "Fact Checker"} and report.idle == ()
     report = dry(cotune.workflow(crew, inputs=lambda task: {}, reward=lambda result, task: 1.0), call_tools=False)
     assert (roles(report), set(idle(report))) == ({"Editor"}, {"Field Researcher", "Fact Checker"})
+
+
+def test_an_agent_behind_the_second_of_two_handoffs_is_found() -> None:
+    from agents import Agent, Runner, set_tracing_disabled
+
+    set_tracing_disabled(True)
+    tutors = [Agent(name, instructions="You teach.") for name in ("maths", "history")]
+    triage = Agent("triage", instructions="You triage.", handoffs=tutors)
+
+    async def solve(task: Any) -> float:
+        return float(len((await Runner.run(triage, task["question"])).final_output))
+
+    report = dry(cotune.workflow(solve))
+    assert (roles(report), report.idle, report.runs) == ({"triage", "maths", "history"}, (), 2)
 
 
 LOUD = """

@@ -9,9 +9,11 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -74,6 +76,7 @@ def texts(report: CheckReport) -> str:
     return "\n".join(f"{f.level} {f.about}: {f.text} {f.remedy}" for f in report.findings)
 
 
+@pytest.mark.slow
 def test_a_graph_is_checked_in_seconds_without_loading_a_model_or_another_framework(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(GRAPH)
     (tmp_path / "tasks.jsonl").write_text('{"id": "q", "question": "why"}\n')
@@ -180,6 +183,7 @@ def test_a_scorer_that_fails_blocks(provider: Provider) -> None:
     report = dry(application(first=broken))
     assert not report.trainable and report.groups == ()
     assert "The scorer of role 'first' raised ZeroDivisionError" in texts(report)
+    assert said(report, "warns", "first")[0].startswith("its scorer failed on 1 of 1 calls: ")
     assert report.left_out == {"scorer_failed": 4, "untrained_role": 1}
 
 
@@ -191,6 +195,87 @@ def test_a_workflow_that_raises_blocks(provider: Provider) -> None:
     assert not report.trainable
     assert "could not convert string to float: 'stub answer 1'" in said(report, "blocks", "")[0]
     assert [call.role for call in report.calls] == ["first"]
+
+
+def test_roles_behind_an_error_are_not_called_unknown(provider: Provider) -> None:
+    async def broken(task: Any) -> float:
+        await ask("first", "how many?")
+        raise KeyError("answer")
+
+    (finding,) = [f for f in dry(application(broken, first=letters, second=letters)).findings if f.level == "blocks"]
+    assert "KeyError: 'answer'" in finding.text
+
+
+def test_a_scorer_that_never_ends_is_named_once(provider: Provider) -> None:
+    def slow(candidate: Any, call: Any, task: Any) -> float:
+        return float(time.sleep(5) is None)
+
+    (text,) = said(dry(application(first=slow), timeout=1.0), "blocks", "")
+    assert "turn 0 of role 'first' was open (its scorer was running)" in text
+    assert "CancelledError" not in text and text.endswith("raise the episode's time-out.")
+
+
+def test_a_run_that_fails_is_named_by_its_task(provider: Provider) -> None:
+    async def forgetful(task: Any) -> float | None:
+        await ask("first", "hello")
+        return None if task["id"] == "b" else 1.0
+
+    (text,) = said(dry(application(forgetful), limit=2), "warns", "runs")
+    assert "1 of 2 runs with made-up answers failed; the first, on task b: " in text
+    assert text.endswith("Return a number, a bool, or a dict of named numbers.")
+
+
+def test_a_refusal_is_said_once(provider: Provider) -> None:
+    async def searches(task: Any) -> float:
+        with cotune.role("first"):
+            chat = client(os.environ["OPENAI_BASE_URL"]).responses
+            await chat.create(model="m", input="hello", tools=[{"type": "web_search"}])
+        return 1.0
+
+    (text,) = said(dry(application(searches)), "blocks", "")
+    assert text.count("which no policy can answer") == 1
+    line = searches.__code__.co_firstlineno + 3
+    assert f"({__file__}:{line} in searches)" in text, "the application's line, not the library's"
+
+
+IMAGE = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "https://example.org"}}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "cause"),
+    [
+        ({"messages": [{"role": "user", "content": IMAGE}]}, "An image comes as 'https' and not with its bytes"),
+        ({"extra_body": {"guided_choice": ["a", "b"]}}, "guided_choice was asked for."),
+    ],
+)
+def test_what_no_policy_can_answer_blocks_but_for_a_provider(
+    provider: Provider, asked: dict[str, Any], cause: str
+) -> None:
+    async def looks(task: Any) -> float:
+        await ask("first", "hello")
+        with cotune.role("second"):
+            chat = client(os.environ["OPENAI_BASE_URL"]).chat.completions
+            given: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, **asked}
+            await chat.create(model="m", **given)
+        return 1.0
+
+    (text,) = said(dry(application(looks)), "blocks", "second")
+    assert text.startswith(cause) and "a policy of kind provider" in text
+    policy = [{"name": "p", "roles": ["first"]}, {"name": "today", "roles": ["second"], "kind": "provider"}]
+    report = dry(application(looks), config={"policy": policy})
+    assert report.trainable, texts(report)
+    assert said(report, "note", "second") == ["not trained: left to the application's provider"]
+
+
+def test_choices_of_a_role_that_is_not_trained_are_not_compared(provider: Provider) -> None:
+    async def asks(task: Any) -> float:
+        await ask("first", "hello", n=2)
+        await ask("second", "hello", n=2)
+        return 1.0
+
+    report = dry(application(asks, first=letters))
+    assert said(report, "warns", "first") == ["asks for n = 2 choices; 4 are drawn and compared."]
+    assert not any("n = 2" in text for text in said(report, "warns", "second"))
 
 
 def test_made_up_answers_can_be_given(provider: Provider) -> None:
@@ -205,7 +290,8 @@ def test_a_workflow_without_calls_blocks(provider: Provider) -> None:
     async def silent(task: Any) -> float:
         return 1.0
 
-    assert "made no LLM call that cotune can see" in said(dry(application(silent)), "blocks", "")[0]
+    [text] = said(dry(application(silent)), "blocks", "")
+    assert "made no LLM call that cotune can see" in text and "httpx, the address of `with cotune.gateway()`" in text
 
 
 async def _until_approved(task: Any) -> float:
@@ -314,6 +400,19 @@ def test_connections_of_the_application_are_told(provider: Provider) -> None:
 
         report = dry(application(fetches))
     assert "connected there 1 times" in said(report, "warns", f"127.0.0.1:{address[1]}")[0]
+
+
+def test_the_gateway_is_no_connection_of_the_application(provider: Provider, capfd: pytest.CaptureFixture) -> None:
+    async def fetches(task: Any) -> float:
+        body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+        with cotune.gateway() as gate:
+            async with httpx.AsyncClient() as http:
+                return float((await http.post(f"{gate.role_url('first')}/chat/completions", json=body)).is_success)
+
+    report = dry(application(fetches))
+    assert [role.role for role in report.roles] == ["first"] and report.team == {"team": 1.0}
+    assert "connected there" not in texts(report)
+    assert "Started server process" not in capfd.readouterr().err
 
 
 def test_policies_decide_what_is_trained(provider: Provider) -> None:

@@ -144,6 +144,7 @@ def test_this_machine_can_run_a_local_cluster(tiny_base: Path) -> None:
     assert "pip install 'cotune[ray]'." in out.getvalue()
 
 
+@pytest.mark.slow
 def test_the_command_blocks_a_cluster_that_is_not_there(tiny_base: Path) -> None:
     command = [sys.executable, "-m", "cotune", "doctor", "--model", str(tiny_base), "--cluster", "127.0.0.1:9"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)

@@ -20,6 +20,7 @@ from cotune.trainer.doctor.machine import Gpu
 from cotune.trainer.doctor.model_size import ModelSize, measure_folder
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.memory.pass_size import bytes_per_token
+from tests.integrations.seeing_models import build_seeing
 from tests.trainer.doctor.test_doctor import MACHINE
 
 BILLION = ModelSize(
@@ -149,3 +150,10 @@ def test_the_command_prints_the_table_of_a_run(
     for said in ("memory, beforehand", "gradients and optimizer", "cache of 16 sequences", "published versions"):
         assert said in printed
     assert "(2 policies, prompts of up to 100 tokens)" in " ".join(printed.split())
+
+
+def test_the_memory_of_a_model_that_sees_is_said_to_be_without_its_images(tmp_path: Path) -> None:
+    build_seeing(tmp_path)
+    plan, finding = judge_memory(convert({"model": str(tmp_path)}), MACHINE, 512)
+    assert plan and finding.level == "ok"
+    assert "prompts of up to 512 tokens, without what passes over images take" in finding.text

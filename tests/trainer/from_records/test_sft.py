@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from cotune.adapters.export import export_run, latest_policies
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.samples import TrainRow
 from cotune.cli.main import main
-from cotune.errors import ConfigError, RecordError, RunError
+from cotune.errors import ConfigError, LearnerError, RecordError, RunError
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.policies import LoraSpec, policies_for
 from cotune.storage.sqlite_store import SqliteStore
@@ -26,7 +28,9 @@ from cotune.trainer.from_records.answers import join_turns, read_answers
 from cotune.trainer.from_records.lessons import Recorded, split
 from cotune.trainer.from_records.objectives import Likelihood
 from cotune.trainer.learner.local import LocalLearner
+from cotune.trainer.learner.memory.pass_size import PassSize
 from cotune.trainer.train import train
+from cotune.trainer.updates import update_policies
 from tests.trainer.conftest import Trainer
 from tests.trainer.from_records.records import asked, record, said, traced
 from tests.trainer.learner.learner_rows import FAST, change, make_rows
@@ -212,6 +216,7 @@ def test_records_that_have_changed_are_another_run(trainer: Trainer, tmp_path: P
         trainer.resume(application(converse), None, steps=2)
 
 
+@pytest.mark.slow
 def test_a_policy_whose_held_out_loss_rises_stops_and_keeps_its_best(trainer: Trainer, tmp_path: Path) -> None:
     """The second role answers at random, so that what is learned of it says nothing of held-out tasks."""
     letters = "abcdefghijklmnopqrst"
@@ -268,6 +273,36 @@ def test_bad_settings_are_named(trainer: Trainer, records: Path, settings: dict[
     with pytest.raises(ConfigError, match=message):
         trainer(application(converse), tasks, **{"recipe": "sft", "records": str(records), **settings})
     assert not (trainer.folder / "run").exists()
+
+
+def test_a_row_that_does_not_fit_is_named_before_the_first_step(
+    trainer: Trainer, records: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = PassSize.__init__
+    small = {"most": 5, "where": "memory"}
+    monkeypatch.setattr(PassSize, "__init__", lambda self, *sizes, **more: made(self, *sizes, **{**more, **small}))
+    with pytest.raises(LearnerError, match=r"^Row .* has \d+ tokens; a pass of one row fits up to 5 into memory"):
+        learn(trainer, records)
+    assert not (trainer.folder / "run" / "metrics.jsonl").exists()
+
+
+def test_an_error_of_one_policy_waits_for_the_others() -> None:
+    done = []
+
+    class Learner:
+        def update(self, policy: str, rows: Any, *, lr_scale: float) -> dict[str, float]:
+            if policy == "a":
+                raise LearnerError("Memory ran out.", "")
+            time.sleep(0.2)
+            done.append(policy)
+            return {}
+
+    async def scenario() -> None:
+        with pytest.raises(LearnerError, match="Memory ran out"):
+            await update_policies(cast(Any, Learner()), {"a": [], "b": []}, 1.0)
+        assert done == ["b"]
+
+    asyncio.run(scenario())
 
 
 def test_the_configuration_of_a_reinforcement_run_will_do(trainer: Trainer, records: Path) -> None:

@@ -1,5 +1,6 @@
 """Rows into optimizer steps, steps into passes."""
 
+import msgspec
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,3 +103,15 @@ def test_passes_hold_every_row_once_and_keep_to_the_budget(shapes, budget, share
             beginnings = {tokens_of(one)[:end] for one in chosen for end in range(1, len(tokens_of(one)) + 1)}
             assert pass_tokens(chosen, shared) == len(beginnings)
         assert pass_tokens(chosen, shared) <= budget or len(batch) == 1
+
+
+def test_rows_of_one_prompt_are_those_that_see_the_same_images():
+    """Prompts of the same ids, each of a picture of its own, and a later turn of the second conversation."""
+    rows = [
+        msgspec.structs.replace(row, images=(bytes([number // 4]),))
+        for number, row in enumerate(rows_of([(7, 5, 3)] * 32))
+    ]
+    later = msgspec.structs.replace(rows[4], prompt_ids=(7,) * 5 + (1, 2), images=(bytes([1]), b"another"))
+    assert conversations([*rows, later]) == [number // 4 for number in range(32)] + [1]
+    for batch in split(rows, 8):
+        assert len(batch) == 8 and len({rows[i].images for i in batch}) == 2

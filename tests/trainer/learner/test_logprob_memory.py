@@ -2,24 +2,11 @@
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from cotune.trainer.learner.logprobs import token_logprobs
+from tests.trainer.learner.allocations import peak_mb
 
 VOCABULARY, TOKENS, WIDTH = 151_936, 1024, 64
-
-
-def peak_mb(action) -> float:
-    """Highest sum of live bytes that `action` allocates, in MB (10^6 bytes)."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        action()
-    live = peak = 0
-    for event in sorted(
-        (e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()
-    ):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak / 1e6
 
 
 @pytest.fixture(scope="module")

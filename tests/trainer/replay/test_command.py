@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from cotune.cli.main import main
 from cotune.recording.records import CallRecord, Episode
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider, serving
+from tests.trainer import replay_app
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS
 
@@ -115,11 +114,15 @@ def test_what_was_traced_goes_on_with_the_applications_provider(provider: Provid
 
 
 def test_all_that_ended_before_ctrl_c_are_told(trained: Path, capsys, monkeypatch: pytest.MonkeyPatch):
-    """The last of three never ends; a signal comes when the others have."""
+    """The last of three never ends, and sends a signal when the others have."""
     _, trunks = records(trained)
     monkeypatch.setenv("ENDLESS", trunks[-1].task.input["letter"])
-    threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-    status, text = replay(capsys, str(trained), "--all")
+    monkeypatch.setenv("INTERRUPTED", str(len(replay_app.ended) + 2))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a process of its own
+    try:
+        status, text = replay(capsys, str(trained), "--all")
+    finally:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
     assert status == 130
     assert "2 episodes run again, answered from the record" in text and "same outcome 2" in text
     assert "interrupted: 2 of 3 episodes were run again" in text
