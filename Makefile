@@ -67,7 +67,7 @@ docs: $(STAMP)
 test: lint browser bubblewrap
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-# All that needs no Ray, vLLM or FSDP, no process of its own and no training by the hundred steps.
+# All that needs no Ray, vLLM or FSDP, no pretrained weights, no process of its own and no training by the hundred steps.
 test-fast: lint browser bubblewrap
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not long and not slow"
 
