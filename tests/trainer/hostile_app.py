@@ -120,12 +120,18 @@ class _Deeds:
 
     @staticmethod
     def fork(task: dict[str, Any]) -> None:
-        """Children make calls while threads of the parent do, by multiprocessing's default on Linux."""
-        threads = [threading.Thread(target=_call, args=(f"thread {n}",)) for n in range(4)]
+        """Children make calls while threads of the parent do, by multiprocessing's default on Linux.
+
+        All is imported and each client made before: OpenSSL, imports and (in Python 3.11) cached properties hold locks
+        that a child would wait for.
+        """
+        clients = [_client() for _ in range(8)]
+        _call("before", clients.pop())
+        threads = [threading.Thread(target=_call, args=(f"thread {n}", clients.pop())) for n in range(4)]
         for thread in threads:
             thread.start()
         context = multiprocessing.get_context("fork")
-        children = [context.Process(target=_call, args=(f"child {n}",)) for n in range(3)]
+        children = [context.Process(target=_call, args=(f"child {n}", clients.pop())) for n in range(3)]
         for child in children:
             child.start()
         for one in (*threads, *children):
@@ -143,10 +149,17 @@ def _url() -> str:
     return os.environ["OPENAI_BASE_URL"]
 
 
-def _call(text: str) -> None:
+def _client() -> Any:
     import openai
 
-    client = openai.OpenAI(base_url=_url(), api_key="none", max_retries=0)
+    made = openai.OpenAI(base_url=_url(), api_key="none", max_retries=0)
+    assert made.chat.completions
+    return made
+
+
+def _call(text: str, client: Any) -> None:
+    import openai
+
     with cotune.role("first"):
         try:
             client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}], max_tokens=4)

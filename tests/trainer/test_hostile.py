@@ -66,6 +66,7 @@ def start(folder: Path, provider: Provider, command: str, app: str, deeds: Seque
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -73,7 +74,7 @@ def end(process: Any, folder: Path) -> Ended:
     try:
         said, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # a forked child would keep the pipe open
         raise AssertionError(f"it hangs:\n{process.communicate()[0]}") from None
     return Ended(process.returncode, said, folder)
 
@@ -147,8 +148,8 @@ def test_forked_children_are_told_off_and_deadlock_nothing(tmp_path: Path, provi
     assert (tmp_path / "status").read_text() == "5"
     assert "It is not recorded: The call was made in a child process that the application forked" in ended.said
     store = SqliteStore.open(tmp_path / "run" / "records.db", read_only=True)
-    assert {e.task.id: e.calls for e in store.episodes()} == {**{f"fork {n}": 5 for n in range(4)}, "fork_and_exit": 1}
-    assert len(provider.requests) == 4 * (1 + 4 + 3) + 1
+    assert {e.task.id: e.calls for e in store.episodes()} == {**{f"fork {n}": 6 for n in range(4)}, "fork_and_exit": 1}
+    assert len(provider.requests) == 4 * (2 + 4 + 3) + 1
 
 
 def test_too_many_reward_names_are_refused(tmp_path: Path, provider: Provider) -> None:
