@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import signal
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 
 from cotune.errors import ConfigError, SamplerError
 from cotune.integrations.samplers.transformers.wire import Answer, Command, ModelSource, receive, send
+from cotune.runtime.openmp import spin_briefly
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +74,9 @@ class ProcessHost:
         self._outbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         ours, theirs = socket.socketpair()
         fd = theirs.fileno()
-        self._process = subprocess.Popen([sys.executable, "-m", __name__, str(fd)], pass_fds=[fd])
+        environment = dict(os.environ)
+        spin_briefly(environment)
+        self._process = subprocess.Popen([sys.executable, "-m", __name__, str(fd)], pass_fds=[fd], env=environment)
         theirs.close()
         self._pipe = Connection(ours.detach())
         self._start(source)
