@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 SPINS = 1000
-"""Turns for which a thread that waits for the others spins before it sleeps, some microseconds. GNU's usual 300,000
-keep a core from the process that the other thread waits for: a pass of a model took up to ten times as long beside it."""
+"""Turns for which a thread that waits for the others spins before it sleeps, some microseconds. The usual
+300,000 keep a core from the process that the other thread waits for: a pass took up to ten times as long beside it."""
 
 
 def spin_briefly(environment: MutableMapping[str, str]) -> None:
