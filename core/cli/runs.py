@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _STATES = {"finished": GOOD, "under way": "yellow", "recording": "yellow", "stopped": BAD}
 _COLUMNS = {
-    "step": "Number of the step, from 0.",
+    "step": "Number of the step, from 1.",
     "failed": "Episodes that ended in an error.",
     "success, team, ...": "Mean outcome of the step's episodes, by name; failed ones count.",
     "reward of ROLE": "Mean reward of the role's candidates, chosen or not.",
@@ -100,7 +100,7 @@ def _steps(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
         outcome = [_cell(line["outcome"].get(name), name == "success") for name in outcomes]
         reward = [_cell(line["roles"].get(role, {}).get("reward")) for role in roles]
         ends = (line.get("rows", 0), sum(line["left_out"].values()), f"{sum(line.get('seconds', {}).values()):.1f}")
-        table.add_row(*cells((line["step"], warn(line.get("failed", 0)), *outcome, *reward, *ends)))
+        table.add_row(*cells((line["step"] + 1, warn(line.get("failed", 0)), *outcome, *reward, *ends)))
     yield table
     if run.metrics[-1].get("path", "single samples") != "single samples":
         yield Text(f"success and rewards of episodes: {run.metrics[-1]['path']}", style=QUIET)

@@ -150,7 +150,7 @@ def episode_list(store: SqliteStore, filters: EpisodeFilters, limit: int) -> Ite
             )
             continue
         status = Text(episode.status, style=GOOD if episode.status == "ok" else BAD)
-        step = "" if episode.training_step is None else episode.training_step
+        step = "" if episode.training_step is None else episode.training_step + 1
         row = (Text(str(id), style=NAME), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
         table.add_row(*cells(row), status, scores(rewards[id]))
     for id, calls in [] if where else store.rows(_OPEN, (limit,))[::-1]:
@@ -211,7 +211,7 @@ def _episode_line(store: SqliteStore, id: str, calls: Sequence[CallRecord]) -> T
         return line.append("  unfinished: it has calls but no end", style=BAD)
     line.append(f"  task {episode.task.id} · {episode.phase}")
     if episode.training_step is not None:
-        line.append(f" step {episode.training_step}")
+        line.append(f" step {episode.training_step + 1}")
     line.append(f" · {plural(len(calls), 'call')} · {episode.latency:.2f} s · ")
     line.append(episode.status, style=GOOD if episode.status == "ok" else BAD)
     line.append("  ").append_text(scores(store.rewards([id])[id]))

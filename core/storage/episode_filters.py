@@ -9,7 +9,7 @@ import msgspec
 
 class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
     """What is empty or None does not matter. `role` had a call in the episode; `low` and `high` bound the sum of its
-    rewards; ids are below `before`."""
+    rewards; `step` is its number as people see it, from 1; ids are below `before`."""
 
     phase: str = ""
     status: str = ""
@@ -27,7 +27,7 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
             "phase = ?": self.phase,
             "status = ?": self.status,
             "task = ?": self.task,
-            "training_step = ?": self.step,
+            "training_step = ? - 1": self.step,
             "EXISTS (SELECT 1 FROM calls WHERE calls.episode = episodes.id AND role = ?)": self.role,
             f"{rewards} >= ?": self.low,
             f"{rewards} <= ?": self.high,

@@ -44,7 +44,7 @@ class Tracker:
         made: Any
         match tool:
             case "tensorboard":
-                made = tracking.TensorBoardTracker(tool, folder, purge_step=done if known else None)
+                made = tracking.TensorBoardTracker(tool, folder, purge_step=done + 1 if known else None)
             case "wandb":
                 place = {"id": run, "name": folder.name, "resume": "allow", "dir": str(folder)}
                 made = tracking.WandBTracker(project, **place)

@@ -25,7 +25,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """A chart: the steps on its x axis and its lines. `help` says what it tells. `phase` are the episodes behind it."""
+    """A chart: the steps on its x axis (from 1) and its lines. `help` says what it tells, `phase` of which episodes."""
 
     id: str
     title: str
@@ -131,7 +131,9 @@ def _one_line_each(runs: Sequence[OpenedRun], *keys: str, **about: Any) -> Chart
 
 
 def _by_step(run: OpenedRun, *keys: str) -> dict[int, Any]:
-    return {line["step"]: functools.reduce(lambda found, key: found.get(key, {}), keys, line) for line in run.metrics}
+    return {
+        line["step"] + 1: functools.reduce(lambda found, key: found.get(key, {}), keys, line) for line in run.metrics
+    }
 
 
 def _held_out(runs: Sequence[OpenedRun], name: str, title: str, percent: bool) -> Chart | None:
@@ -181,7 +183,7 @@ def _table(runs: Sequence[OpenedRun], name: str, title: str, text: str, most: in
         for line in run.metrics:
             totals.update(line.get(name, {}))
         for key, _ in totals.most_common(most):
-            by_step = {line["step"]: line.get(name, {}).get(key, 0) for line in run.metrics}
+            by_step = {line["step"] + 1: line.get(name, {}).get(key, 0) for line in run.metrics}
             lines.append((f"{run.name} · {key}" if len(runs) > 1 else key, run, by_step))
     return _chart(lines, title=title, help=text, section="The run")
 

@@ -71,7 +71,7 @@ class Viewer:
         return [self.named(name) for name in names] or list(self.runs.values())
 
     def groups(self, run: OpenedRun, step: int | None) -> StepGroups:
-        """Groups of a step; those of the latest pages are kept."""
+        """Groups of a step (as records number it, from 0); those of the latest pages are kept."""
         key = (run.name, step, run.stamp)
         with self._lock:
             if key in self._steps:
@@ -227,16 +227,13 @@ class Viewer:
     def group_list(self, request: Request) -> Response:
         """The groups of a step by role and turn, and what was left out."""
         run, asked = self.run(request), request.query_params
-        steps = [
-            step
-            for (step,) in run.rows(
-                "SELECT DISTINCT training_step FROM episodes WHERE phase = 'train' AND training_step >= 0 ORDER BY 1"
-            )
-        ]
+        sql = "SELECT DISTINCT training_step + 1 FROM episodes WHERE phase = 'train' AND training_step >= 0 ORDER BY 1"
+        steps = [step for (step,) in run.rows(sql)]
         step = _whole(asked.get("step"))
         step = step if step in steps else steps[-1] if steps else None
-        found = self.groups(run, step)
-        line = next((line for line in run.metrics if line["step"] == step), None)
+        at = None if step is None else step - 1
+        found = self.groups(run, at)
+        line = next((line for line in run.metrics if line["step"] == at), None)
         role, kind = asked.get("role", ""), asked.get("kind", "")
         chosen = [group for group in found.groups if _wanted(group, role, kind)]
         start = max(0, _whole(asked.get("from")) or 0)
@@ -265,7 +262,7 @@ class Viewer:
         """One group: candidates of one comparison beside each other."""
         run, id = self.run(request), request.path_params["id"]
         step = _whole(request.query_params.get("step"))
-        found = self.groups(run, step)
+        found = self.groups(run, None if step is None else step - 1)
         group = next((group for group in found.groups if group.id == id), None)
         if group is None:
             raise HTTPException(

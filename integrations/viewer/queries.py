@@ -38,7 +38,7 @@ class Filters(EpisodeFilters, frozen=True, kw_only=True):
 
 
 class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the list of episodes."""
+    """A line of the list of episodes. `step` counts from 1, as on every page."""
 
     id: str
     task: str
@@ -61,7 +61,7 @@ class EpisodePage(msgspec.Struct, frozen=True, kw_only=True):
     searched: int | None = None
 
 
-_FIELDS = f"""id, task, phase, training_step, status, coalesce(json_extract(body, '$.calls'), 0),
+_FIELDS = f"""id, task, phase, training_step + 1, status, coalesce(json_extract(body, '$.calls'), 0),
     coalesce(json_extract(body, '$.latency'), 0), json_extract(body, '$.error'), {SUCCESS}"""
 
 

@@ -97,18 +97,19 @@ def _pairs(run: OpenedRun, phase: str, first: int, last: int) -> tuple[list[Pair
              GROUP BY task"""
     before, after = (dict(run.rows(sql, (phase, step))) for step in (first, last))
     what = "held-out tasks" if phase == "eval" else "training tasks"
+    ends = (f"step {first + 1}", f"step {last + 1}")
     shared = sorted(before.keys() & after.keys())[:EPISODES]
     if shared:
         pairs = [Pair(task=str(t), before=_told(run, before[t]), after=_told(run, after[t])) for t in shared]
         return (
             pairs,
-            f"The same {what} after step {first} and step {last}: the first by their ids, whatever came of them.",
+            f"The same {what} after {ends[0]} and {ends[1]}: the first by their ids, whatever came of them.",
         )
     couples = zip(sorted(before)[:EPISODES], sorted(after)[:EPISODES], strict=False)
     pairs = [Pair(task="", before=_told(run, before[b]), after=_told(run, after[a])) for b, a in couples]
     return (
         pairs,
-        f"Of step {first} and of step {last}, which had other {what}: the first by their ids, whatever came of them.",
+        f"Of {ends[0]} and of {ends[1]}, which had other {what}: the first by their ids, whatever came of them.",
     )
 
 

@@ -15,7 +15,7 @@ COLUMNS = 30
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """A task in some steps: the mean of its outcome (None without episodes), its episodes, and the steps."""
+    """A task in some steps: the mean of its outcome (None without episodes), its episodes, and the steps, from 1."""
 
     value: float | None
     episodes: int
@@ -87,7 +87,7 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "") -> TaskPa
 
 def _columns(run: OpenedRun, phase: str) -> tuple[tuple[int, int], ...]:
     """First and last step of each column."""
-    sql = "SELECT DISTINCT training_step FROM episodes WHERE phase = ? AND training_step IS NOT NULL ORDER BY 1"
+    sql = "SELECT DISTINCT training_step + 1 FROM episodes WHERE phase = ? AND training_step IS NOT NULL ORDER BY 1"
     steps = [step for (step,) in run.rows(sql, (phase,))]
     width = max(1, -(-len(steps) // COLUMNS))
     return tuple((steps[i], steps[min(i + width, len(steps)) - 1]) for i in range(0, len(steps), width))
@@ -99,7 +99,7 @@ def _cells(
     if not names or not steps:
         return {}
     place = {step: at for at, (first, last) in enumerate(steps) for step in range(first, last + 1)}
-    sql = f"""SELECT task, training_step, count(*), sum(v) FROM (
+    sql = f"""SELECT task, training_step + 1, count(*), sum(v) FROM (
                   SELECT task, training_step, {value} AS v FROM episodes
                   WHERE phase = ? AND status != 'cancelled' AND task IN ({",".join("?" * len(names))})
                   AND training_step IS NOT NULL) GROUP BY task, training_step"""

@@ -53,7 +53,7 @@ def test_each_tool_has_every_step_and_a_resumed_run_goes_on_in_its_curve(
     assert "logger" not in trainer.said
 
     curves = scalars(run)
-    assert [step for step, _ in curves["candidate_reward"]] == [0, 1]
+    assert [step for step, _ in curves["candidate_reward"]] == [1, 2]
     assert [value for _, value in curves["candidate_reward"]] == pytest.approx(wanted)
     assert set(trainer.metrics()[0]["roles"]) == {n.split("/")[1] for n in curves if n.startswith("roles/")}
 
@@ -62,7 +62,7 @@ def test_each_tool_has_every_step_and_a_resumed_run_goes_on_in_its_curve(
     )
     assert (experiment, name, more) == ("letters", "run", [])
     rewards = in_mlflow(trainer.folder, "SELECT step, value FROM metrics WHERE key = 'candidate_reward' ORDER BY step")
-    assert rewards == [(0, pytest.approx(wanted[0])), (1, pytest.approx(wanted[1]))]
+    assert rewards == [(1, pytest.approx(wanted[0])), (2, pytest.approx(wanted[1]))]
     assert dict(in_mlflow(trainer.folder, "SELECT key, value FROM params"))["learner.lr"] == "0.003"
 
     offline = sorted((run / "wandb").glob("offline-run-*/run-*.wandb"))
@@ -91,7 +91,7 @@ def test_trackio_keeps_the_settings_of_a_resumed_run_and_its_own_names(
     first, second = parts
     assert (first.project, first.name) == (second.project, second.name) and first.name.startswith("run-")
     assert [part.config["learner.lr"] for part in parts] == [0.003, 0.003] and "allow_val_change" not in first.config
-    assert [step for step, _ in logged] == [0, 1] and all("step" not in values for _, values in logged)
+    assert [step for step, _ in logged] == [1, 2] and all("step" not in values for _, values in logged)
 
 
 @pytest.mark.parametrize(("retries", "why"), [("0", "MlflowException: "), ("7", "it did not answer within 1 s")])
@@ -106,7 +106,7 @@ def test_a_tool_that_cannot_be_reached_costs_no_step(
     assert summary.finished
     assert f"logger mlflow: 2 of 2 steps did not arrive ({why}" in trainer.said.replace("\n", " ")
     assert "logger tensorboard" not in trainer.said
-    assert [step for step, _ in scalars(trainer.folder / "run")["rows"]] == [0, 1]
+    assert [step for step, _ in scalars(trainer.folder / "run")["rows"]] == [1, 2]
 
 
 def test_tools_are_named_before_work_starts(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,13 +50,14 @@ class Loggers:
             self._episodes.append(episode)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Send a step; does not wait."""
+        """Send a step, under the number that its line shows; does not wait."""
         figures = dict(flat(msgspec.to_builtins(metrics)))
-        rows = [_row(metrics.step, episode) for episode in self._episodes]
+        number = metrics.step + 1
+        rows = [_row(number, episode) for episode in self._episodes]
         self._episodes = []
         for thread in self._threads:
             thread.given += 1
-            thread.work.put((metrics.step, figures, rows))
+            thread.work.put((number, figures, rows))
 
     def close(self) -> None:
         """Wait for what is not sent yet, some seconds at most, and say what did not arrive."""

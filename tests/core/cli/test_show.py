@@ -95,9 +95,9 @@ def test_overview_and_list(run):
     assert "1 call of navigator: timeout" in lines
     at = lines.index("3 episodes")
     assert lines[at + 4 : at + 7] == [
-        f"{ids[0]} t0 train 0 2 0.00 ok team 0.5",
-        f"{ids[1]} t1 train 0 2 0.00 ok team 0.5",
-        f"{ids[2]} t2 train 0 1 0.00 error",
+        f"{ids[0]} t0 train 1 2 0.00 ok team 0.5",
+        f"{ids[1]} t1 train 1 2 0.00 ok team 0.5",
+        f"{ids[2]} t2 train 1 1 0.00 error",
     ]
 
 
@@ -128,7 +128,7 @@ def test_list_of_one_task_and_limit(run):
 def test_episode_as_a_tree(run):
     path, ids = run
     lines = shown(path, episode=ids[0])
-    assert lines[0] == f"episode {ids[0]} task t0 · train step 0 · 2 calls · 0 s · ok team 0.5"
+    assert lines[0] == f"episode {ids[0]} task t0 · train step 1 · 2 calls · 0 s · ok team 0.5"
     assert lines[1].endswith("input {'goal': 4}")
     assert lines[2:] == [
         "├── 0 navigator turn 0 · 3+4 tokens · 0 s · navigator@2",

@@ -90,7 +90,7 @@ def test_from_a_curve_to_an_episode_to_a_group(driver, site):
     right = ActionChains(driver).move_to_element_with_offset(chart, int(chart.size["width"] * 0.45), 0)
     right.click().perform()
     until(driver, lambda d: "/episodes" in d.current_url)
-    assert f"step={STEPS - 1}" in driver.current_url and "phase=train" in driver.current_url
+    assert f"step={STEPS}" in driver.current_url and "phase=train" in driver.current_url
     click(driver, "a.main.mono")
     assert "/episode/" in driver.current_url
     click(driver, "#call-0 h2 a.more")

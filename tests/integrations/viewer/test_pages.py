@@ -12,8 +12,11 @@ import httpx
 import msgspec
 import pytest
 
+from cotune.cli.main import main
 from cotune.errors import ConfigError, RunError
+from cotune.integrations.viewer.curves import charts
 from cotune.integrations.viewer.opened import OpenedRun, open_runs
+from cotune.integrations.viewer.report import report
 from cotune.integrations.viewer.server import viewing
 from cotune.integrations.viewer.step_groups import step_groups
 from cotune.integrations.viewer.timeline import TimedCall, timeline
@@ -73,7 +76,7 @@ def test_curves_hold_every_step_with_the_interval_of_held_out_success(site, run)
         c["id"]: c for c in msgspec.json.decode(re.search(r'id="charts"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
     }
     success = charts["outcome-success-on-held-out-tasks"]
-    assert success["steps"] == [*range(STEPS)] and success["phase"] == "eval"
+    assert success["steps"] == [1, 2, 3] and success["phase"] == "eval"
     assert [round(v, 3) for v in success["series"][0]["low"]] == [0.208] * STEPS
     lines = list(read_metrics(run))
     assert {s["label"]: s["values"] for s in charts["roles-reward"]["series"]} == {
@@ -86,7 +89,7 @@ def test_curves_hold_every_step_with_the_interval_of_held_out_success(site, run)
     ("query", "where"),
     [
         ("", "1"),
-        ("step=1&phase=train", "training_step = 1 AND phase = 'train'"),
+        ("step=2&phase=train", "training_step = 1 AND phase = 'train'"),
         ("task=a", "task = 'a'"),
         ("role=second", "1"),
         ("role=nobody", "0"),
@@ -104,6 +107,21 @@ def test_episodes_are_filtered_and_searched(site, run, query, where):
     assert re.findall(r'class="main mono"[^>]*>(\w+)<', page) == ids(
         run, f"SELECT id FROM episodes WHERE {where} ORDER BY id DESC"
     )
+
+
+def test_steps_count_from_1_wherever_a_person_looks(site, run, capsys):
+    pages = {name: httpx.get(f"{site}/run/trained/{name}").text for name in ("episodes", "groups", "tasks", "curves")}
+    assert re.findall(r"<option[^>]*>(\d+)<", pages["groups"]) == ["1", "2", "3"]
+    assert "step 1 … 3" in text(f"{site}/run/trained/tasks") and "<title>step 3:" in pages["tasks"]
+    assert re.findall(r"episodes\?step=(\d)\">(\d)<", pages["curves"]) == [("1", "1"), ("2", "2"), ("3", "3")]
+    opened = OpenedRun(run, "r")
+    assert {step for chart in charts([opened]) for step in chart.steps} == {1, 2, 3}
+    assert "after step 1 and step 3" in report(opened, {})
+    opened.close()
+    (last,) = ids(run, "SELECT max(id) FROM episodes WHERE phase = 'train'")
+    assert 'episodes?step=3&amp;phase=train">step 3</a>' in httpx.get(f"{site}/run/trained/episode/{last}").text
+    assert main(["show", str(run), "--episode", last]) == 0 and "train step 3" in capsys.readouterr().out
+    assert main(["show", str(run), "--limit", "1"]) == 0 and "c eval 3 2" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_episode_shows_calls_candidates_and_what_trained_on_them(site, run):
@@ -124,7 +142,7 @@ def test_an_episode_shows_calls_candidates_and_what_trained_on_them(site, run):
 
 
 def test_groups_are_those_that_were_trained_on(site, run):
-    said = text(f"{site}/run/trained/groups?step=1")
+    said = text(f"{site}/run/trained/groups?step=2")
     line = list(read_metrics(run))[1]
     opened = OpenedRun(run, "r")
     groups = step_groups(opened, 1)
@@ -134,7 +152,7 @@ def test_groups_are_those_that_were_trained_on(site, run):
     for reason, count in line["left_out"].items():
         assert f"{reason} {count}" in said
     some = groups.groups[0]
-    assert "candidates, the best first" in text(f"{site}/run/trained/group/{some.id}?step=1").lower()
+    assert "candidates, the best first" in text(f"{site}/run/trained/group/{some.id}?step=2").lower()
     opened.close()
 
 
