@@ -86,6 +86,8 @@ _PARTS: dict[str, type[msgspec.Struct]] = {
 }
 _OWNER = {name: part for part, struct in _PARTS.items() for name in struct.__struct_fields__}
 _TERM = ("key", "baseline", "scale", "scale_key", "ddof", "eps", "unit", "decay")
+SETTINGS = frozenset((*_OWNER, *_TERM))
+"""What `recipe` takes, beside `plan`."""
 
 
 def recipe(name: str, **overrides: Any) -> Recipe:
@@ -109,7 +111,7 @@ def recipe(name: str, **overrides: Any) -> Recipe:
     for field, value in overrides.items():
         part = "term" if field in _TERM else _OWNER.get(field)
         if part is None:
-            raise ConfigError(f"recipe.{field}", value, f"one of {', '.join(sorted([*_OWNER, *_TERM, 'plan']))}")
+            raise ConfigError(f"recipe.{field}", value, f"one of {', '.join(sorted([*SETTINGS, 'plan']))}")
         changes[part][field] = value
     terms = tuple(
         _convert(term, {**changes["term"], "attribution": _convert(term.attribution, changes["attribution"])})

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,13 +14,14 @@ from cotune.algorithms.catalogue import RECIPES, recipe, takes_a_tree
 from cotune.algorithms.collect import failure_reward
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import USUAL, Recipe
-from cotune.errors import ConfigError, check_bounds, field_and_fault
+from cotune.errors import ConfigError, check_bounds
 from cotune.integrations.chat.tool_formats import check_tool_format
 from cotune.integrations.trackers.tracker import Tool
 from cotune.policies import LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
 from cotune.sampling.plans import Plan, PlanKind, Select
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.curriculum import CurriculumConfig
+from cotune.trainer.config.faults import fault
 from cotune.trainer.config.from_records import DistillConfig, DpoConfig, RecordsConfig, check_distill, check_records
 from cotune.trainer.config.guard import GuardConfig
 from cotune.trainer.config.learner import LearnerSettings, check_anchor, check_one_process
@@ -343,15 +343,7 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
     try:
         return msgspec.convert(table, TrainConfig)
     except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, ConfigError):
-            raise error.__cause__ from None
-        field, message = field_and_fault(error)
-        if "unknown field" in message:
-            message = "a field of the configuration; this is an unknown field"
-        elif message.startswith("Invalid enum value"):
-            message = f"one of {', '.join(_choices(field))}"
-        field = field or "config"
-        raise ConfigError(field, _lookup(table, field), message, "See docs/reference/configuration.md.") from None
+        raise fault(error, table, TrainConfig) from None
 
 
 def assign(table: dict[str, Any], dotted: str, value: Any) -> None:
@@ -363,25 +355,6 @@ def assign(table: dict[str, Any], dotted: str, value: Any) -> None:
             required = f"a field of the configuration; {parent} has none"
             raise ConfigError(dotted, value, required, "See docs/reference/configuration.md.")
     table[leaf] = value
-
-
-def _lookup(table: Any, dotted: str) -> Any:
-    for part in re.findall(r"[^.\[\]]+", dotted):
-        if isinstance(table, Mapping):
-            table = table.get(part)
-        else:
-            table = table[int(part)] if isinstance(table, Sequence) and part.isdigit() else None
-    return table
-
-
-def _choices(dotted: str) -> list[str]:
-    """The values that a field of a few words takes; none for other fields."""
-    kind: Any = TrainConfig
-    for part in re.findall(r"[a-z_]+", dotted):
-        kind = next(f.type for f in msgspec.structs.fields(kind) if f.name == part)
-        kind = next((a for a in get_args(kind) if isinstance(a, type) and issubclass(a, msgspec.Struct)), kind)
-    words = [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)]
-    return sorted(map(str, words))
 
 
 def _failure(name: str, value: str) -> None:

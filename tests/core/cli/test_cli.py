@@ -269,6 +269,25 @@ def test_a_wrong_setting_is_named(table, field, value, allowed):
     assert allowed in caught.value.allowed
 
 
+@pytest.mark.parametrize(
+    ("table", "remedy"),
+    [
+        ({"k": 2}, "It belongs elsewhere: plan.k."),
+        ({"lr": 1e-4}, "It belongs elsewhere: learner.lr."),
+        ({"rank": 8}, "It belongs elsewhere: lora.rank."),
+        ({"threads": 2}, "It belongs elsewhere: sampling.threads or learner.threads."),
+        ({"clip_high": 0.3}, "It belongs elsewhere: overrides.clip_high."),
+        ({"plan": {"steps": 5}}, "It belongs elsewhere: steps (at the top of the file, above the first [table])."),
+        ({"learner": {"lora": {"rank": 2}}}, "It belongs elsewhere: lora (at the top"),
+        ({"stepz": 5}, "See docs"),
+    ],
+)
+def test_a_field_at_the_wrong_level_names_its_place(table, remedy):
+    with pytest.raises(ConfigError, match="unknown field") as caught:
+        train_config.convert({"model": "m", **table})
+    assert caught.value.remedy.startswith(remedy)
+
+
 @pytest.mark.parametrize(("text", "allowed"), [(None, "a TOML file"), ("steps = ", "valid TOML")])
 def test_a_configuration_that_cannot_be_read(text, allowed, tmp_path):
     file = tmp_path / "run.toml"
