@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,8 @@ from cotune.integrations.viewer.curves import Chart, charts
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.integrations.viewer.overview import Totals, Use, facts, prices_of
 from cotune.intervals import Interval
+
+log = logging.getLogger("cotune")
 
 EVALUATION = "evaluation.json"
 """File that `cotune eval --out` writes."""
@@ -63,8 +66,9 @@ class Background(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_background(run: Path, evaluation: Path | None = None) -> Background:
     """Read it from a run folder. The evaluation is that of the folder `evaluation`, else the newest one that lies in a
-    folder of the run. Raises ConfigError for a folder without one, RunError."""
-    evaluated = read_evaluation(evaluation or _newest_evaluation(run))
+    folder of the run; one of those that cannot be read is left out with a warning. Raises ConfigError for a folder that
+    was named and has none, RunError."""
+    evaluated = read_evaluation(evaluation) if evaluation else _newest_evaluation(run)
     opened = OpenedRun(run, run.name)
     try:
         about, found = facts(opened), charts([opened])
@@ -82,10 +86,8 @@ def read_background(run: Path, evaluation: Path | None = None) -> Background:
         opened.close()
 
 
-def read_evaluation(folder: Path | None) -> Evaluated | None:
-    """The evaluation in a folder; None where no folder is given. Raises ConfigError."""
-    if folder is None:
-        return None
+def read_evaluation(folder: Path) -> Evaluated:
+    """The evaluation in a folder. Raises ConfigError where none can be read."""
     try:
         return msgspec.json.decode((folder / EVALUATION).read_bytes(), type=Evaluated)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -93,6 +95,12 @@ def read_evaluation(folder: Path | None) -> Evaluated | None:
         raise ConfigError("evaluation", str(folder), allowed, "Evaluate the run with --out FOLDER.") from None
 
 
-def _newest_evaluation(run: Path) -> Path | None:
+def _newest_evaluation(run: Path) -> Evaluated | None:
     found = sorted(run.glob(f"*/{EVALUATION}"), key=lambda file: file.stat().st_mtime)
-    return found[-1].parent if found else None
+    if not found:
+        return None
+    try:
+        return read_evaluation(found[-1].parent)
+    except ConfigError as error:
+        log.warning("The card has no evaluation: the newest one of the run cannot be read. %s", error)
+        return None

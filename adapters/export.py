@@ -52,17 +52,19 @@ def export_run(
     merge: bool = False,
     gguf: Precision | None = None,
     evaluation: str | Path | None = None,
+    model: str | None = None,
 ) -> Manifest:
     """Export the newest checkpoint of a run, or each policy at its `best` held-out evaluation.
 
     With `merge` an adapter is added to its base model: each policy is a whole model. With `gguf` that model is one file
     for llama.cpp and Ollama, its matrices in this precision. The card has the figures of `evaluation`, a folder that
-    `cotune eval --out` wrote; by default of the newest one that lies in a folder of the run.
+    `cotune eval --out` wrote; by default of the newest one that lies in a folder of the run. `model` names the
+    base model where it lies elsewhere than the run says.
 
     Raises RunError, ConfigError, AdapterError.
     """
     config, background = read_run(run).config, read_background(Path(run), Path(evaluation) if evaluation else None)
-    policies = best_policies(run) if best else latest_policies(run)
+    policies = best_policies(run, model) if best else latest_policies(run, model)
     name = Path(run).resolve().name
     form: dict[str, Any] = {"merge": merge, "gguf": gguf, "background": background}
     return write_export(to, policies, run=name, other_roles=config.other_roles, tool_format=config.tool_format, **form)
@@ -125,7 +127,7 @@ def _write(
     bases: dict[str, Base] = {}
     exported: list[ExportedPolicy] = []
     for policy in policies:
-        base = _base(policy.model, bases) if policy.kind != "provider" and policy.model else None
+        base = _base(policy, policy.model, bases) if policy.kind != "provider" and policy.model else None
         exported.append(_write_policy(folder, policy, base, [p.folder for p in exported if p.folder], merge, gguf))
     roles = tuple(
         ExportedRole(role=role, policy=policy.name, metrics=dict(policy.metrics.get(role, {})))
@@ -146,12 +148,17 @@ def _write(
     return manifest
 
 
-def _base(model: str, known: dict[str, Base]) -> Base:
+def _base(policy: TrainedPolicy, model: str, known: dict[str, Base]) -> Base:
     if model not in known:
         folder = locate_model(model)
         name = str(folder) if Path(model).expanduser().exists() else model
         known[model] = Base(model=name, sha256=base_fingerprint(folder), sees_images=folder_sees_images(folder))
-    return known[model]
+    found = known[model]
+    now = msgspec.to_builtins(found.sha256)
+    if wrong := [part for part, digest in policy.trained_on.items() if now.get(part) != digest]:
+        cause = f"{found.model} is not the base model that the run was started with: its {', '.join(wrong)} differ."
+        raise AdapterError(cause, "Put the old one back, or name where it is with --model.")
+    return found
 
 
 def _write_policy(
@@ -237,7 +244,8 @@ def _fsync(path: Path) -> None:
 class TrainedPolicy:
     """One policy at one version. `weights` are those of `Learner.weights`; None for a policy that is not trained.
 
-    `model` is the folder or Hugging Face id of its base, None for a provider policy. `metrics` are by role.
+    `model` is the folder or Hugging Face id of its base, None for a provider policy, and `trained_on` the
+    SHA-256 of that base by part, as far as the run knows it. `metrics` are by role.
     """
 
     name: str
@@ -248,33 +256,36 @@ class TrainedPolicy:
     weights: Weights | None = None
     lora: LoraSpec | None = None
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    trained_on: Mapping[str, str] = field(default_factory=dict)
 
 
-def latest_policies(run: str | Path) -> list[TrainedPolicy]:
-    """Policies of the newest checkpoint of a run, with their weights. Raises RunError, AdapterError."""
+def latest_policies(run: str | Path, model: str | None = None) -> list[TrainedPolicy]:
+    """Policies of the newest checkpoint of a run, with their weights; `model` is where its base is now, if elsewhere.
+    Raises RunError, AdapterError."""
     described = read_run(run)
     checkpoint = newest_checkpoint(RunLayout(run).checkpoints)
     if checkpoint is None:
         raise RunError(f"{run} has no checkpoint yet.", "Let the run finish a step.")
-    return _policies_of(described, checkpoint)
+    return _policies_of(described, checkpoint, model)
 
 
-def best_policies(run: str | Path) -> list[TrainedPolicy]:
-    """Each trained policy of a run as it was at its best held-out evaluation. Raises RunError, AdapterError."""
+def best_policies(run: str | Path, model: str | None = None) -> list[TrainedPolicy]:
+    """Each trained policy of a run as it was at its best held-out evaluation; otherwise as `latest_policies`."""
     described, checkpoints = read_run(run), RunLayout(run).checkpoints
     best = read_best(checkpoints)
     if not best:
         remedy = "Train with evaluation.tasks and evaluation.keep_best, or leave --best out."
         raise RunError(f"{run} has kept no best checkpoint.", remedy)
-    names = {kept.checkpoint for kept in best.values()}
-    known = {name: {policy.name: policy for policy in _policies_of(described, checkpoints / name)} for name in names}
+    names = {figure.checkpoint for figure in best.values()}
+    kept = {name: _policies_of(described, checkpoints / name, model) for name in names}
+    known = {name: {policy.name: policy for policy in policies} for name, policies in kept.items()}
     return [
         known[best[policy.name].checkpoint][policy.name] if policy.name in best else policy
-        for policy in latest_policies(run)
+        for policy in latest_policies(run, model)
     ]
 
 
-def _policies_of(described: RunDescription, checkpoint: Path) -> list[TrainedPolicy]:
+def _policies_of(described: RunDescription, checkpoint: Path, model: str | None) -> list[TrainedPolicy]:
     if wrong := changed(checkpoint):
         remedy = "Name an older checkpoint in checkpoints/latest, or train again."
         raise RunError(f"The checkpoint {checkpoint} is broken: {wrong}.", remedy)
@@ -284,10 +295,11 @@ def _policies_of(described: RunDescription, checkpoint: Path) -> list[TrainedPol
             kind=entry.kind,
             version=entry.version,
             roles=entry.roles,
-            model=entry.model or described.model,
+            model=entry.model or model or described.model,
             weights=read_weights(checkpoint / entry.weights_file) if entry.weights_file else None,
             lora=entry.lora,
             metrics=entry.metrics,
+            trained_on={} if entry.model else described.held.base,
         )
         for entry in read_policies(checkpoint)
     ]

@@ -24,7 +24,7 @@ def add_export(commands: Any) -> None:
 
         if a.push:
             check_repository(a.push)
-        form = {"merge": a.merge, "gguf": a.gguf, "evaluation": a.evaluation}
+        form = {"merge": a.merge, "gguf": a.gguf, "evaluation": a.evaluation, "model": a.model}
         manifest = export_run(a.run_folder, a.to, best=a.best, **form)
         checkpoint, steps = newest_checkpoint(RunLayout(a.run_folder).checkpoints), read_run(a.run_folder).config.steps
         done = 0 if checkpoint is None else steps_of(checkpoint)
@@ -49,6 +49,7 @@ def add_export(commands: Any) -> None:
     add_trust(command)
     command.add_argument("run_folder", metavar="RUN", help="run folder")
     command.add_argument("--to", required=True, metavar="DIR", help="folder to write; must be empty, new, or an export")
+    command.add_argument("--model", metavar="BASE", help="base model, where it lies elsewhere than the run says")
     command.add_argument(
         "--best", action="store_true", help="the best checkpoint by held-out evaluation (evaluation.keep_best)"
     )

@@ -71,10 +71,17 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     replay: ReplayConfig = ReplayConfig()
 
 
+class Held(msgspec.Struct, frozen=True):
+    """What a run was started with, by digests: those of its base model, by part."""
+
+    base: dict[str, str] = {}
+
+
 class RunDescription(msgspec.Struct, frozen=True):
     """What of run.json is read again. `model` is a folder or Hugging Face id, `workflow` where the workflow is."""
 
     model: str | None = None
+    held: Held = Held()
     workflow: str | None = None
     config: RunConfig = RunConfig()
 

@@ -99,6 +99,19 @@ def test_an_evaluation_elsewhere_is_named_and_must_be_one(
     assert not (tmp_path / "bad").exists()
 
 
+@pytest.mark.parametrize("text", ["{bad", '{"evaluations": {"base": {}}}'])
+def test_an_evaluation_that_is_found_broken_is_left_out_with_a_warning(
+    tmp_path: Path, run: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    (run / "eval" / "evaluation.json").write_text(text)
+    export_run(run, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "## Evaluation" not in card and "## Training" in card
+    assert "The card has no evaluation" in caplog.text and str(run / "eval") in caplog.text
+    with pytest.raises(ConfigError, match="evaluation = "):
+        export_run(run, tmp_path / "named", evaluation=run / "eval")
+
+
 def test_the_card_of_a_model_that_sees_says_so_and_names_no_form_that_it_cannot_have(tmp_path: Path) -> None:
     model = tmp_path / "base"
     build_seeing(model)

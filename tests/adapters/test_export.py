@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cotune.adapters.export import TrainedPolicy, export_run, write_export
-from cotune.adapters.fingerprint import write_hashes
+from cotune.adapters.fingerprint import base_fingerprint, write_hashes
 from cotune.adapters.manifest import read_manifest
 from cotune.adapters.open_policies import load_export
 from cotune.cli.main import main
@@ -206,6 +207,25 @@ def test_a_run_is_exported_from_its_newest_checkpoint(
     assert manifest.roles[0].metrics == {"reward": 0.25}
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "merged"), "--merge"]) == 0
     assert read_manifest(tmp_path / "merged").policies[0].kind == "full"
+
+
+def test_a_base_that_has_moved_is_named_and_must_be_the_same(
+    tmp_path: Path, base: Path, lora: LoraSpec, adapter: Callable[[int], Weights], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, moved = tmp_path / "run", tmp_path / "elsewhere" / "copy"
+    write_run(run, base, lora, adapter(5))
+    held = {"base": msgspec.to_builtins(base_fingerprint(base))}
+    (run / "run.json").write_text(json.dumps({"model": str(tmp_path / "gone"), "held": held}))
+    shutil.copytree(base, moved)
+    command = ["export", str(run), "--to", str(tmp_path / "out")]
+    assert main(command) == 1 and "gone" in capsys.readouterr().err
+    assert main([*command, "--model", str(moved)]) == 0
+    policy = read_manifest(tmp_path / "out").policies[0]
+    assert policy.base is not None and policy.base.model == str(moved)
+    (moved / "tokenizer.json").write_text("{}")
+    capsys.readouterr()
+    assert main([*command, "--model", str(moved)]) == 1
+    assert "is not the base model that the run was started with: its tokenizer differ" in capsys.readouterr().err
 
 
 def test_the_command_says_how_far_the_run_is_and_which_roles_got_no_folder(
