@@ -35,7 +35,7 @@ def crowd() -> Sandbox:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while left := [child.info for child in psutil.Process().children() if child.name() in ("bwrap", "setpriv")]:
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
@@ -47,7 +47,7 @@ def ran(sandbox: Sandbox, program: str, stdin: str = "") -> Ran:
 
 def wait_for_the_end_of(mark: str) -> None:
     """Fail if a process whose command line has the mark is still there after a while."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while [p for p in psutil.process_iter(["cmdline"]) if any(mark in word for word in p.info["cmdline"] or ())]:
         assert time.monotonic() < deadline
         time.sleep(0.01)

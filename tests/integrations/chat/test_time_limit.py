@@ -39,7 +39,7 @@ def test_work_that_takes_too_long_ends_in_its_thread_and_no_other() -> None:
     for thread in threads:
         thread.join()
     assert sorted(ended) == ["loop too long", "other loop too long", "short"]
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 55
 
 
 def test_work_that_ends_in_time_is_left_alone() -> None:
@@ -53,11 +53,11 @@ def test_work_that_swallows_its_end_goes_on() -> None:
     started = time.monotonic()
     with time_limit(0.1):
         try:
-            while time.monotonic() < started + 30:
+            while time.monotonic() < started + 120:
                 pass
         except TookTooLong:
             pass
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
 
 
 def test_a_template_that_loops_for_one_prompt_fails_that_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_a_request_that_comes_drop_by_drop_is_closed(gate: Bench, sent: bytes, s
         client.settimeout(0.2)
         client.sendall(sent)
         said, begun = b"", time.monotonic()
-        while time.monotonic() - begun < 15:
+        while time.monotonic() - begun < 90:
             try:
                 client.sendall(b" " if sent else b"")
                 got = client.recv(4096)
@@ -67,7 +67,7 @@ def test_a_request_that_comes_drop_by_drop_is_closed(gate: Bench, sent: bytes, s
             if not got:
                 break
             said += got
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 60
     assert said.split(b" ")[1:2] == [status]
 
 

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.viewer import EPISODES, build, pages
 
 CALLS = 100_000
-MOST_SECONDS = 8.0
+MOST_SECONDS = 20.0
 """What a page may take beside other processes. benchmarks/viewer.py measures what it takes: under 1 s."""
 
 

