@@ -14,6 +14,7 @@ import cotune
 from cotune.adapters.export import export_run
 from cotune.adapters.open_policies import load_export
 from cotune.errors import AdapterError, ConfigError, RunError, WorkflowError
+from cotune.trainer.rollout.preflight import EPISODES
 from cotune.trainer.train import resume
 from tests.trainer.tiny_app import application, ask, build_base, converse, letters
 
@@ -195,6 +196,19 @@ def test_a_workflow_that_raises(refused):
     assert f"{Path(__file__).name}:" in error.cause
     assert error.cause.endswith("All 16 episodes looked at failed.")
     assert error.remedy.startswith("Fix the workflow. If it is what the model says")
+
+
+def test_a_workflow_that_raises_before_any_call_is_looked_at_no_more_than_usual(refused):
+    looked = []
+
+    async def raises(task):
+        looked.append(task)
+        return os.environ["NO_SUCH_VARIABLE"]
+
+    error = refused(WorkflowError, application(raises, **BOTH))
+    assert error.cause.startswith("The workflow 'solve' raised KeyError: 'NO_SUCH_VARIABLE' (")
+    assert error.remedy == "Fix the workflow."
+    assert len(looked) == EPISODES
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,11 @@ async def preflight(
 def _worth_another_look(outcomes: Sequence[Outcome]) -> bool:
     """Whether the workflow raised in all of them after calls that were answered: what the model says may break it."""
     return all(
-        outcome.episode.blame == "policy" and not outcome.live.failures and outcome.error and outcome.error.__cause__
+        outcome.episode.calls
+        and outcome.episode.blame == "policy"
+        and not outcome.live.failures
+        and outcome.error
+        and outcome.error.__cause__
         for outcome in outcomes
     )
 
