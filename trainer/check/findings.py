@@ -28,8 +28,16 @@ _SEEN = {
     "that speak its protocol); any other through the model classes of LangChain, AutoGen and CrewAI only."
 }
 
+_ELSEWHERE = (
+    "Calls of such a model are neither recorded nor trained, and a dry run makes them: give its client the address of "
+    "`with cotune.gateway()`, see docs/how-to/gateway.md."
+)
 _RAISED = "The workflow"
 _MADE_UP = "A made-up answer may be the cause: give one that the application can read, with --answer TEXT."
+_NAME_THEM = (
+    "Name them: --roles caller (the function that calls), --roles model or a function of yours leave the application "
+    'as it is; with cotune.role("name"): ... stands in it. See docs/how-to/roles.md.'
+)
 _NEVER_CALLED = (
     "An answer or a task that leads there shows them (--answer, --limit); what calls on some tasks only can be listed "
     "under `roles`."
@@ -59,7 +67,7 @@ def role_findings(roles: Sequence[RoleCheck], calls: Sequence[CallRecord], plan:
     outside = [call for call in calls if call.role == "app"]
     if outside:
         text = f"Calls made outside any agent or node share the role `app`: {len(outside)}."
-        yield Finding("warns", "app", text, 'Name them: with cotune.role("name"): ...')
+        yield Finding("warns", "app", text, _NAME_THEM)
 
 
 def learning_findings(
@@ -143,7 +151,7 @@ def episode_findings(outcomes: Sequence[Outcome], connections: Mapping[str, int]
         yield Finding("warns", f"{kind} ({count})", texts[kind])
     for address, count in connections.items():
         text = f"the application itself connected there {count} times: a tool, or a model that cotune does not see."
-        yield Finding("warns", address, text, "Calls of such a model are neither recorded nor trained.")
+        yield Finding("warns", address, text, _ELSEWHERE)
 
 
 def client_findings() -> Iterator[Finding]:

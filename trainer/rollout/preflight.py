@@ -200,7 +200,9 @@ def _outcome_faults(
 ) -> Iterator[CotuneError]:
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     failed = [call for call in calls if call.status != "ok"]
-    if len(errors) == len(outcomes):
+    if len(errors) == len(outcomes) and not calls:
+        yield _without_calls(errors[0])
+    elif len(errors) == len(outcomes):
         yield _with_calls(_every_time(errors, calls), failed)
     elif not calls:
         yield WorkflowError(f"The workflow {workflow.name!r} made no LLM call that cotune can see.", UNSEEN)
@@ -227,6 +229,14 @@ def _every_time(errors: Sequence[CotuneError], calls: Sequence[CallRecord]) -> C
         )
     raised = WorkflowError(f"{errors[0].cause} All {len(errors)} episodes looked at failed.", remedy)
     raised.__cause__ = errors[0]
+    return raised
+
+
+def _without_calls(error: CotuneError) -> CotuneError:
+    """What a workflow raised that was not seen to call: perhaps its client is not, and had no answer."""
+    cause = f"{error.cause} It made no LLM call that cotune can see."
+    raised = WorkflowError(cause, f"{error.remedy} {UNSEEN}".strip())
+    raised.__cause__ = error
     return raised
 
 

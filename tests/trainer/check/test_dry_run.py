@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -400,6 +401,32 @@ def test_connections_of_the_application_are_told(provider: Provider) -> None:
 
         report = dry(application(fetches))
     assert "connected there 1 times" in said(report, "warns", f"127.0.0.1:{address[1]}")[0]
+
+
+def test_connections_are_told_by_the_name_of_the_host(provider: Provider) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        async def fetches(task: Any) -> float:
+            await ask("first", "hello")
+            socket.create_connection(("localhost", port)).close()
+            with contextlib.suppress(OSError):
+                socket.create_connection(("models.invalid", "443"))
+            return 1.0
+
+        report = dry(application(fetches))
+    told = {finding.about: finding for finding in report.findings if "connected there" in finding.text}
+    assert list(told) == [f"localhost:{port}", "models.invalid:443"]
+    assert "cotune.gateway()" in told["models.invalid:443"].remedy
+
+
+def test_a_workflow_whose_only_client_is_not_seen_is_told_so(provider: Provider) -> None:
+    async def fails(task: Any) -> float:
+        raise OSError("no answer")
+
+    [finding] = [finding for finding in dry(application(fails)).findings if finding.level == "blocks"]
+    assert "no answer" in finding.text and "made no LLM call that cotune can see" in finding.text
+    assert "cotune.gateway()" in finding.remedy
 
 
 def test_the_gateway_is_no_connection_of_the_application(provider: Provider, capfd: pytest.CaptureFixture) -> None:
