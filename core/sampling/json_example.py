@@ -20,17 +20,22 @@ _FORMATS = {
     "uri": "https://example.org/",
     "uuid": "00000000-0000-4000-8000-000000000000",
 }
+_WHO = re.compile(r"agent|worker|speaker|recipient|assignee|delegate|member|next|expert|specialist|role\b|^who", re.I)
+"""Properties that say who shall go on."""
+_OVER = re.compile(r"satisfied|finished|complete|done\b|solved|terminate|stop\b", re.I)
+"""Properties that say whether all is done."""
 _RANGE = re.compile(r"(-?\d+(?:\.\d+)?)\s*(?:-|–|\.\.|to|and)\s*(-?\d+(?:\.\d+)?)")
 
 
-def example(schema: Any, variant: int = 0, texts: Sequence[str] = ()) -> Any:
+def example(schema: Any, variant: int = 0, texts: Sequence[str] = (), names: Sequence[str] = ()) -> Any:
     """A value that `schema` allows: small, but a list has an element, so that what is done for each is done once.
 
     `variant` rotates enums, alternatives, booleans (true first), both ends of a range, and short texts: values of
-    successive variants take an application's branches and end its loops. `texts` are taken where they fit. Patterns,
-    conditions and `not` are not followed.
+    successive variants take an application's branches and end its loops. `texts` are taken where they fit, and where a
+    text says who goes on, `names` in turn: nothing is said to be done before each had its. Patterns, conditions and
+    `not` are not followed.
     """
-    return _Maker(schema, variant, texts).value(schema, 0, ())
+    return _Maker(schema, variant, texts, names).value(schema, 0, ())
 
 
 def fits(schema: Any, value: Any) -> bool:
@@ -39,10 +44,13 @@ def fits(schema: Any, value: Any) -> bool:
 
 
 class _Maker:
-    def __init__(self, root: Any, variant: int, texts: Sequence[str]) -> None:
+    def __init__(self, root: Any, variant: int, texts: Sequence[str], names: Sequence[str], inside: str = "") -> None:
+        """`inside` are the properties above."""
         self.root = root
         self.variant = variant
         self.texts = texts
+        self.names = names
+        self.inside = inside
 
     def value(self, schema: Any, depth: int, above: tuple[str, ...]) -> Any:
         """`above` are the references that led here."""
@@ -61,6 +69,9 @@ class _Maker:
         if schema.get("allOf"):
             return _merged([self.value(part, depth + 1, above) for part in schema["allOf"]])
         return self._of_type(_type(schema), schema, depth, above)
+
+    def _within(self, inside: str, later: int = 0) -> _Maker:
+        return _Maker(self.root, self.variant + later, self.texts, self.names, inside)
 
     def _choice(self, choices: Sequence[Any]) -> Any:
         given = [text for text in self.texts if text in choices]
@@ -84,12 +95,17 @@ class _Maker:
                 properties = schema.get("properties") or {}
                 wanted = list(schema.get("required") or ())
                 wanted += [name for name, part in properties.items() if name not in wanted and _is_list(part)]
-                return {name: self.value(properties.get(name, {}), depth + 1, above) for name in wanted}
+                return {
+                    name: self._within(f"{self.inside} {name}").value(properties.get(name, {}), depth + 1, above)
+                    for name in wanted
+                }
             case "array":
                 return self._list(schema, depth, above)
             case "integer" | "number":
                 return self._number(schema, kind)
             case "boolean":
+                if self.names and _OVER.search(self.inside):
+                    return self.variant % (len(self.names) + 1) == len(self.names)
                 return self.variant % 2 == 0
             case "null":
                 return None
@@ -100,7 +116,7 @@ class _Maker:
             return [self.value(item, depth + 1, above) for item in schema["prefixItems"]]
         items, least = schema.get("items") or {}, int(schema.get("minItems") or 0)
         count = least or (0 if schema.get("maxItems") == 0 or _returns(items, above) else 1)
-        return [_Maker(self.root, self.variant + i, self.texts).value(items, depth + 1, above) for i in range(count)]
+        return [self._within(self.inside, i).value(items, depth + 1, above) for i in range(count)]
 
     def _number(self, schema: Mapping[str, Any], kind: str) -> float:
         whole = kind == "integer"
@@ -128,7 +144,8 @@ class _Maker:
         if isinstance(schema.get("default"), str) and schema["default"]:
             return str(schema["default"])
         least, most = int(schema.get("minLength") or 0), int(schema.get("maxLength") or 1 << 30)
-        given = [text for text in self.texts if least <= len(text) <= most]
+        who = self.names if _WHO.search(self.inside) else ()
+        given = [text for text in who or self.texts if least <= len(text) <= most]
         if given:
             return given[self.variant % len(given)]
         text = chr(ord("a") + self.variant % 26)

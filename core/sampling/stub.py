@@ -21,7 +21,7 @@ from cotune.sampling.protocol import Completion, Sampler, SamplingParams
 from cotune.sampling.request_params import function_of
 from cotune.sampling.responder import PolicyResponder
 from cotune.sampling.scoring import AnyScorer
-from cotune.sampling.stub_words import asked_json, choices_of, names_in
+from cotune.sampling.stub_words import asked_json, choices_of, listed, names_in, prompt_text
 
 _STOPPED_AFTER = 4
 """Times the call limit after which even an application that swallows the refusal is stopped."""
@@ -190,7 +190,7 @@ class _Made:
             return _text(self._value(self._schema, index))
         if stub.answers:
             return stub.answers[(call.turn + index) % len(stub.answers)]
-        asked = asked_json(call.messages, variant)
+        asked = asked_json(call.messages, variant, _names(call))
         if asked is not None:
             stub.branched = True
             return asked
@@ -207,9 +207,10 @@ class _Made:
         given = [value for answer in answers if isinstance(value := _json(answer), dict) and fits(schema, value)]
         if given:
             return given[variant % len(given)]
+        names = listed(prompt_text(self._call.messages), _names(self._call))
         same_texts = [example(schema, variant + i, ["a"]) for i in range(2)]
-        self._stub.branched = self._stub.branched or same_texts[0] != same_texts[1]
-        return example(schema, variant, answers)
+        self._stub.branched = self._stub.branched or same_texts[0] != same_texts[1] or len(names) > 1
+        return example(schema, variant, answers, names)
 
 
 def _names(call: LiveCall) -> list[str]:

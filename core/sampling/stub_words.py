@@ -19,8 +19,15 @@ _COMMON = frozenset(
     | {"QUESTION", "ANSWER"}
 )
 """Words in capitals that stress or name something, and are no answers."""
+_TYPE = "sketched type"
 _MOST = 8
 """Most words that are taken from one prompt."""
+_SKETCHED = re.compile(
+    r"(?<=[:\[])\s*<?(?:(?P<string>string|str|text)|(?P<boolean>boolean|bool|true or false)"
+    r"|(?P<integer>integer|int)|(?P<number>number|float))\b>?(?:\s*\([^)\n]*\))?[^,\n}\]]*",
+    re.I,
+)
+"""A type in the place of a value, as in `{"age": integer (in years)}`."""
 _NAMES = re.compile(r"agent|worker|recipient|assignee|delegate|member|team|target|expert|specialist|role\b|^to$", re.I)
 """Parameters of tools that hand over to somebody, who is listed in the tool's description."""
 _LISTED = re.compile(r"^\s*[-*•]\s*[`'\"]?([\w][\w -]{0,40}?)[`'\"]?\s*(?:\(|:|–|—|$)", re.M)
@@ -31,11 +38,16 @@ def choices_of(messages: Sequence[Mapping[str, Any]], names: Sequence[str], word
     """What an answer to this prompt may have to be: several of the application's `names` that it lists, then words
     that it writes in capitals or quotes, then those that the application is known to wait for."""
     text = prompt_text(messages)
-    listed = [name for name in dict.fromkeys(names) if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
+    offered = listed(text, names)
     asked = [word for word in _WORD.findall(text) if word not in _COMMON]
     asked += [word for word in _QUOTED.findall(text) if word.upper() not in _COMMON]
-    found = dict.fromkeys([*(listed if len(listed) > 1 else ()), *list(dict.fromkeys(asked))[:_MOST], *words])
+    found = dict.fromkeys([*(offered if len(offered) > 1 else ()), *list(dict.fromkeys(asked))[:_MOST], *words])
     return list(found)
+
+
+def listed(text: str, names: Sequence[str]) -> list[str]:
+    """Those of `names` that stand in a text."""
+    return [name for name in dict.fromkeys(names) if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
 
 
 def prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -45,16 +57,35 @@ def prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(_content(message) for message in (*own, *last))
 
 
-def asked_json(messages: Sequence[Mapping[str, Any]], variant: int) -> str | None:
-    """JSON as a prompt asks for it in words: by a schema that it shows, else an example of its own; None without."""
+def asked_json(messages: Sequence[Mapping[str, Any]], variant: int, names: Sequence[str] = ()) -> str | None:
+    """JSON as a prompt asks for it in words: by a schema that it shows or sketches, else an example of its own; None
+    without. `names` are those of the application's parts."""
     text = prompt_text(messages)
     if "json" not in text.lower() and '"properties"' not in text:
         return None
+    offered = listed(text, names)
     shown = list(_objects(text))
     schema = next((one for one in reversed(shown) if isinstance(one.get("properties"), dict)), None)
+    if schema is None and (sketches := list(_objects(_SKETCHED.sub(_as_type, text)))) != shown:
+        schema = _schema_of(sketches[-1])
     if schema is not None:
-        return json.dumps(example(schema, variant))
+        return json.dumps(example(schema, variant, names=offered))
     return json.dumps(shown[-1]) if shown else None
+
+
+def _as_type(found: re.Match[str]) -> str:
+    return f'{{"{_TYPE}": "{found.lastgroup}"}}'
+
+
+def _schema_of(sketch: Any) -> Any:
+    """The schema of what `_SKETCHED` was read in: what is a value already stays it."""
+    if isinstance(sketch, list):
+        return {"type": "array", "items": _schema_of(sketch[0]) if sketch else {}}
+    if not isinstance(sketch, dict):
+        return {"const": sketch}
+    if _TYPE in sketch:
+        return {"type": sketch[_TYPE]}
+    return {"type": "object", "properties": {k: _schema_of(v) for k, v in sketch.items()}, "required": list(sketch)}
 
 
 def names_in(function: Mapping[str, Any], names: Sequence[str]) -> tuple[str, list[str]]:

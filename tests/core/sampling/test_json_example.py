@@ -133,3 +133,15 @@ def test_a_schema_that_refers_to_itself_ends() -> None:
 def test_what_is_no_schema_is_null() -> None:
     assert example(True) is None
     assert example({"$ref": "#/nowhere"}) is None
+
+
+def test_everybody_has_a_turn_before_all_is_said_to_be_done() -> None:
+    answer = {"type": "object", "properties": {"reason": {"type": "string"}, "answer": {}}, "required": ["answer"]}
+    who, over = ({**answer, "properties": {"answer": {"type": kind}}} for kind in ("string", "boolean"))
+    ledger = {"type": "object", "properties": {"is_request_satisfied": over, "next_speaker": who, "question": who}}
+    schema = {**ledger, "required": list(ledger["properties"])}
+    values = [example(schema, variant, names=["coder", "surfer"]) for variant in range(4)]
+    assert [value["next_speaker"]["answer"] for value in values] == ["coder", "surfer", "coder", "surfer"]
+    assert [value["is_request_satisfied"]["answer"] for value in values] == [False, False, True, False]
+    assert [value["question"]["answer"] for value in values] == ["a", "b", "c", "d"]
+    assert example(schema)["is_request_satisfied"]["answer"] is True, "as every boolean where nobody is named"

@@ -39,3 +39,21 @@ def test_a_tool_that_hands_over_knows_names() -> None:
     task = delegate("subagent_type", "Launch a sub-agent. Available:\n- research-agent: finds\n- critic: judges")
     assert names_in(task, []) == ("subagent_type", ["research-agent", "critic"])
     assert names_in(delegate("query", "- one: x"), ["one"]) == ("", [])
+
+
+def test_a_form_that_is_sketched_with_types_is_filled_in() -> None:
+    text = """Answer in pure JSON:
+    {
+       "is_request_satisfied": {"reason": string, "answer": boolean},
+       "next_speaker": {
+            "reason": string,
+            "answer": string (select from: coder, surfer)
+        },
+        "steps": [string],
+        "age": <int>,
+        "kind": "plan"
+    }"""
+    values = [json.loads(asked_json(system(text), n, ["coder", "surfer", "boss"]) or "") for n in range(3)]
+    assert [value["next_speaker"]["answer"] for value in values] == ["coder", "surfer", "coder"]
+    assert [value["is_request_satisfied"]["answer"] for value in values] == [False, False, True]
+    assert [(value["steps"], value["age"], value["kind"]) for value in values[:1]] == [(["a"], 1, "plan")]
