@@ -51,9 +51,9 @@ class ImageInputs:
                 f"Use a model whose template shows images, and keep {mark} out of the texts of its messages.",
             )
         try:
-            found = processor(text=[text], images=[_opened(image) for image in images], add_special_tokens=False)
+            found = processor(text=[text], images=[opened_image(image) for image in images], add_special_tokens=False)
         except (ValueError, TypeError, RuntimeError, OSError) as error:
-            raise RequestRefused(f"The model's processor refuses the images: {_first(error)}.", _CHECK) from None
+            raise RequestRefused(f"The model's processor refuses the images: {first_line(error)}.", _CHECK) from None
         decoded: str = processor.tokenizer.decode(found["input_ids"][0], skip_special_tokens=False)
         return decoded
 
@@ -66,7 +66,7 @@ class ImageInputs:
         processor, key = self._processor(), tuple(images)
         made = self._made.get(key)
         if made is None:
-            opened, text = [_opened(image) for image in images], processor.image_token * len(images)
+            opened, text = [opened_image(image) for image in images], processor.image_token * len(images)
             made = dict(processor(text=[text], images=opened, add_special_tokens=False, return_tensors="pt"))
             self._made.put(key, made, sum(_bytes(value) for value in made.values()))
         marks = _places(processor)
@@ -114,7 +114,7 @@ class ImageInputs:
                     with reading(self._model):
                         self._loaded = AutoProcessor.from_pretrained(self._model, **loading())
                 except ImportError as error:
-                    allowed = f"a model whose processor can be loaded ({_first(error)})"
+                    allowed = f"a model whose processor can be loaded ({first_line(error)})"
                     raise ConfigError("model", self._model, allowed, "Install what its processor needs.") from None
             return self._loaded
 
@@ -123,7 +123,7 @@ def _reads(network: Any) -> set[str]:
     return set(inspect.signature(network.base_model.forward).parameters)
 
 
-def _opened(data: bytes) -> Any:
+def opened_image(data: bytes) -> Any:
     """The image as Pillow has it, in RGB. Raises RequestRefused."""
     from PIL import Image, UnidentifiedImageError
 
@@ -133,7 +133,7 @@ def _opened(data: bytes) -> Any:
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
         kinds = ", ".join(FORMATS)
         raise RequestRefused(
-            f"An image of {len(data):,} bytes cannot be read: {_first(error)}.", f"Send {kinds}."
+            f"An image of {len(data):,} bytes cannot be read: {first_line(error)}.", f"Send {kinds}."
         ) from None
 
 
@@ -146,7 +146,8 @@ def _bytes(value: Any) -> int:
     return int(value.nbytes) if hasattr(value, "nbytes") else 64
 
 
-def _first(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says first, without a full stop."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 

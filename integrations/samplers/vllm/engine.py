@@ -19,6 +19,7 @@ from cotune.integrations.models.meta_model import ModelSkeleton
 from cotune.integrations.samplers.base import LoopSampler
 from cotune.integrations.samplers.versions import BASE, Version
 from cotune.integrations.samplers.vllm.adapters import SharedFolders, left_in_shared_memory, write_shared
+from cotune.integrations.samplers.vllm.images import image_prompt
 from cotune.integrations.samplers.vllm.requests import chosen_logprobs, completion, python_params
 from cotune.integrations.versions import require
 from cotune.policies import LoraSpec
@@ -176,7 +177,10 @@ class VllmSampler(LoopSampler):
         from vllm.inputs.engine import tokens_input
 
         id = str(next(self._requests_made))
-        answer = self._llm.generate(tokens_input(list(prompt)), python_params(n, params), id, lora_request=target)
+        asked = tokens_input(list(prompt))
+        if params.images:
+            asked = await image_prompt(self._llm.renderer, prompt, params.images)
+        answer = self._llm.generate(asked, python_params(n, params), id, lora_request=target)
         final: Any = None
         try:
             async for output in answer:

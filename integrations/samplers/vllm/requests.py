@@ -30,6 +30,12 @@ def python_params(n: int, params: SamplingParams) -> Any:
 
 
 def http_params(n: int, params: SamplingParams) -> dict[str, Any]:
+    """Raises RequestRefused for images."""
+    if params.images:
+        raise RequestRefused(
+            "A vLLM server is sent token ids here, and no images.",
+            'Let the run start its engines, with cluster.engine = "vllm" or "transformers".',
+        )
     body = {**_common(n, params), "return_token_ids": True, "return_tokens_as_token_ids": True}
     if params.logit_bias:
         body["logit_bias"] = {str(token): value for token, value in params.logit_bias}
@@ -39,11 +45,6 @@ def http_params(n: int, params: SamplingParams) -> dict[str, Any]:
 
 
 def _common(n: int, params: SamplingParams) -> dict[str, Any]:
-    if params.images:
-        raise RequestRefused(
-            "vLLM is given token ids here, and no images.",
-            'Sample in process: without [cluster], or with cluster.engine = "transformers".',
-        )
     shape = {name: getattr(params, name) for name in _SHAPE}
     more = {"stop": list(params.stop), "seed": spread(params.seed), "skip_special_tokens": False, "logprobs": 0}
     return {"n": n, **shape, **more}
