@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
+from cotune.integrations.models.kinds import sees_images
 from cotune.policies import Policies
 from cotune.sampling.protocol import Weights
 from cotune.step_profile import Trace
@@ -84,7 +85,11 @@ def _shard(model: LogprobModel, mesh: DeviceMesh, dtype: str) -> None:
 
 
 def _layers(network: Any) -> list[Any]:
-    """The repeated blocks of a transformer; where it does not name them, there is one group for all its weights."""
+    """The repeated blocks of a transformer; where it does not name them, there is one group for all its weights. So
+    too where it sees images: ranks whose rows hold images of other forms make another number of passes over them, and
+    every gathering is one of all ranks."""
+    if sees_images(network.config):
+        return []
     names = set(getattr(network, "_no_split_modules", None) or ())
     return [module for module in network.modules() if type(module).__name__ in names]
 
