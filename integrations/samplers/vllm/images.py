@@ -37,7 +37,9 @@ async def image_prompt(renderer: Any, token_ids: Sequence[int], images: Sequence
 
 def _places(prompt: list[int], made: list[int], ranges: Sequence[Any]) -> list[Any]:
     """vLLM's ranges of a text of images, moved to where the same tokens stand in the prompt."""
-    moved, at, seen = [], 0, set()
+    moved: list[Any] = []
+    seen: set[int] = set()
+    at = 0
     for range_ in ranges:
         tokens = made[range_.offset : range_.offset + range_.length]
         seen |= {token for token, is_seen in zip(tokens, _embedded(range_), strict=True) if is_seen}
