@@ -92,7 +92,7 @@ def components(value: Any, source: str, name: str = "local") -> dict[str, float]
     named: dict[str, float] = {}
     for key, number in items:
         try:
-            named[str(key)] = float(number)
+            named[str(key)] = float(_no_text(number))
         except (TypeError, ValueError):
             raise WorkflowError(
                 f"{source} returned {key} = {number!r}, which is not a number.",
@@ -109,6 +109,13 @@ def components(value: Any, source: str, name: str = "local") -> dict[str, float]
             "Return their mean or their sum under one name.",
         )
     return named
+
+
+def _no_text(value: Any) -> Any:
+    """`value`, unless it is text: what reads as a number by chance is an answer that nobody has judged."""
+    if isinstance(value, str | bytes | bytearray):
+        raise TypeError
+    return value
 
 
 async def score(

@@ -44,6 +44,8 @@ def test_components(value, named):
     [
         (None, "it returned local = None, which is not a number."),
         ("good", "it returned local = 'good', which is not a number."),
+        ("0.5", "it returned local = '0.5', which is not a number."),
+        (b"3", "it returned local = b'3', which is not a number."),
         ([1.0], "it returned local = [1.0], which is not a number."),
         (float("nan"), "it returned local = nan."),
         (float("-inf"), "it returned local = -inf."),
