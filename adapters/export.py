@@ -42,6 +42,7 @@ from cotune.integrations.models.to_gguf import Precision, check_gguf, write_gguf
 from cotune.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
 from cotune.storage.run_layout import RunDescription, RunLayout, newest_checkpoint, read_best, read_policies, read_run
+from cotune.storage.whole_file import is_full
 
 
 def export_run(
@@ -95,15 +96,19 @@ def write_export(
             check_gguf(locate_model(model))
     if not any(policy.roles for policy in policies):
         raise ConfigError("policies", [], "at least one policy that plays a role", "Train a run first.")
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
     try:
+        partial.mkdir(parents=True)
         manifest = _write(partial, policies, run, merge, gguf, other_roles=other_roles, tool_format=tool_format)
         write_card(partial, manifest, background)
         _sync(partial)
         _put_in_place(partial, target)
+    except Exception as error:
+        if not is_full(error):
+            raise
+        cause = f"The disk of {target} is full: nothing is exported."
+        raise RunError(cause, "Free some space, or name another --to.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return manifest

@@ -18,8 +18,9 @@ from cotune.algorithms.advantages import AdvantageState
 from cotune.errors import RunError
 from cotune.policies import Policies
 from cotune.storage.run_layout import POLICIES, SavedPolicy, checkpoint_name, latest_in, newest_checkpoint
+from cotune.storage.whole_file import is_full, sync
 from cotune.trainer.learner.protocol import Learner
-from cotune.trainer.run_folder import RunFolder, sync, write_atomically
+from cotune.trainer.run_folder import RunFolder, write_atomically
 
 
 class BestLoss(msgspec.Struct, frozen=True):
@@ -89,9 +90,10 @@ def commit_checkpoint(
     try:
         save_checkpoint(folder.checkpoints, checkpoint, learner, keep=keep, spare=spare)
     except OSError as error:
+        first = "Free some space" if is_full(error) else "Put that right"
         raise RunError(
             f"The checkpoint after {checkpoint.steps} steps cannot be written: {error}.",
-            f"Free some space, then go on with: cotune train --resume {folder.path}",
+            f"{first}, then go on with: cotune train --resume {folder.path}",
         ) from error
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import platform
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from cotune.errors import RunError
+from cotune.errors import CotuneError, RunError
 from cotune.integrations.versions import installed
 from cotune.storage.file_lock import FileLock
 from cotune.storage.run_layout import RunLayout, read_metrics, read_run_json
+from cotune.storage.whole_file import is_full, of_system, whole_file
 from cotune.trainer.config.train import TrainConfig
 
 _PACKAGES = ("cotune", "torch", "transformers", "peft", "openai", "langgraph", "langchain-openai", "numpy")
@@ -96,12 +97,26 @@ class RunFolder(RunLayout):
     def discard_unbegun(self) -> None:
         """Remove a run that ended before its first checkpoint, so that the folder is free for another try. What was
         in the folder before stays."""
-        if self.latest.exists():
+        if self.latest.exists() or not self.run_json.exists():
             return
         if self._own:
             shutil.rmtree(self.path)
         else:
             self.run_json.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Inside, what fails because the folder is gone, or its disk is full, is a RunError that says so."""
+        then = f"go on with: cotune train --resume {self.path}"
+        try:
+            yield
+        except (CotuneError, OSError) as error:
+            if not self.run_json.exists():
+                cause = f"The run folder {self.path} was removed or moved while the run wrote to it."
+                raise RunError(cause, f"Put it back and {then}; or start a new run.") from error
+            if isinstance(error, OSError) and is_full(error):
+                raise RunError(of_system(error, then)) from error
+            raise
 
     def close(self) -> None:
         self._lock.release()
@@ -109,19 +124,5 @@ class RunFolder(RunLayout):
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write, fsync and rename, so that a crash leaves the old file or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    with whole_file(path) as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Make a file's content, or the renames inside a folder, durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

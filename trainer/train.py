@@ -231,6 +231,7 @@ async def _train(
     run_folder.set(folder.path)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(folder.close)
+        stack.enter_context(folder.telling())
         progress = Progress(config.steps, console)
         for note in notes:
             progress.say(note)
@@ -259,8 +260,9 @@ async def _train(
                 progress.say(note)
             try:
                 await make_steps()
-            except CotuneError:
-                progress.say(f"failed in step {run.state.steps + 1}. {go_on_with}")
+            except (CotuneError, OSError):
+                if folder.run_json.exists():
+                    progress.say(f"failed in step {run.state.steps + 1}. {go_on_with}")
                 raise
             if ended := run.ended if isinstance(run, Run) else "":
                 progress.say(f"ended after step {run.state.steps}: {ended}")

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -21,9 +22,11 @@ from cotune.cli.serve import add_export, add_gateway, add_serve
 from cotune.cli.train import add_check, add_doctor, add_eval, add_trace, add_train
 from cotune.cli.view import add_report, add_view
 from cotune.errors import CotuneError
+from cotune.runtime.interrupts import term_as_interrupt
 from cotune.runtime.openmp import spin_briefly
 from cotune.runtime.process_exit import leave, own_process
 from cotune.runtime.user_code import origin
+from cotune.storage.whole_file import of_system
 from cotune.terminal import LogFormat, harmless
 
 _DESCRIPTION = """Train the agents you already have.
@@ -82,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["COTUNE_TRUST_REMOTE_CODE"] = "1"
     try:
         run: Callable[[argparse.Namespace], int] = arguments.run
-        return run(arguments)
+        with term_as_interrupt() if arguments.writes else nullcontext():
+            return run(arguments)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -91,8 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except SystemExit as error:
         return _failed(arguments, f"the application called sys.exit({error.code!r}){origin(error)}.")
-    except (CotuneError, OSError) as error:
+    except CotuneError as error:
         return _failed(arguments, str(error))
+    except OSError as error:
+        return _failed(arguments, of_system(error))
     except ModuleNotFoundError as error:
         if arguments.extra is None:
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from cotune.cli.command import (
@@ -21,6 +20,7 @@ from cotune.cli.fields import RUN, add_fields, given
 from cotune.cli.options import TraceOptions
 from cotune.errors import ConfigError
 from cotune.storage.run_layout import read_run_json
+from cotune.storage.whole_file import whole_file
 from cotune.terminal import tell, terminal
 
 
@@ -41,7 +41,8 @@ def add_check(commands: Any) -> None:
         if a.json in (None, "-"):
             print(report.to_json()) if a.json else terminal().print(render(report))
         else:
-            Path(a.json).write_text(report.to_json() + "\n")
+            with whole_file(a.json) as file:
+                file.write(f"{report.to_json()}\n".encode())
         return 0 if report.trainable else 1
 
     text = "run an application on a task with made-up answers and say what would be trained, and what not and why"

@@ -51,6 +51,19 @@ class Interrupts:
         raise KeyboardInterrupt
 
 
+@contextlib.contextmanager
+def term_as_interrupt() -> Iterator[None]:
+    """Inside, SIGTERM is what Ctrl-C is: a command that writes files leaves none half-written."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 _current: ContextVar[Interrupts | None] = ContextVar("cotune_interrupts", default=None)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cotune.errors import RunError
 from cotune.runtime.forks import survives_fork
+from cotune.storage.whole_file import is_full
 
 
 def is_held(path: Path) -> bool:
@@ -32,7 +33,8 @@ class FileLock:
             self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             cause = f"{what} cannot be written: {error.strerror}: {path}."
-            raise RunError(cause, "Check the rights of the folder, or choose another one.") from None
+            remedy = "Free some space" if is_full(error) else "Check the rights of the folder"
+            raise RunError(cause, f"{remedy}, or choose another one.") from None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -42,8 +44,12 @@ class FileLock:
                 f"{what} is being written by process {holder}.",
                 "Wait until it ends or stop it; reading is possible meanwhile.",
             ) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, str(os.getpid()).encode(), 0)
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, str(os.getpid()).encode(), 0)
+        except OSError as error:
+            self.release()
+            raise OSError(error.errno, error.strerror, str(path)) from None
         survives_fork(self)
 
     def release(self) -> None:

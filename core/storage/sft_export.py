@@ -9,6 +9,7 @@ import msgspec
 
 from cotune.storage.protocol import Store
 from cotune.storage.recorded_answers import recorded_answers
+from cotune.storage.whole_file import whole_file
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +25,7 @@ def write_supervised(
     """Write `{"messages": [...], "tools": [...]}`, one line per answer of `recorded_answers`."""
     left_out: Counter[str] = Counter()
     lines = 0
-    with Path(path).open("wb") as file:
+    with whole_file(path) as file:
         for found in recorded_answers(store, store.episodes(), left_out, role=role, min_reward=min_reward):
             line = {"messages": [*found.messages, found.answer]}
             file.write(msgspec.json.encode({**line, "tools": found.tools} if found.tools else line) + b"\n")

@@ -21,6 +21,7 @@ from cotune.integrations.otel.otlp_json import SCOPE, encode
 from cotune.integrations.otel.spans import STRUCTURE, Detail, Span, episode_spans
 from cotune.recording.records import Episode, Record
 from cotune.storage.protocol import Store
+from cotune.storage.whole_file import whole_file
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
@@ -43,7 +44,7 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
 
 def export_file(store: Store, path: str | Path, *, episode: str | None = None, detail: Detail = STRUCTURE) -> Exported:
     """Write OTLP/JSON, one line per episode: the form of a collector's file exporter and receiver."""
-    with Path(path).open("wb") as file:
+    with whole_file(path) as file:
         return _export(store, episode, detail, lambda spans: file.write(encode(spans, SERVICE) + b"\n"))
 
 

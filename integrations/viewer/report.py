@@ -16,6 +16,7 @@ from cotune.integrations.viewer.overview import Prices, Totals, facts, headline,
 from cotune.integrations.viewer.queries import roles
 from cotune.integrations.viewer.rendering import asset, hues, render
 from cotune.recording.records import Episode
+from cotune.storage.whole_file import whole_file
 
 EPISODES = 5
 MOST_CALLS = 8
@@ -43,7 +44,9 @@ def write_report(path: Path | str, out: Path, prices: Prices | None = None) -> N
     """Write the report of the run or records file at `path` to `out`. Raises RunError when there is nothing there."""
     runs = open_runs([path])
     try:
-        out.write_text(report(runs[0], prices or {}), encoding="utf-8")
+        page = report(runs[0], prices or {})
+        with whole_file(out) as file:
+            file.write(page.encode())
     finally:
         for run in runs:
             run.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -207,6 +209,36 @@ def test_a_run_is_exported_from_its_newest_checkpoint(
     assert manifest.roles[0].metrics == {"reward": 0.25}
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "merged"), "--merge"]) == 0
     assert read_manifest(tmp_path / "merged").policies[0].kind == "full"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_export_that_is_broken_off_leaves_nothing(
+    tmp_path: Path,
+    base: Path,
+    lora: LoraSpec,
+    adapter: Callable[[int], Weights],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+) -> None:
+    write_run(tmp_path / "run", base, lora, adapter(5))
+    monkeypatch.setattr("cotune.adapters.export._put_in_place", lambda *paths: signal.raise_signal(number))
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "to" / "out")]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert not [*(tmp_path / "to").iterdir()]
+
+
+def test_a_full_disk_is_named_and_leaves_no_part_of_an_export(
+    tmp_path: Path, base: Path, lora: LoraSpec, adapter: Callable[[int], Weights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path, *rest: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_run(tmp_path / "run", base, lora, adapter(5))
+    monkeypatch.setattr("cotune.adapters.export.write_card", full)
+    with pytest.raises(RunError, match=r"The disk of .*out is full: nothing is exported\. Free some space"):
+        export_run(tmp_path / "run", tmp_path / "to" / "out")
+    assert not [*(tmp_path / "to").iterdir()]
 
 
 def test_a_base_that_has_moved_is_named_and_must_be_the_same(

@@ -19,9 +19,9 @@ from cotune.cli.options import TraceOptions
 from cotune.cli.trace import trace
 from cotune.errors import RunError
 from cotune.policies import policies_for
+from cotune.storage.whole_file import sync
 from cotune.trainer.learner.files import write_progress
 from cotune.trainer.learner.local import LocalLearner
-from cotune.trainer.run_folder import sync
 from tests.trainer.conftest import Trainer
 from tests.trainer.learner.learner_rows import FAST, SMALL, make_rows
 from tests.trainer.tiny_app import TASKS, application, letters

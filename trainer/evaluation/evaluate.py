@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.run_layout import RunLayout, read_run_json
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.storage.whole_file import of_system
 from cotune.tasks import as_tasks
 from cotune.terminal import terminal
 from cotune.trainer.config.train import convert
@@ -36,6 +38,8 @@ from cotune.trainer.evaluation.run import Evaluation, evaluate_episodes
 from cotune.trainer.reporting.progress import episode_bar
 from cotune.trainer.run_folder import write_atomically
 from cotune.workflows import Workflow, WorkflowSource, workflow_of
+
+log = logging.getLogger("cotune")
 
 OnMode = Callable[[str], contextlib.AbstractContextManager[Callable[[Episode], None] | None]]
 
@@ -72,11 +76,12 @@ def evaluate(
     chosen = msgspec.structs.replace(chosen, prices=prices)
     recorded = read_recorded(chosen.records, held_out, prices) if chosen.records is not None else None
     usual = trained.sampling.max_tokens if trained else SamplingParams().max_tokens
-    report = run_sync(_evaluate(app, held_out, evaluated, chosen, out, usual))
+    with contextlib.nullcontext() if out is None else _whole(out):
+        report = run_sync(_evaluate(app, held_out, evaluated, chosen, out, usual))
     if recorded is not None:
         report = beside(report, *recorded)
     if out is not None:
-        write_atomically(out.path / "evaluation.json", json.dumps(report.to_json(), indent=2).encode())
+        report = _written(report, out.path / "evaluation.json")
     report.require_some_episode()
     return report
 
@@ -183,6 +188,32 @@ def _all_prices(prices: Prices, evaluated: EvaluatedPolicies) -> Prices:
     base = prices.get(evaluated.model, prices.get(Path(evaluated.model).name))
     policies = [UNTRAINED.name, *(policy.name for policy in evaluated.policies if policy.kind != "provider")]
     return {**(dict.fromkeys(policies, base) if base else {}), **prices}
+
+
+@contextlib.contextmanager
+def _whole(out: RunLayout) -> Iterator[None]:
+    """Inside, an evaluation records to a folder; when it ends before its time its records go, so that the same command
+    works again."""
+    new = not out.path.exists()
+    try:
+        yield
+    except BaseException:
+        for file in out.path.glob(f"{out.records.name}*"):
+            file.unlink(missing_ok=True)
+        if new and out.path.exists():
+            out.path.rmdir()
+        raise
+
+
+def _written(report: EvaluationReport, file: Path) -> EvaluationReport:
+    """Write the report; where that fails its figures are still shown, with a note."""
+    try:
+        write_atomically(file, json.dumps(report.to_json(), indent=2).encode())
+    except OSError as error:
+        log.error("The figures are shown, and not stored: %s", of_system(error, "evaluate again"))
+        note = f"{file} could not be written: {error.strerror}."
+        return msgspec.structs.replace(report, notes=(*report.notes, note))
+    return report
 
 
 def _check_out(out: RunLayout) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -179,4 +180,5 @@ def _gone(reason: str) -> SamplerError:
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    with contextlib.suppress(ConnectionError, EOFError):  # the application has ended meanwhile
+        serve(Connection(int(sys.argv[1])))

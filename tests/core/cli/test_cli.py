@@ -112,7 +112,9 @@ def test_a_failing_disk_is_no_traceback(monkeypatch, capsys):
 
     monkeypatch.setattr(train_module, "resume", full)
     assert cli.main(["train", "--resume", "r"]) == 1
-    assert capsys.readouterr().err == "cotune train: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().err == (
+        "cotune train: The disk is full: no more can be written. Free some space, then run the command again.\n"
+    )
 
 
 @pytest.fixture

@@ -66,7 +66,9 @@ def learner(model: Path) -> LocalLearner:
     return LocalLearner.open(str(model), policies_for("lora", ROLES, LORA), LearnerSettings(threads=1), LossSpec())
 
 
-def test_an_export_in_every_mode(model: Path, learner: LocalLearner, tmp_path: Path) -> None:
+def test_an_export_in_every_mode(
+    model: Path, learner: LocalLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = np.random.default_rng(0)
     trained = [
         TrainedPolicy(
@@ -99,6 +101,14 @@ def test_an_export_in_every_mode(model: Path, learner: LocalLearner, tmp_path: P
         episodes = list(store.episodes())
     assert len(episodes) == 15 and {type(e) for e in episodes} == {Episode}
     assert {e.phase for e in episodes} == {f"eval-{mode}" for mode in report.evaluations}
+
+    async def broken_off(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cotune.trainer.evaluation.evaluate.evaluate_modes", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        cotune.evaluate(tmp_path / "export", TALK, TASKS, out=tmp_path / "broken_off")
+    assert not (tmp_path / "broken_off").exists(), "the same command works again"
 
 
 def test_a_run_whose_adapters_have_not_moved_equals_its_base(

@@ -1,0 +1,64 @@
+"""Files that appear whole or not at all, and what is told where none can be written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def whole_file(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to write, which is under its name once all of it is written and synced. After an error or an interruption
+    nothing of it is left, and what was there before stays. A pipe or a device is written as it is.
+
+    Raises OSError, which names the file.
+    """
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_file():
+            with path.open("wb") as file:
+                yield file
+            return
+        path = path.resolve()
+        partial = path.with_name(path.name + ".partial")
+        try:
+            with partial.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        sync(path.parent)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or the renames inside a folder, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the cause is a disk without room, or a quota."""
+    return getattr(error, "errno", None) in _FULL or "No space left" in str(error)  # safetensors says it in text
+
+
+def of_system(error: OSError, then: str = "run the command again") -> str:
+    """What to tell of an error of the operating system; `then` is what to do once there is room on a full disk."""
+    if not is_full(error):
+        return str(error)
+    where = f" of {error.filename}" if error.filename else ""
+    return f"The disk{where} is full: no more can be written. Free some space, then {then}."

@@ -1,0 +1,41 @@
+"""A run folder that is taken away, or whose disk is full, while a run writes to it."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cotune.errors import RunError
+from cotune.trainer.config.train import convert
+from cotune.trainer.run_folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    made = RunFolder.create(tmp_path / "run", convert({"model": "m"}), workflow=None, tasks=None)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file"), RunError("48 records could not be stored.")])
+def test_a_folder_that_was_removed_is_the_cause_of_what_fails_then(folder: RunFolder, error: Exception) -> None:
+    with (
+        pytest.raises(RunError, match=r"run was removed or moved while.*Put it back.*--resume.*new run"),
+        folder.telling(),
+    ):
+        shutil.rmtree(folder.path)
+        raise error
+    folder.discard_unbegun()
+
+
+def test_a_full_disk_is_the_cause_with_the_way_to_go_on(folder: RunFolder) -> None:
+    with pytest.raises(RunError, match=r"disk of .*metrics.jsonl is full.*--resume"), folder.telling():
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder.metrics))
+
+
+def test_other_errors_stay_what_they_are(folder: RunFolder) -> None:
+    with pytest.raises(PermissionError), folder.telling():
+        raise PermissionError(errno.EACCES, "Permission denied")
