@@ -80,7 +80,7 @@ def end(process: Any, folder: Path) -> Ended:
 
 
 def trace(
-    folder: Path, provider: Provider, deeds: Sequence[Any], app: str = "asynchronous", timeout: str = "2"
+    folder: Path, provider: Provider, deeds: Sequence[Any], app: str = "asynchronous", timeout: str = "6"
 ) -> Ended:
     more = ("--out", "run", "--timeout", timeout)
     return end(start(folder, provider, "trace", app, deeds, *more), folder)
@@ -99,7 +99,7 @@ def test_a_plain_function_that_never_ends_costs_its_own_episode(tmp_path: Path, 
     ended = trace(tmp_path, provider, ["sleep", ""], "synchronous")
     found = ended.episodes()
     assert ended.status == 0, ended.said
-    said = r"did not finish within 2\.0 seconds: its thread goes on at .* in synchronous: time\.sleep\(600\)"
+    said = r"did not finish within 6\.0 seconds: its thread goes on at .* in synchronous: time\.sleep\(600\)"
     assert found["well"][0] == "ok" and re.search(said, found["sleep"][1])
 
 
@@ -125,7 +125,7 @@ def test_leaving_costs_the_episode_not_the_run(tmp_path: Path, provider: Provide
 
 
 def test_the_end_of_the_process_by_the_application_is_told(tmp_path: Path, provider: Provider) -> None:
-    ended = trace(tmp_path, provider, ["exit_at_once"])
+    ended = trace(tmp_path, provider, ["exit_at_once"], timeout="30")
     assert ended.status == 7
     assert "The workflow 'asynchronous' on task 'exit_at_once' called os._exit(7)" in ended.last
     assert "in exit_at_once: os._exit(7)" in ended.last
