@@ -122,7 +122,8 @@ def judge_memory(config: TrainConfig, machine: Machine, prompt: int) -> tuple[tu
     try:
         folder = locate_model(config.model)
         plan = plan_memory(config, machine, folder, prompt=prompt, policies=policies)
-        images = ", without what passes over images take" if folder_sees_images(folder) else ""
+        counted = any("images" in part.name for process in plan for part in process.parts)
+        images = ", without what passes over images take" if folder_sees_images(folder) and not counted else ""
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, CotuneError) as error:
         # a model's own code may want values, which tensors without storage do not have
         text = f"what it takes cannot be reckoned beforehand ({type(error).__name__}: {error})"

@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from cotune.integrations.models.vision import KEPT_BYTES, PASS_BYTES
 from cotune.integrations.samplers.transformers.wire import PREFIX_PART
 from cotune.runtime.memory import parse_size
 from cotune.trainer.config.train import TrainConfig
@@ -82,6 +83,8 @@ def learner_memory(
     libraries = LIBRARIES["learner"] if device == "cpu" else CONTEXT
     adapters = 4.0 * trained / parts if size.adapter else 0.0
     logits = float(LOGITS * size.vocabulary * (64 if device == "cpu" else 256))
+    whole = size.parameters * (4.0 if settings.dtype == "float32" else 2.0)
+    gathered = (Part("all weights, for a pass", whole),) if size.sees and parts > 1 else ()
     fixed = libraries + weights + adapters + state + logits + size.pass_bytes
     bound = min(parse_size(settings.memory), free) if settings.memory else free
     share = bound - fixed if settings.memory else (total / 16 if device == "cpu" else 0.8 * (free - fixed))
@@ -99,6 +102,8 @@ def learner_memory(
             Part("gradients and optimizer", state),
             Part(f"a pass of {tokens} tokens" + (", checkpointed" if checkpointed else ""), activations + logits),
             Part("publishing, in the place of gradients", 0.0),
+            *gathered,
+            *_image_parts(size, device),
         ),
     )
 
@@ -126,8 +131,17 @@ def sampler_memory(
             Part("published versions", float(published)),
             Part(f"cache of {load.sequences} sequences", float(cache + logits)),
             Part("earlier prompts, at most", float(total / PREFIX_PART if kept is None else kept)),
+            *_image_parts(size, device),
         ),
     )
+
+
+def _image_parts(size: ModelSize, device: str) -> tuple[Part, ...]:
+    """Passes over images, of as many as go together; and on the CPU, where they are, those that are kept."""
+    if not size.image_factor:
+        return ()
+    seen = Part("passes over images, at most", PASS_BYTES * size.image_factor)
+    return (seen, Part("images as they were processed, at most", float(KEPT_BYTES))) if device == "cpu" else (seen,)
 
 
 def pass_tokens(size: ModelSize, config: TrainConfig, load: Workload, room: float) -> tuple[int, bool]:

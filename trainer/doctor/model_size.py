@@ -9,6 +9,9 @@ import msgspec
 
 from cotune.policies import LoraSpec
 
+PIXELS = 4.0
+"""Pixel values, their masks and copies, as a multiple of the former."""
+
 
 class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of a causal LM: `parameters` of the base, and of one LoRA in `adapter` (0: all weights are trained)."""
@@ -25,6 +28,10 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     """The same for each pass, however few tokens it has: casts of weights."""
     checkpointed_bytes: float
     """What it keeps for each token where layers are computed again."""
+    sees: bool = False
+    image_factor: float = 0.0
+    """What seeing images takes at its peak, as a multiple of their pixel values; 0 where the configuration does not
+    tell the sizes of the vision tower."""
 
 
 def measure_folder(folder: Path, lora: LoraSpec | None, dtype: str) -> ModelSize:
@@ -44,7 +51,7 @@ def measure(config: Any, lora: LoraSpec | None, dtype: str) -> ModelSize:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from cotune.integrations.models.folder import loading
-    from cotune.integrations.models.kinds import auto_class, beside_language
+    from cotune.integrations.models.kinds import auto_class, beside_language, sees_images
     from cotune.trainer.learner.memory.checkpointing import Checkpointing
 
     text = config.get_text_config()
@@ -82,7 +89,21 @@ def measure(config: Any, lora: LoraSpec | None, dtype: str) -> ModelSize:
         token_bytes=found[False][0],
         pass_bytes=max(found[False][1], 0.0),
         checkpointed_bytes=found[True][0],
+        sees=sees_images(config),
+        image_factor=_image_factor(config.vision_config) if sees_images(config) else 0.0,
     )
+
+
+def _image_factor(sight: Any) -> float:
+    """The pixel values themselves with masks and copies, and of a layer, which keeps nothing for a backward pass, what
+    its widest part holds at once: two tensors as wide as a patch is in the tower, and three of its inner width."""
+    patch: int | None = getattr(sight, "patch_size", None)
+    width: int | None = getattr(sight, "embed_dim", None) or getattr(sight, "hidden_size", None)
+    if not isinstance(patch, int) or not width:
+        return 0.0
+    inner: float = getattr(sight, "intermediate_size", None) or width * getattr(sight, "mlp_ratio", 4)
+    frames: int = getattr(sight, "temporal_patch_size", 1)
+    return PIXELS + (2 * width + 3 * inner) / (3 * patch**2 * frames)
 
 
 def _fill(network: Any) -> None:

@@ -8,6 +8,16 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import (
+    CLIPVisionConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.cli.main import main
@@ -17,7 +27,7 @@ from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.doctor.doctor import judge_memory
 from cotune.trainer.doctor.forecast import Workload, learner_memory, pass_tokens, sampler_memory
 from cotune.trainer.doctor.machine import Gpu
-from cotune.trainer.doctor.model_size import ModelSize, measure_folder
+from cotune.trainer.doctor.model_size import ModelSize, measure, measure_folder
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.memory.pass_size import bytes_per_token
 from tests.integrations.seeing_models import build_seeing
@@ -152,8 +162,38 @@ def test_the_command_prints_the_table_of_a_run(
     assert "(2 policies, prompts of up to 100 tokens)" in " ".join(printed.split())
 
 
-def test_the_memory_of_a_model_that_sees_is_said_to_be_without_its_images(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["llava", "idefics3"])
+def test_passes_over_images_take_what_is_said_beforehand(kind: str) -> None:
+    """Of 4 pictures: what the vision tower really holds at its peak."""
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 4}
+    text = LlamaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    pixels = torch.rand(4, 3, 224, 224)
+    given = {"pixel_values": pixels}
+    if kind == "llava":
+        sight = CLIPVisionConfig(**shape, image_size=224, patch_size=14)
+        network = LlavaForConditionalGeneration(LlavaConfig(vision_config=sight, text_config=text, image_token_id=9))
+    else:
+        sizes = {**shape, "model_type": "idefics3_vision", "image_size": 224, "patch_size": 14}
+        config = Idefics3Config(vision_config=sizes, text_config=text, scale_factor=2, image_token_id=9)
+        network = Idefics3ForConditionalGeneration(config)
+        given = {"pixel_values": pixels[None], "pixel_attention_mask": torch.ones(1, 4, 224, 224, dtype=torch.int64)}
+    tracker = MemTracker()  # type: ignore[no-untyped-call]
+    tracker.track_external(network)
+    with torch.no_grad(), tracker:
+        network.eval().base_model.get_image_features(**given)
+    held = {str(kind): size for kind, size in tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items()}
+    peak = held["Total"] - sum(p.nbytes for p in network.parameters()) + sum(t.nbytes for t in given.values())
+    factor = measure(network.config, LoraSpec(), "float32").image_factor
+    assert 0.7 * factor < peak / pixels.nbytes < 1.05 * factor
+
+
+def test_the_memory_of_a_model_that_sees_counts_its_images(tmp_path: Path) -> None:
     build_seeing(tmp_path)
-    plan, finding = judge_memory(convert({"model": str(tmp_path)}), MACHINE, 512)
-    assert plan and finding.level == "ok"
-    assert "prompts of up to 512 tokens, without what passes over images take" in finding.text
+    config = convert({"model": str(tmp_path), "cluster": {"address": "local", "learners": 2}})
+    plan, finding = judge_memory(config, msgspec.structs.replace(MACHINE, gpus=()), 512)
+    assert plan and finding.text.endswith("prompts of up to 512 tokens)")
+    learner = parts(plan[0])
+    assert learner["images as they were processed, at most"] == 0.268
+    # 4 bytes of 4 + (2 * 32 + 3 * 64) / (3 * 8 * 8) for each of 2**23 values
+    assert learner["passes over images, at most"] == 0.179
+    assert "all weights, for a pass" in learner
