@@ -43,6 +43,11 @@ from cotune.sampling.request_params import template_options
 
 logger = logging.getLogger("cotune.serve")
 MAX_BODY = 16 << 20
+_NO_RESPONSES = (
+    "Not Found: POST /v1/responses. Chat completions are served here: have the client use that interface (the OpenAI "
+    "Agents SDK: set_default_openai_api('chat_completions')), or run the policies in the application by "
+    "cotune.deployed, which answers both."
+)
 _LOOK = 0.5
 """Seconds between two looks at whether the engine is there."""
 
@@ -61,6 +66,10 @@ def build_app(local: LocalPolicies, token: str | None = None) -> Starlette:
         name = request.path_params["name"]
         return json_response(_model(name, chat.find(name), local))
 
+    async def responses(request: Request) -> Response:
+        access.check(request.scope)
+        raise RequestError(404, _NO_RESPONSES, code="not_found")
+
     async def health(request: Request) -> Response:
         access.check_local(request.scope)
         info = await local.sampler.info()
@@ -74,6 +83,7 @@ def build_app(local: LocalPolicies, token: str | None = None) -> Starlette:
     return application(
         [
             Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/responses", responses, methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/health", health),

@@ -45,6 +45,7 @@ INTEGRATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "agents.run_internal.run_loop": ("openai.agents_sdk", ("openai-agents",)),
     "crewai": ("crewai.hooks", ("crewai",)),
     "crewai.memory.unified_memory": ("crewai.memory", ("crewai",)),
+    "dspy.clients.cache": ("dspy.caches", ()),
 }
 """By foreign module: the integration whose `install()` runs once it is loaded, and the distributions whose installed
 versions that integration must support."""

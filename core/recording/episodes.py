@@ -38,6 +38,8 @@ UNSEEN = (
 """What to do where no call of a workflow is seen."""
 _SHARED = "Several episodes run at once: make what runs in the workflow function, or give it to cotune.workflow itself."
 _THREADS = 1024
+_LONGEST = 1000
+"""Characters of an error's text above which only the first half of as many is told."""
 _grown: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
 
@@ -236,6 +238,8 @@ def _raised(workflow: Workflow, error: BaseException) -> WorkflowError:
         return WorkflowError(f"The workflow {workflow.name!r} {error.__cause__}.", REMEDY)
     what = str(error) if isinstance(error, Stopped) else f"{type(error).__name__}: {error}"
     remedy = _SHARED if _BUSY.search(what) else remedy_of(what, "Fix the workflow.")
+    if len(what) > _LONGEST:  # some libraries put every prompt and answer into the text of an error
+        what = f"{what[: _LONGEST // 2]} ... ({len(what):,} characters)"
     failed = WorkflowError(f"The workflow {workflow.name!r} raised {what}{origin(error)}.", remedy)
     failed.__cause__ = error
     return failed

@@ -274,6 +274,11 @@ def test_unknown_paths_and_methods(server: tuple[Endpoint, Scripted]) -> None:
     assert httpx.get(f"{server[0].url}/models/judge").json()["error"]["code"] == "model_not_found"
 
 
+def test_the_responses_interface_is_told_what_to_do(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match=r"set_default_openai_api\('chat_completions'\).*cotune.deployed"):
+        client.responses.create(model="writer", input="hello")
+
+
 def test_clients_raise_their_own_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="the models are: planner, writer"):
         client.chat.completions.create(model="judge", messages=HELLO)

@@ -188,6 +188,15 @@ def test_a_scorer_that_fails_blocks(provider: Provider) -> None:
     assert report.left_out == {"scorer_failed": 4, "untrained_role": 1}
 
 
+def test_an_error_that_quotes_whole_prompts_is_cut(provider: Provider) -> None:
+    async def quotes(task: Any) -> float:
+        await ask("first", "hello")
+        raise ValueError("unreadable" + 40_000 * "x")
+
+    [text] = said(dry(application(quotes)), "blocks", "")
+    assert "raised ValueError: unreadablexxx" in text and "x ... (40,022 characters) (" in text and len(text) < 1500
+
+
 def test_a_workflow_that_raises_blocks(provider: Provider) -> None:
     async def broken(task: Any) -> float:
         return float(await ask("first", "how many?"))
@@ -378,6 +387,19 @@ def test_a_stream_under_a_tree_is_told(provider: Provider) -> None:
     report = dry(application(streams, first=letters))
     assert report.calls[0].stream
     assert "with 4 candidates per call the answer comes at once" in said(report, "note", "first")[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "level", "told"),
+    [({"top_logprobs": 2}, "warns", "the lists are empty"), ({}, "note", "its tokens stand there as ids")],
+)
+def test_log_probabilities_that_are_asked_for_are_told(
+    provider: Provider, asked: dict[str, int], level: str, told: str
+) -> None:
+    async def unsure(task: Any) -> float:
+        return float(len(await ask("first", "hello", logprobs=True, **asked)))
+
+    assert any(told in text for text in said(dry(application(unsure)), level, "first"))
 
 
 def test_a_blocked_loop_is_told(provider: Provider) -> None:
