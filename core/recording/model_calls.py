@@ -9,6 +9,9 @@ import asyncio
 import concurrent.futures
 import contextvars
 import functools
+import selectors
+import socket
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -22,6 +25,7 @@ from cotune.recording.answers import Answer
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.records import CallStatus
 from cotune.runtime.context_vars import setting
+from cotune.runtime.loop_watch import running_context
 from cotune.sampling.blame import blame
 
 UNREADABLE = (ValueError, TypeError, AttributeError, KeyError)
@@ -29,9 +33,12 @@ UNREADABLE = (ValueError, TypeError, AttributeError, KeyError)
 _CANCELLED = (asyncio.CancelledError, concurrent.futures.CancelledError, KeyboardInterrupt, GeneratorExit)
 _DETAIL = 500
 """Most characters of an error message that are recorded."""
+_WAITS = (threading.__file__, socket.__file__, selectors.__file__, subprocess.__file__, "httpcore/_backends/sync.py")
+"""Files whose functions wait, and do nothing else for long."""
 LOOP_CHECK = 0.1
 """Seconds between two checks of an episode's loop that has not begun to answer a call of another thread. It never would
-where the application waits on it for that thread (a synchronous graph with parallel nodes, run inside a coroutine)."""
+where the application waits on it for that thread (a synchronous graph with parallel nodes, run inside a coroutine) or,
+by a synchronous client, for the gateway of its own episode."""
 
 
 def open_call(request: Callable[[], Mapping[str, Any]]) -> LiveCall | None:
@@ -247,9 +254,12 @@ async def _respond(call: LiveCall) -> Answer | None:
 
 
 def _waiting(loop: asyncio.AbstractEventLoop) -> FrameType | None:
-    """Where the loop's thread waits for another thread; None for one that works or is idle."""
+    """Where the application waits on the loop's thread for another thread, a process or a socket; None where it works,
+    or the loop is idle."""
     frame = sys._current_frames().get(getattr(loop, "_thread_id", None) or 0)
-    return frame if frame is not None and frame.f_code.co_filename == threading.__file__ else None
+    if frame is None or not frame.f_code.co_filename.endswith(_WAITS):
+        return None
+    return frame if running_context(frame) is not None else None
 
 
 @functools.cache

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,28 @@ def test_a_late_call_does_not_reach_the_policies(provider: Provider, record: Rec
     refused = httpx.post(f"{urls[0]}/chat/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "episode_ended")
     assert record.calls == [] and provider.requests == []
+
+
+def by_client(url: str) -> None:
+    httpx.post(f"{url}/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}).raise_for_status()
+
+
+def by_process(url: str) -> None:
+    subprocess.check_output([sys.executable, "-c", APP, url, url])
+
+
+@pytest.mark.parametrize("ask", [by_client, by_process])
+def test_a_loop_that_waits_for_its_own_gateway_is_answered_and_named(
+    record: Recorded, ask: Callable[[str], None]
+) -> None:
+    async def app(task: Any) -> float:
+        with cotune.gateway() as gate:
+            ask(gate.role_url("planner"))
+        return 1.0
+
+    outcome = record(app, lambda call: "policy")
+    assert outcome.rewards == {"team": 1.0}
+    assert outcome.live.warnings == {"blocked_loop": len(record.calls)} and set(record.statuses) == {"ok"}
 
 
 def test_outside_an_episode_it_says_what_to_do() -> None:
