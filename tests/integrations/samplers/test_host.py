@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -26,3 +29,13 @@ def test_it_leaves_the_cores_to_others_while_its_threads_wait(tmp_path: Path, mo
             await sampler.aclose()
 
     assert asyncio.run(environment())["GOMP_SPINCOUNT"] == str(SPINS)
+
+
+def test_a_host_whose_application_has_ended_ends_without_a_word() -> None:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "cotune.integrations.samplers.transformers.host", str(theirs.fileno())]
+    host = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    theirs.close()
+    ours.close()
+    said, _ = host.communicate(timeout=300)
+    assert (host.returncode, said) == (0, b"")
