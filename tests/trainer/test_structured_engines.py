@@ -42,7 +42,9 @@ async def opened(engine: str, model: Path) -> Sampler:
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.long)])
-def test_every_reply_is_valid_and_its_probabilities_are_the_learners(engine: str, spoken: Path) -> None:
+def test_every_reply_is_valid_and_its_probabilities_are_the_learners(
+    engine: str, spoken: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     chat = ChatTemplate.load(spoken)
     bias = ((40, 2.0), (41, -100.0))
 
@@ -63,6 +65,7 @@ def test_every_reply_is_valid_and_its_probabilities_are_the_learners(engine: str
             await sampler.aclose()
 
     drawn = asyncio.run(scenario())
+    assert "EngineDeadError" not in "".join(capfd.readouterr())  # as vLLM logs where it is closed
     for number, _, _, reply in drawn:
         assert reply.finish_reason == "stop"
         jsonschema.validate(json.loads(chat.parse(reply.token_ids)[0]), SCHEMAS[number])

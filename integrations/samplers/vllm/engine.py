@@ -46,6 +46,8 @@ _ENVIRONMENT = {
 # Small helpers of vLLM's sampler are compiled at the first request, which takes a minute and gains nothing on a CPU.
 _ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 
+_REOPEN = "Read vLLM's log, then open a new sampler."
+
 
 def slots(policies: int, staleness: int) -> int:
     """How many adapters an engine must hold: every policy in all versions that may be sampled from, and a new one."""
@@ -271,8 +273,7 @@ class VllmSampler(LoopSampler):
             return Version(policy, _same(await self._ask("cotune_weights")))
         except Exception as error:
             lost = SamplerError(
-                f"{policy} arrived in part only, and the engine's weights are lost: {_reason(error)}.",
-                "Read vLLM's log, then open a new sampler.",
+                f"{policy} arrived in part only, and the engine's weights are lost: {_reason(error)}.", _REOPEN
             )
             self._fail(lost)
             raise lost from error
@@ -333,10 +334,7 @@ class VllmSampler(LoopSampler):
         except Exception as error:
             raise self._failed(error) from error
         if digest != self._asleep:
-            lost = SamplerError(
-                f"The engine woke with other weights: {digest} instead of {self._asleep}.",
-                "Read vLLM's log, then open a new sampler.",
-            )
+            lost = SamplerError(f"The engine woke with other weights: {digest} instead of {self._asleep}.", _REOPEN)
             self._fail(lost)
             raise lost
         self._asleep = None
@@ -371,15 +369,15 @@ class VllmSampler(LoopSampler):
 
     async def _close(self) -> None:
         if self._llm is not None:
+            if self._llm.output_handler is not None:  # which would log the end of the engine as a failure
+                self._llm.output_handler.cancel()
             await asyncio.to_thread(self._llm.shutdown, CLOSE_SECONDS)
         self._folders.close()
 
     def _failed(self, error: Exception) -> SamplerError:
         """What a failure of vLLM's is to the caller; a dead engine stays dead."""
         if self._llm.errored:
-            gone = SamplerError(
-                f"The sampler's engine is gone: {_reason(error)}.", "Read vLLM's log, then open a new sampler."
-            )
+            gone = SamplerError(f"The sampler's engine is gone: {_reason(error)}.", _REOPEN)
             self._fail(gone)
             return gone
         return SamplerError(f"vLLM failed: {_reason(error)}.", "Read vLLM's log.")
