@@ -164,6 +164,7 @@ def serve(source: str | Path, say: Callable[[str], None], **options: Any) -> Non
             say(f"  {role}: not here, its provider answers")
         if local.others is not None:
             say(f"  any other name: {local.others.policy}, the untrained model ({local.others.base})")
+            say("  where the application asks for another name, give it to a role: --as NAME=ROLE")
         say("Ctrl-C stops it.")
         endpoint.wait()
 
