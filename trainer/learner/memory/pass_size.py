@@ -182,7 +182,7 @@ def choose_pass_size(policies: Iterable[PolicyModel], settings: LearnerSettings,
 
 
 def reuses_pages(room: float, limit: float) -> bool:
-    """Whether passes that should take `room` bytes may leave gaps in memory, of which there are `limit` bytes."""
+    """Whether passes of a large model that should take `room` bytes of the `limit` there is may leave gaps in memory."""
     return limit >= REUSED_PAGES * room
 
 
