@@ -73,8 +73,6 @@ def learner_memory(
 ) -> ProcessMemory:
     """The learner: weights, gradients and moments, and a pass. The copy that a publication makes is of the size of the
     gradients, which are gone by then."""
-    from cotune.trainer.learner.memory.pass_size import LARGE, REUSED_PAGES, reuses_pages
-
     settings, cluster = config.learner, config.cluster
     parts = cluster.learners if cluster.address else 1
     policies = load.policies if size.adapter == 0 else 1  # adapters share one base
@@ -92,8 +90,6 @@ def learner_memory(
     share = bound - fixed if settings.memory else (total / 16 if device == "cpu" else 0.8 * (free - fixed))
     tokens, checkpointed = pass_tokens(size, config, load, share)
     activations = tokens * (checkpointed_peak(size) if checkpointed else PEAK * size.token_bytes) + size.pass_bytes
-    if device == "cpu" and size.parameters > LARGE and not settings.memory and reuses_pages(share, free - fixed):
-        activations *= REUSED_PAGES
     return ProcessMemory(
         process="learner",
         count=parts,

@@ -35,14 +35,10 @@ LAYER_MARGIN = 2.0
 """The same of the layer that the backward pass computes again, with its gradients."""
 OPTIMIZER_BYTES = 12
 """Per trained parameter: its gradient and AdamW's two moments, in fp32."""
-REUSED_PAGES = 2.4
-"""What a pass takes of the machine's memory where glibc keeps the pages of freed tensors for others, as a multiple of
-what it takes where each tensor has its own: gaps between activations stay. Fresh pages cost a quarter of the time."""
 _MMAP_THRESHOLD = (-3, 256 * 1024)
 """glibc's M_MMAP_THRESHOLD: larger tensors are given back to the system when they are freed. By itself it raises the
-threshold with the sizes it sees."""
-LARGE = 2**24
-"""Parameters above which a model's matrix products take longer than the system needs to hand out pages."""
+threshold with the sizes it sees, and the gaps between activations then take twice their memory. Only for models whose
+matrix products take far longer than the system needs to hand out pages."""
 
 
 class PassSize:
@@ -147,19 +143,16 @@ def choose_pass_size(policies: Iterable[PolicyModel], settings: LearnerSettings,
     """
     models = list(policies)
     networks = list({id(model.network): model for model in models}.values())
-    to_come = sum(p.numel() for model in models for p in model.parameters().values()) * OPTIMIZER_BYTES // group.size
-    fixed = to_come + max(_logit_bytes(model) for model in networks)
-    room, limit, where = _room(models[0], settings, fixed)
     if models[0].device.type == "cpu" and any(_is_large(model) for model in networks):
-        if settings.memory or not reuses_pages(room, limit):
-            _give_memory_back()
-        else:
-            limit /= REUSED_PAGES
+        _give_memory_back()
     asked = settings.activation_checkpointing
     possible = bool(asked) and all(model.logprob_model.checkpointing.possible for model in networks)
     per_token = {False: max(plain_bytes(model) for model in networks)}
     if possible:
         per_token[True] = max(checkpointed_bytes(model) for model in networks)
+    to_come = sum(p.numel() for model in models for p in model.parameters().values()) * OPTIMIZER_BYTES // group.size
+    fixed = to_come + max(_logit_bytes(model) for model in networks)
+    room, limit, where = _room(models[0], settings, fixed)
     least = min(per_token.values())
     if settings.memory and room < LEAST * least:
         allowed = f"at least {(parse_size(settings.memory) - room + LEAST * least) / 2**30:.1f}GiB for this model"
@@ -179,11 +172,6 @@ def choose_pass_size(policies: Iterable[PolicyModel], settings: LearnerSettings,
         most=agreed(limit / least),
         where=where,
     )
-
-
-def reuses_pages(room: float, limit: float) -> bool:
-    """Whether passes of a large model that should take `room` bytes of the `limit` there is may leave gaps in memory."""
-    return limit >= REUSED_PAGES * room
 
 
 def _pass_tokens(settings: LearnerSettings, fit: int) -> int:
@@ -272,7 +260,7 @@ def _logit_bytes(model: PolicyModel) -> int:
 
 
 def _is_large(model: PolicyModel) -> bool:
-    return sum(int(p.numel()) for p in model.network.parameters()) > LARGE
+    return sum(int(p.numel()) for p in model.network.parameters()) > 2**24
 
 
 def _give_memory_back() -> None:
