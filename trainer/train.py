@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -20,6 +21,7 @@ from cotune.integrations.trackers.tracker import check_tools
 from cotune.judging.ledger import run_folder
 from cotune.recording.records import Task
 from cotune.runtime.interrupts import stop_by
+from cotune.runtime.openmp import spin_briefly
 from cotune.runtime.process_exit import go_on
 from cotune.runtime.run_sync import run_sync
 from cotune.storage.run_layout import read_run_json, relocated
@@ -63,6 +65,7 @@ def train(
     print(summary.path, summary.finished, summary.rewards)
     ```
     """
+    spin_briefly(os.environ)
     flow = workflow_of(workflow)
     chosen = _config(config, settings)
     listed = _new_tasks(tasks, chosen)
@@ -112,6 +115,7 @@ def resume(
     and `tasks` are needed only where the run was started from Python with objects instead of names. Raises ConfigError
     or RunError, before work starts, for what would make it another run.
     """
+    spin_briefly(os.environ)
     read_run_json(run)
     folder = RunFolder.open(run)
     with contextlib.ExitStack() as stack:
