@@ -42,7 +42,7 @@ from cotune.integrations.models.to_gguf import Precision, check_gguf, write_gguf
 from cotune.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
 from cotune.storage.run_layout import RunDescription, RunLayout, newest_checkpoint, read_best, read_policies, read_run
-from cotune.storage.whole_file import is_full
+from cotune.storage.whole_file import is_full, sync
 
 
 def export_run(
@@ -225,7 +225,7 @@ def _sync(folder: Path) -> None:
     for path in (*folder.rglob("*"), folder):
         if path.is_file():
             path.chmod(mode)  # safetensors makes files for their owner alone
-        _fsync(path)
+        sync(path)
 
 
 def _put_in_place(partial: Path, target: Path) -> None:
@@ -234,15 +234,7 @@ def _put_in_place(partial: Path, target: Path) -> None:
         target.rename(old)
     partial.rename(target)
     shutil.rmtree(old, ignore_errors=True)
-    _fsync(target.parent)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(target.parent)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,15 @@ def cache_left_aside() -> bool:
     return True
 
 
+def unless_left_aside(original: Any) -> Any:
+    """`original`, a method of a cache that reads or writes, which gives None where the cache is left aside."""
+
+    def use(self: Any, *args: Any, **options: Any) -> Any:
+        return None if cache_left_aside() else original(self, *args, **options)
+
+    return use
+
+
 def inside(original: Any, context: Callable[..., AbstractContextManager[Any] | None]) -> Any:
     """`original`, a plain or an async function, which in an episode runs in what `context` gives for its arguments, if
     anything."""

@@ -53,7 +53,7 @@ class Interrupts:
 
 @contextlib.contextmanager
 def term_as_interrupt() -> Iterator[None]:
-    """Inside, SIGTERM is what Ctrl-C is: a command that writes files leaves none half-written."""
+    """Inside, SIGTERM is what Ctrl-C is; only the main thread can have it so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dspy.clients.cache import Cache
 
-from cotune.integrations.patching import cache_left_aside, each_subclass, replace_method
+from cotune.integrations.patching import each_subclass, replace_method, unless_left_aside
 
 
 def install() -> None:
@@ -16,11 +14,4 @@ def install() -> None:
 
 def _wrap(cls: type) -> None:
     for name in ("get", "put"):
-        replace_method(cls, name, _aside)
-
-
-def _aside(original: Any) -> Any:
-    def use(self: Any, *args: Any, **options: Any) -> Any:
-        return None if cache_left_aside() else original(self, *args, **options)
-
-    return use
+        replace_method(cls, name, unless_left_aside)

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import logging
 import os
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cotune.errors import ConfigError
 from cotune.integrations.http.requests import RequestError, is_loopback, json_bytes
+from cotune.runtime.interrupts import term_as_interrupt
 
 T = TypeVar("T")
 Opening = Callable[[], AbstractAsyncContextManager[tuple[ASGIApp, T]]]
@@ -93,12 +93,8 @@ def running(
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[None]:
     """Leave the body at Ctrl-C or SIGTERM, quietly."""
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        with contextlib.suppress(KeyboardInterrupt):
-            yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    with term_as_interrupt(), contextlib.suppress(KeyboardInterrupt):
+        yield
 
 
 def check_access(host: str, token: str | None) -> None:
@@ -159,10 +155,6 @@ def _bind(host: str, port: int) -> socket.socket:
             "port", f"{host}:{port}", f"an address that can be bound ({reason})", "Choose another."
         ) from None
     return listener
-
-
-def _interrupt(signum: int, frame: Any) -> None:
-    raise KeyboardInterrupt
 
 
 MAX_HEAD = 64 << 10

@@ -6,7 +6,7 @@ from typing import Any
 
 from langchain_core.caches import BaseCache
 
-from cotune.integrations.patching import cache_left_aside, each_subclass, replace_method
+from cotune.integrations.patching import cache_left_aside, each_subclass, replace_method, unless_left_aside
 
 
 def install() -> None:
@@ -16,16 +16,9 @@ def install() -> None:
 
 def _wrap(cls: type) -> None:
     for name in ("lookup", "update"):
-        replace_method(cls, name, _aside)
+        replace_method(cls, name, unless_left_aside)
     for name in ("alookup", "aupdate"):
         replace_method(cls, name, _aside_async)
-
-
-def _aside(original: Any) -> Any:
-    def use(self: Any, *args: Any, **options: Any) -> Any:
-        return None if cache_left_aside() else original(self, *args, **options)
-
-    return use
 
 
 def _aside_async(original: Any) -> Any:
