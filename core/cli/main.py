@@ -23,7 +23,6 @@ from cotune.cli.train import add_check, add_doctor, add_eval, add_trace, add_tra
 from cotune.cli.view import add_report, add_view
 from cotune.errors import CotuneError
 from cotune.runtime.interrupts import term_as_interrupt
-from cotune.runtime.openmp import spin_briefly
 from cotune.runtime.process_exit import leave, own_process
 from cotune.runtime.user_code import origin
 from cotune.storage.whole_file import of_system
@@ -78,7 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown.setFormatter(LogFormat())
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, handlers=[shown])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    spin_briefly(os.environ)
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     sys.path.insert(0, str(Path.cwd()))
     if getattr(arguments, "trust_remote_code", False):
