@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal, cast
 
 import msgspec
 
-from cotune.algorithms.samples import Sample
+from cotune.algorithms.samples import Failure, Sample
 from cotune.errors import RecordError
 from cotune.recording.images import prompt_id
 from cotune.recording.records import CallRecord, Candidate, Episode, candidate_id
 from cotune.sampling.plans import PlanKind
 from cotune.storage.protocol import Store
 
-OnFailure = float | Literal["lowest", "exclude"]
+OnFailure = Failure | Literal["exclude"]
 
 COMPLETE = ("stop", "length", "tool_calls", "function_call")
 """Finish reasons of an answer that ended by itself or at the length limit."""
@@ -57,11 +57,10 @@ def collect(
     is the version of each policy that is trained now; a candidate from more than `max_lag` versions before it, or
     from a version after it (of a run that was rolled back), is stale.
 
-    `on_failure` is the outcome of an episode that the policy has failed, under every name that the other outcomes of
-    its task (or else of the step) have, else `team`: a number, or `lowest`: 0, or the step's lowest outcome of that
-    name where that is below 0. An episode that the infrastructure has failed has no outcome: independent rollouts
-    leave it out, while under a tree plan the candidates of its calls are compared with each other all the same.
-    `exclude` leaves out all episodes that failed. A call that failed is left out of every episode.
+    `on_failure` is the reward of an episode that the policy failed, after weights and gates (`Sample.failure`). An
+    episode that the infrastructure failed has no outcome: independent rollouts leave it out, while under a tree plan
+    the candidates of its calls are compared with each other all the same. `exclude` leaves out all episodes that
+    failed. A call that failed is left out of every episode.
     """
     left_out: Counter[str] = Counter()
     usable: list[tuple[Episode, CallRecord]] = []
@@ -95,19 +94,16 @@ def collect(
     targets = list(dict.fromkeys(episode.id for episode, _ in usable))
     targets += [candidate_id(call.id, c.index) for _, call in usable for c in call.candidates]
     rewards = store.rewards(targets)
-    outcomes = {episode.id: (episode, rewards.get(episode.id) or {}) for episode, _ in usable}
-    failures = _Failures([(e.task.id, found) for e, found in outcomes.values() if e.status == "ok"], on_failure)
     samples: list[Sample] = []
     for episode, call in usable:
-        outcome = outcomes[episode.id][1]
-        if episode.status != "ok" and episode.blame != "infrastructure":
-            outcome = {**failures.outcome(episode.task.id), **outcome}
+        outcome = rewards.get(episode.id) or {}
+        failure = failure_of(episode, on_failure)
         for candidate in call.candidates:
             own = rewards.get(candidate_id(call.id, candidate.index)) or {}
-            reason = _candidate_reason(candidate, call, plan) or _reward_reason(own, outcome, call, plan)
+            reason = _candidate_reason(candidate, call, plan) or _reward_reason(own, outcome, failure, call, plan)
             if reason is None:
                 late = episode.id in timed_out
-                sample = _sample(episode, call, candidate, own, outcome, plan, timed_out=late)
+                sample = _sample(episode, call, candidate, own, outcome, failure, plan, timed_out=late)
                 if plan == "replay" and (branch := trunk_calls.get(call.id)) is not None:
                     sample = msgspec.structs.replace(sample, branch=branch, turn=turns.get(branch, call.turn))
                 elif plan == "replay":
@@ -142,24 +138,10 @@ def is_outcome(episode: Episode) -> bool:
     return episode.status == "ok" or (episode.status == "error" and episode.blame in ("policy", None))
 
 
-class _Failures:
-    """Outcomes of failed episodes, made from those of the episodes that ended well (task, components)."""
-
-    def __init__(self, outcomes: Sequence[tuple[str, Mapping[str, float]]], on_failure: OnFailure) -> None:
-        self._value = on_failure
-        self._of_task: dict[str, dict[str, None]] = {}
-        self._lowest: dict[str, float] = {}
-        for task, components in outcomes:
-            self._of_task.setdefault(task, {}).update(dict.fromkeys(components))
-            for name, value in components.items():
-                self._lowest[name] = min(value, self._lowest.get(name, 0.0))
-
-    def outcome(self, task: str) -> dict[str, float]:
-        """What a failed episode of `task` ends with."""
-        names = self._of_task.get(task) or self._lowest or ("team",)
-        if self._value == "lowest":
-            return {name: self._lowest.get(name, 0.0) for name in names}
-        return dict.fromkeys(names, float(self._value))
+def failure_of(episode: Episode, on_failure: OnFailure) -> Failure | None:
+    """What stands for the outcome of an episode: None where it ended well, or the policy did not fail it."""
+    failed = episode.status != "ok" and episode.blame != "infrastructure"
+    return on_failure if failed and on_failure != "exclude" else None
 
 
 def _episode_reason(episode: Episode, plan: PlanKind, on_failure: OnFailure) -> str | None:
@@ -218,9 +200,9 @@ def _candidate_reason(candidate: Candidate, call: CallRecord, plan: PlanKind) ->
 
 
 def _reward_reason(
-    own: Mapping[str, float], outcome: Mapping[str, float], call: CallRecord, plan: PlanKind
+    own: Mapping[str, float], outcome: Mapping[str, float], failure: Failure | None, call: CallRecord, plan: PlanKind
 ) -> str | None:
-    if not own and (plan == "tree" or not outcome):
+    if not own and (plan == "tree" or not (outcome or failure is not None)):
         return "scorer_failed" if call.error else "missing_reward"
     finite = all(map(math.isfinite, own.values())) and all(map(math.isfinite, outcome.values()))
     return None if finite else "non_finite_reward"
@@ -232,6 +214,7 @@ def _sample(
     candidate: Candidate,
     own: Mapping[str, float],
     outcome: Mapping[str, float],
+    failure: Failure | None,
     plan: PlanKind,
     *,
     timed_out: bool,
@@ -253,6 +236,7 @@ def _sample(
         entropy=-sum(candidate.logprobs) / len(candidate.logprobs),
         rewards=own,
         outcome=outcome,
+        failure=failure,
         chosen=candidate.index == call.chosen,
         training_step=episode.training_step,
         limit=call.sampling.get("max_tokens"),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
 from cotune.recording.records import PolicyRef
+
+Failure = float | Literal["lowest"]
+"""The reward of a failed episode, after weights and gates: a number, or the lowest of the step and 0."""
 
 KEY_FIELDS = ("task", "rollout", "role", "turn", "step", "branch", "prompt", "observation", "policy")
 """Fields of a sample that a recipe may group by."""
@@ -23,9 +27,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     `observation` is what the role saw last: the id of the prompt's last message, its anchor state (GiGPO).
     `entropy` is the mean of -log pi_sampler over the tokens, in nats, as estimate of the mean token entropy.
     `rollout` is the episode. `rewards` are the candidate's own components, from before the selection; `outcome`
-    the episode's. `limit` is the most tokens that the answer could have, None where unknown; `truncated` says that it
-    was cut there, `timed_out` that a call of a trained role timed out in its episode. `continues` marks a call that a
-    branch of a replay plan makes after its fork: it is in no group, and has the advantage of the branch's candidate.
+    the episode's. `failure` stands for the outcome of an episode that the policy failed (see `attribute`); it is None
+    where the episode ended well. `limit` is the most tokens that the answer could have, None where unknown; `truncated`
+    says that it was cut there, `timed_out` that a call of a trained role timed out in its episode. `continues` marks a
+    call that a branch of a replay plan makes after its fork: it is in no group, and has the advantage of the branch's
+    candidate.
     """
 
     id: str
@@ -42,6 +48,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     entropy: float = 0.0
     rewards: Mapping[str, float] = {}
     outcome: Mapping[str, float] = {}
+    failure: Failure | None = None
     chosen: bool = True
     training_step: int | None = None
     limit: int | None = None

@@ -141,9 +141,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """In mode async, how many versions a sample may be behind the policy that trains on it; older ones are dropped
     and counted."""
     on_failure: str = "lowest"
-    """The outcome of an episode that the policy has failed (bad output, prompt too long, too many calls, its time-out):
-    lowest (0, or the step's lowest outcome if that is below 0) | reward:<number> | exclude (it teaches nothing). One
-    that engine, network or store have failed has none."""
+    """The reward, after weights and gates, of an episode that the policy failed (bad output, prompt too long, too many
+    calls, its time-out): lowest (the role's lowest in the step, and at most 0) | reward:<number> | exclude (it teaches
+    nothing). An episode that the infrastructure failed has none."""
     redact: str = ""
     """module:function or file.py:function that sees each message before it is stored, and returns what to store, beside
     the workflow's own redactors; see docs/how-to/privacy.md."""

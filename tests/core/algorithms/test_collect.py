@@ -7,8 +7,10 @@ import time
 
 import pytest
 
+from cotune.algorithms.attribution import attribute, attribute_outcomes
 from cotune.algorithms.collect import collect, failure_reward, temperature
 from cotune.algorithms.filters import REASONS
+from cotune.algorithms.recipes import Attribution
 from cotune.ids import segment_id
 from cotune.recording.records import PolicyRef, RewardRecord
 
@@ -170,9 +172,9 @@ def test_a_failed_episode_may_have_a_reward_but_its_failed_calls_never(book, pla
     book.call("d", "stopped", rewards=rewards)
     collected = collect(book.store, book.store.episodes(), plan=plan, on_failure=-1.0)
     each = max(1, len(rewards))
-    assert [(s.call, s.outcome) for s in collected.samples if s.id.endswith(".0")] == [
-        ("b", {"team": -1.0}),
-        ("a", {"team": 1.0}),
+    assert [(s.call, s.outcome, s.failure) for s in collected.samples if s.id.endswith(".0")] == [
+        ("b", {}, -1.0),
+        ("a", {"team": 1.0}, None),
     ]
     assert collected.left_out == {"timed_out_call": each, "failed_episode": each}
     excluded = collect(book.store, book.store.episodes(), plan=plan, on_failure="exclude")
@@ -180,35 +182,70 @@ def test_a_failed_episode_may_have_a_reward_but_its_failed_calls_never(book, pla
     assert excluded.left_out == {"failed_episode": 3 * each}
 
 
-def test_the_reward_of_a_failed_episode_has_the_names_of_the_others(book):
-    book.episode("good", outcome={"right": 1.0, "brief": 0.5})
-    book.call("a", "good")
-    book.episode("worse", status="error", outcome={"brief": 0.25})
-    book.call("b", "worse")
-    collected = collect(book.store, book.store.episodes(), plan="independent", on_failure=-2.0)
-    assert {s.call: s.outcome for s in collected.samples} == {
-        "a": {"right": 1.0, "brief": 0.5},
-        "b": {"right": -2.0, "brief": 0.25},
-    }
+def rewards_of(book, attribution, on_failure="lowest"):
+    samples = collect(book.store, book.store.episodes(), plan="independent", on_failure=on_failure).samples
+    return dict(zip((s.rollout for s in samples), attribute(samples, attribution).tolist(), strict=True))
 
 
-def test_by_default_a_failure_of_the_policy_is_an_outcome_that_is_never_better_than_another(book):
-    """0, or the step's lowest where that is below; the names are those of its own task."""
-    book.episode("e1", task="p", outcome={"cost": -3.0, "right": 0.5})
-    book.episode("e2", task="p", status="error", blame="policy")
-    book.episode("e3", task="p", status="error", blame="infrastructure")
-    book.episode("e4", task="q", outcome={"solved": 1.0})
-    book.episode("e5", task="q", status="error")
+@pytest.mark.parametrize(("on_failure", "failed"), [("lowest", -1.5), (-4.0, -4.0), (0.25, 0.25)])
+def test_a_failed_episode_is_never_better_than_the_lowest_mixed_reward(book, on_failure, failed):
+    """right - minutes / 2: 1 - 4/2 = -1, 0 - 3/2 = -1.5, 1 - 1/2 = 0.5; the lowest of each component is 0, and would
+    mix to 0, which is better than two of three answers."""
+    for name, right, minutes in (("e1", 1.0, 4.0), ("e2", 0.0, 3.0), ("e3", 1.0, 1.0)):
+        book.episode(name, outcome={"right": right, "minutes": minutes})
+    book.episode("e4", status="error", blame="policy")
+    book.episode("e5", status="error", blame="infrastructure")
     for name in ("e1", "e2", "e3", "e4", "e5"):
         book.call(f"c{name}", name)
-    collected = collect(book.store, book.store.episodes(), plan="independent")
-    assert {s.rollout: s.outcome for s in collected.samples} == {
-        "e1": {"cost": -3.0, "right": 0.5},
-        "e2": {"cost": -3.0, "right": 0.0},
-        "e4": {"solved": 1.0},
-        "e5": {"solved": 0.0},
-    }
-    assert collected.left_out == {"outage": 1}
+    weighed = Attribution(horizon="terminal", weights={"minutes": -0.5})
+    assert rewards_of(book, weighed, on_failure) == {"e1": -1.0, "e2": -1.5, "e3": 0.5, "e4": failed}
+
+
+def test_the_lowest_mixed_reward_is_one_of_the_step_and_of_the_role_after_gates_and_alpha(book):
+    """a: 2 * 3 * gate 1 = 6 and 2 * -1 * gate 0.5 = -1; b, which weighs team by -1: -6 and 1."""
+    book.episode("e1", task="p", outcome={"team": 3.0, "format": 1.0})
+    book.episode("e2", task="q", outcome={"team": -1.0, "format": 0.5})
+    book.episode("e3", task="q", status="error")
+    for name in ("e1", "e2", "e3"):
+        book.call(f"a{name}", name)
+        book.call(f"b{name}", name, role="b", turn=1)
+    how = Attribution(horizon="terminal", alpha=2.0, gates=("format",), weights={"b/team": -1.0})
+    samples = collect(book.store, book.store.episodes(), plan="independent").samples
+    values = dict(zip((s.call for s in samples), attribute(samples, how).tolist(), strict=True))
+    assert values == {"ae1": 6.0, "be1": -6.0, "ae2": -1.0, "be2": 1.0, "ae3": -1.0, "be3": -6.0}
+
+
+def test_by_default_failures_count_zero_where_no_episode_is_worse_or_has_an_outcome(book):
+    book.episode("e1", outcome={"right": 0.5})
+    book.episode("e2", status="error")
+    book.episode("e3", status="error", outcome={"right": 0.25})
+    for name in ("e1", "e2", "e3"):
+        book.call(f"c{name}", name)
+    assert rewards_of(book, Attribution(horizon="terminal")) == {"e1": 0.5, "e2": 0.0, "e3": 0.25}
+    book.episode("e1", status="error")
+    book.store._rewards.clear()
+    assert rewards_of(book, Attribution(horizon="terminal")) == {"e1": 0.0, "e2": 0.0, "e3": 0.0}
+
+
+def test_a_failure_leaves_what_a_scorer_gave_and_no_gain_where_a_gate_is_missing(book):
+    """own + outcome, gated by the outcome's format: 1 * (2 + 1) = 3, 0 * (2 + 1) = 0; failed: no gain of its own 2."""
+    book.episode("e1", outcome={"team": 1.0, "format": 1.0})
+    book.episode("e2", outcome={"team": 1.0, "format": 0.0})
+    book.episode("e3", status="error")
+    for name in ("e1", "e2", "e3"):
+        book.call(f"c{name}", name, rewards=[2.0])
+    assert rewards_of(book, Attribution(outcome=True, gates=("format",))) == {"e1": 3.0, "e2": 0.0, "e3": 0.0}
+    assert rewards_of(book, Attribution(outcome=True, weights={"format": 0.0})) == {"e1": 3.0, "e2": 3.0, "e3": 2.0}
+    assert rewards_of(book, Attribution()) == {"e1": 2.0, "e2": 2.0, "e3": 2.0}
+
+
+def test_outcomes_by_themselves_mix_as_in_training():
+    outcomes = [{"right": 1.0, "minutes": 4.0}, {}, {"right": 1.0, "minutes": 1.0}, {"right": 1.0}]
+    weighed = Attribution(weights={"minutes": -0.5})
+    found = attribute_outcomes(outcomes, "a", weighed, [None, "lowest", None, None], ["q"] * 4)
+    assert found.tolist()[:3] == [-1.0, -1.0, 0.5]
+    assert math.isnan(found[3])
+    assert attribute_outcomes([{}, {}], "a", weighed, ["lowest", -1.0], ["q", "p"]).tolist() == [0.0, -1.0]
 
 
 @pytest.mark.parametrize("blame", ["policy", "infrastructure"])
