@@ -9,14 +9,14 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from cotune.errors import CotuneError, RunError
+from cotune.errors import CotuneError, RunError, error_text
 from cotune.integrations.versions import installed
 from cotune.storage.file_lock import FileLock
-from cotune.storage.run_layout import RunLayout, read_metrics, read_run_json
+from cotune.storage.run_layout import RunEnd, RunLayout, read_metrics, read_run_json
 from cotune.storage.whole_file import is_full, of_system, whole_file
 from cotune.trainer.config.train import TrainConfig
 
@@ -112,9 +112,36 @@ class RunFolder(RunLayout):
         else:
             self.run_json.unlink(missing_ok=True)
 
+    def note_end(self, kind: Literal["failed", "stopped", "ended"], cause: str, remedy: str = "") -> None:
+        """Write why the run ends, for those who look at it later, as far as that is possible."""
+        with contextlib.suppress(OSError):
+            write_atomically(self.end, msgspec.json.encode(RunEnd(kind=kind, cause=cause, remedy=remedy)))
+
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Inside, what fails because the folder is gone, or its disk is full, is a RunError that says so."""
+        """Inside, what fails because the folder is gone, or its disk is full, is a RunError that says so. Whatever else
+        fails is noted in the folder."""
+        self.end.unlink(missing_ok=True)
+        try:
+            with self._named():
+                yield
+        except CotuneError as error:
+            self._note_failure(error.cause, error.remedy)
+            raise
+        except Exception as error:
+            self._note_failure(error_text(error))
+            raise
+        except BaseException:
+            if self.run_json.exists():
+                self.note_end("stopped", "It was interrupted.")
+            raise
+
+    def _note_failure(self, cause: str, remedy: str = "") -> None:
+        if self.run_json.exists():
+            self.note_end("failed", cause, remedy)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
         then = f"go on with: cotune train --resume {self.path}"
         try:
             yield

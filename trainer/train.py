@@ -270,8 +270,10 @@ async def _train(
                 raise
             if ended := run.ended if isinstance(run, Run) else "":
                 progress.say(f"ended after step {run.state.steps}: {ended}")
+                folder.note_end("ended", ended)
             elif run.stopping:
                 progress.say(f"stopped after step {run.state.steps}; saved. {go_on_with}")
+                folder.note_end("stopped", "It was stopped.")
             if (config.profile or 0) > run.state.steps:
                 progress.say(f"step {config.profile} has no profile: it was not reached")
         run.store.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -29,6 +30,7 @@ class FileLock:
         or the file that cannot be made."""
         import fcntl
 
+        self._names_holder = False
         try:
             self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
@@ -50,14 +52,19 @@ class FileLock:
         except OSError as error:
             self.release()
             raise OSError(error.errno, error.strerror, str(path)) from None
+        self._names_holder = True
         survives_fork(self)
 
     def release(self) -> None:
         """Give the lock back; safe to call twice. In a forked child it only lets go of the child's share."""
         if self._fd is not None:
+            if self._names_holder:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, 0)
             os.close(self._fd)
             self._fd = None
 
     def after_fork(self) -> None:
         """In a forked child: let go of the parent's lock."""
+        self._names_holder = False
         self.release()

@@ -4,6 +4,7 @@ RUN/run.json           what is needed to repeat the run: config, workflow, tasks
 RUN/records.db         every episode, call, candidate and reward
 RUN/judge.db           what judges have answered and cost
 RUN/metrics.jsonl      one line per step
+RUN/end.json           why the run ended, where that was before its last step
 RUN/checkpoints/       step-000012/, `latest`, the name of the newest complete one, and best.json
 RUN/profile/           where the time of steps went that were profiled: step-000012.json, step-000012.trace.json.gz
 RUN/loggers.json       under which ids experiment trackers know the run, and RUN/tensorboard/, RUN/wandb/ what they keep
@@ -17,7 +18,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -109,6 +110,14 @@ class Best(msgspec.Struct, frozen=True):
     figure: float
 
 
+class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a run ended before its last step: it failed, it was stopped, or it ended by its own settings."""
+
+    kind: Literal["failed", "stopped", "ended"]
+    cause: str
+    remedy: str = ""
+
+
 class _Line(msgspec.Struct):
     """What every line of metrics.jsonl has that is read again."""
 
@@ -128,6 +137,7 @@ class RunLayout:
         self.run_json = self.path / _RUN
         self.records = self.path / RECORDS
         self.metrics = self.path / "metrics.jsonl"
+        self.end = self.path / "end.json"
         self.checkpoints = self.path / "checkpoints"
         self.profiles = self.path / "profile"
         self.latest = latest_in(self.checkpoints)
@@ -191,6 +201,14 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
             yield found
     if broken:
         log.warning("%s: %d broken %s left out", file, broken, "line is" if broken == 1 else "lines are")
+
+
+def read_end(path: str | Path) -> RunEnd | None:
+    """Why a run ended before its last step; None where nothing says so, or what does cannot be read."""
+    try:
+        return msgspec.json.decode(RunLayout(path).end.read_bytes(), type=RunEnd)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def read_profiles(path: str | Path) -> list[StepProfile]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from cotune.errors import CotuneError, RunError
 from cotune.storage.file_lock import is_held
-from cotune.storage.run_layout import RECORDS, RunLayout, is_run, read_metrics, read_run_json
+from cotune.storage.run_layout import RECORDS, RunEnd, RunLayout, is_run, read_end, read_metrics, read_run_json
 from cotune.storage.sqlite_store import SqliteStore
 
 log = logging.getLogger("cotune.viewer")
@@ -79,7 +79,7 @@ class OpenedRun:
 
     @property
     def state(self) -> str:
-        """`finished`, `under way` or `stopped` for a run; `recording` or `records` for a records file."""
+        """`finished`, `under way`, `failed` or `stopped` for a run; `recording` or `records` for a records file."""
         steps, done = self.config.get("steps"), len(self.metrics)
         if self.is_run and isinstance(steps, int) and done and self.metrics[-1]["step"] + 1 >= steps:
             return "finished"
@@ -87,7 +87,15 @@ class OpenedRun:
         lock = self.path / "lock" if self.is_run else records_lock
         if is_held(lock):
             return "under way" if self.is_run else "recording"
-        return "stopped" if self.is_run else "records"
+        if not self.is_run:
+            return "records"
+        kind = self.end.kind if self.end else "stopped"
+        return "finished" if kind == "ended" else kind
+
+    @property
+    def end(self) -> RunEnd | None:
+        """Why the run ended before its last step; None where nothing says so."""
+        return read_end(self.path) if self.is_run else None
 
     @property
     def stamp(self) -> str:

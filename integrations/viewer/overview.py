@@ -13,8 +13,11 @@ from cotune.algorithms.recipes import USUAL
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.integrations.viewer.queries import SUCCESS
 from cotune.intervals import Interval, share
-from cotune.tables import first_line
+from cotune.reading.causes import FAILED, Cause, causes
+from cotune.tables import plural
 
+MOST_CAUSES = 5
+"""Causes of failed episodes that a page shows; the others are counted."""
 Prices = Mapping[str, tuple[float, float]]
 """Money per million tokens of prompts and completions, by model."""
 
@@ -212,25 +215,23 @@ def _plan_of(lines: list[dict[str, Any]]) -> str:
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """Something that went wrong, how often, and where the page of it is; `count` 0 for what the last step noted."""
+    """Something that went wrong, how often, and where the page of it is; `count` 0 for what the last step noted. `more`
+    is what else an error says."""
 
     text: str
     count: int
     query: dict[str, str] = {}
+    more: str = ""
 
 
 def troubles(run: OpenedRun) -> list[Trouble]:
     """Causes of failed episodes, the commonest first, records that are lost, and what the last step noted."""
-    sql = """SELECT phase, json_extract(body, '$.error') AS cause, count(*) AS times
-             FROM episodes WHERE status = 'error' GROUP BY 1, 2 ORDER BY times DESC, cause LIMIT 3"""
-    found = [
-        Trouble(
-            f"{'episode' if times == 1 else 'episodes'} of {phase} failed: {first_line(cause)[:300]}",
-            times,
-            {"status": "error"},
-        )
-        for phase, cause, times in run.rows(sql)
-    ]
+    known = causes(run.rows(FAILED))
+    found = [_failure(cause) for cause in known[:MOST_CAUSES]]
+    if rest := known[MOST_CAUSES:]:
+        count = sum(cause.count for cause in rest)
+        more = plural(len(rest), "other reason")
+        found.append(Trouble(f"more {_episodes(count)} failed, for {more}", count, {"status": "error"}))
     if run.store:
         counters = run.store.counters()
         texts = {"lost": "records were lost", "refused": "late rewards were refused"}
@@ -240,3 +241,39 @@ def troubles(run: OpenedRun) -> list[Trouble]:
         stayed = line.get("stayed", {}).items()
         found += [Trouble(f"last step: policy {name} was not updated, {why}", 0) for name, why in stayed]
     return found
+
+
+def _failure(cause: Cause) -> Trouble:
+    forms = f" (the commonest of {cause.forms} forms that differ in numbers)" if cause.forms > 1 else ""
+    text = f"{_episodes(cause.count)} of {cause.phase} failed: {cause.line}{forms}"
+    return Trouble(text, cause.count, {"status": "error", "phase": cause.phase}, cause.rest)
+
+
+def _episodes(count: int) -> str:
+    return "episode" if count == 1 else "episodes"
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run that has not made all its steps ended: in a sentence, what to do about it, and the command that goes
+    on."""
+
+    text: str
+    remedy: str
+    command: str
+
+
+def ending(run: OpenedRun) -> Ending | None:
+    """None for a run that is under way, made all its steps, or never was one."""
+    end, state = run.end, run.state
+    if state not in ("failed", "stopped") and not (state == "finished" and end and end.kind == "ended"):
+        return None
+    command = f"cotune train --resume {run.path}"
+    if end is None:
+        text = "The process of this run has ended and left no reason: it was killed, or its machine went down."
+    elif end.kind == "failed":
+        text = f"Step {len(run.metrics) + 1} failed: {end.cause}"
+    else:
+        text = f"It ended early: {end.cause}" if end.kind == "ended" else end.cause
+    remedy = end.remedy if end else ""
+    goes_on = state != "finished" and command not in remedy
+    return Ending(text=text, remedy=remedy, command=command if goes_on else "")

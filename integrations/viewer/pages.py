@@ -24,7 +24,7 @@ from cotune.integrations.viewer import queries
 from cotune.integrations.viewer.access import guarded
 from cotune.integrations.viewer.curves import charts
 from cotune.integrations.viewer.opened import OpenedRun
-from cotune.integrations.viewer.overview import Prices, Totals, facts, headline, prices_of, total_cost, troubles
+from cotune.integrations.viewer.overview import Prices, Totals, ending, facts, headline, prices_of, total_cost, troubles
 from cotune.integrations.viewer.rendering import address, asset, hues, render
 from cotune.integrations.viewer.settings import settings
 from cotune.integrations.viewer.step_groups import MOST_EPISODES, ShownGroup, StepGroups, step_groups
@@ -110,6 +110,7 @@ class Viewer:
             facts=facts(run),
             headline=headline(run),
             troubles=troubles(run),
+            ending=ending(run),
             charts=[
                 *found[:1],
                 *(chart for chart in found[1:] if chart.title in ("Reward", "Entropy", "Held-out loss")),
