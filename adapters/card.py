@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cotune.adapters.background import Background
 from cotune.adapters.manifest import ExportedRole, Manifest
-from cotune.intervals import Interval
+from cotune.reading.words import interval_text
 from cotune.tables import figure, sparkline
 
 CURVE = "curve.svg"
@@ -108,21 +108,12 @@ def _evaluation(about: Background) -> Iterator[str]:
     yield "## Evaluation"
     yield "On held-out tasks, with 95% intervals. `base` is untrained, `swapped` gives each role another's policy."
     rows = [
-        (mode, _interval(found.success, True), _interval(found.reward), str(found.episodes))
+        (mode, interval_text(found.success, True), interval_text(found.reward), str(found.episodes))
         for mode, found in about.evaluated.evaluations.items()
     ]
     yield _table(("", "success", "reward", "episodes"), rows)
     if verdicts := [f"- {compared.verdict}" for compared in about.evaluated.comparisons if compared.verdict]:
         yield "\n".join(verdicts)
-
-
-def _interval(found: Interval | None, percent: bool = False) -> str:
-    if found is None:
-        return ""
-    text = figure(found.mean, percent)
-    if found.low is None or found.high is None:
-        return text
-    return f"{text} [{figure(found.low, percent)}, {figure(found.high, percent)}]"
 
 
 def _bill(about: Background) -> Iterator[str]:

@@ -10,11 +10,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cotune.errors import RunError
+from cotune.reading.words import change_text
 from cotune.tables import BAD, GOOD, NAME, QUIET, cells, definitions, figure, grid, plural, sparkline, warn
 
 if TYPE_CHECKING:
     from cotune.integrations.viewer.opened import OpenedRun
-    from cotune.integrations.viewer.overview import Change
 
 _STATES = {"finished": GOOD, "under way": "yellow", "recording": "yellow", "stopped": BAD}
 _COLUMNS = {
@@ -34,13 +34,13 @@ _ROLES = 3
 def list_runs(folders: Sequence[Path | str]) -> RenderableType:
     """A line for each run and records file in these folders. Raises RunError where there is none."""
     from cotune.integrations.viewer.opened import open_runs
-    from cotune.integrations.viewer.overview import facts, headline
+    from cotune.integrations.viewer.overview import facts
 
     table = grid("run", "state", "recipe", "steps>", "episodes>", "figure, first to last")
     for run in open_runs(folders):
-        about, changes = facts(run), headline(run)
+        about, changes = facts(run), run.headline.changes
         state = Text(run.state, style=_STATES.get(run.state, ""))
-        figure = _change(changes[0]) if changes else ""
+        figure = change_text(changes[0]) if changes else ""
         row = cells((about.recipe, about.steps, f"{about.episodes:,}", figure))
         table.add_row(Text(run.name, style=NAME), state, *row)
         run.close()
@@ -74,15 +74,6 @@ def show_steps(path: Path | str, limit: int, explain: bool = False) -> Group:
         return Group(*parts)
     finally:
         run.close()
-
-
-def _change(change: Change) -> str:
-    last = change.last
-    began = f"{figure(change.first.mean, change.percent)} to " if change.first else ""
-    said = f"{change.name} {began}{figure(last.mean, change.percent)}"
-    if last.low is not None and last.high is not None:
-        said += f" [{figure(last.low, change.percent)}, {figure(last.high, change.percent)}]"
-    return said
 
 
 def _steps(run: OpenedRun, limit: int) -> Iterable[RenderableType]:

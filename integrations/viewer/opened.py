@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from cotune.errors import CotuneError, RunError
+from cotune.reading.evaluations import StoredEvaluation, read_evaluations
+from cotune.reading.headline import Headline, headline
+from cotune.reading.now import Now, read_now
 from cotune.storage.file_lock import is_held
 from cotune.storage.run_layout import RECORDS, RunEnd, RunLayout, is_run, read_end, read_metrics, read_run_json
 from cotune.storage.sqlite_store import SqliteStore
@@ -60,6 +63,21 @@ class OpenedRun:
             found = {line["step"]: line for line in read_metrics(self.path)}
             self._lines = (stamp, [found[step] for step in sorted(found)])
         return self._lines[1]
+
+    @property
+    def evaluations(self) -> list[StoredEvaluation]:
+        """The evaluations of the run, the oldest first."""
+        return read_evaluations(self.folder) if self.folder else []
+
+    @property
+    def headline(self) -> Headline:
+        """What the run comes to."""
+        return headline(self.metrics, self.evaluations, self.rows)
+
+    @property
+    def now(self) -> Now | None:
+        """What the run is doing, while it is under way."""
+        return read_now(self.folder) if self.folder else None
 
     @property
     def description(self) -> dict[str, Any]:

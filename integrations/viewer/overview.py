@@ -1,18 +1,16 @@
-"""What a run comes to: success with its interval, rewards, tokens, cost, what failed, and how it was configured."""
+"""What a run took and what it is: tokens, cost, what failed, and how it was configured."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from cotune.algorithms.recipes import USUAL
 from cotune.integrations.viewer.opened import OpenedRun
-from cotune.integrations.viewer.queries import SUCCESS
-from cotune.intervals import Interval, share
 from cotune.reading.causes import FAILED, Cause, causes
 from cotune.tables import plural
 
@@ -20,17 +18,6 @@ MOST_CAUSES = 5
 """Causes of failed episodes that a page shows; the others are counted."""
 Prices = Mapping[str, tuple[float, float]]
 """Money per million tokens of prompts and completions, by model."""
-
-
-class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A figure at the end of a run, and at its beginning where it has several values, with its name and a sentence on
-    what it is."""
-
-    name: str
-    what: str
-    first: Interval | None
-    last: Interval
-    percent: bool = False
 
 
 class Use(msgspec.Struct, kw_only=True):
@@ -97,77 +84,6 @@ class Totals:
             for place, value in enumerate(values):
                 sums[place] += value or 0
         self._until = until
-
-
-def headline(run: OpenedRun) -> list[Change]:
-    """What a run comes to, the most telling first. The outcome of a path chosen among candidates is not that of
-    one sample, and stands last."""
-    outcomes, rewards = _outcomes(run), _role_rewards(run)
-    single = run.metrics and run.metrics[-1].get("path") in ("", "single samples")
-    found = [*_held_out(run), *(outcomes if single else rewards), *(rewards if single else outcomes)]
-    return found or _recorded(run)
-
-
-def _change(name: str, what: str, known: Sequence[Interval], *, percent: bool = False) -> list[Change]:
-    """From the first to the last of a figure's values, if there are any."""
-    first = known[0] if len(known) > 1 else None
-    return [Change(name=name, what=what, first=first, last=known[-1], percent=percent)] if known else []
-
-
-def _held_out(run: OpenedRun) -> list[Change]:
-    lines = [line["held_out"] for line in run.metrics if line.get("held_out")]
-    found = []
-    for name, what in (("success", "share of held-out tasks solved"), ("reward", "mean reward on held-out tasks")):
-        known = [
-            Interval(mean=line[name], low=line.get(f"{name}_low"), high=line.get(f"{name}_high"), n=line["episodes"])
-            for line in lines
-            if name in line
-        ]
-        found += _change(f"held-out {name}", what, known, percent=name == "success")
-    return found
-
-
-def _outcomes(run: OpenedRun) -> list[Change]:
-    lines = run.metrics
-    if not lines:
-        return []
-    found = []
-    what = f"in training, of {lines[-1].get('path') or 'single samples'}"
-    names = [name for name, value in lines[-1]["outcome"].items() if value is not None]
-    for name in sorted(names, key=lambda name: name != "success"):
-        known = [_outcome(name, line) for line in lines if line["outcome"].get(name) is not None]
-        found += _change(name, what, known, percent=name == "success")
-    return found
-
-
-def _outcome(name: str, line: Mapping[str, Any]) -> Interval:
-    value, n = float(line["outcome"][name]), int(line["episodes"])
-    solved = share(value * n, n) if name == "success" and 0 <= value <= 1 else None
-    return solved or Interval(mean=value, n=n)
-
-
-def _role_rewards(run: OpenedRun) -> list[Change]:
-    found = []
-    for role in sorted({role for line in run.metrics for role in line["roles"]}):
-        figures = [line["roles"].get(role, {}) for line in run.metrics]
-        known = [Interval(mean=figure["reward"]) for figure in figures if "reward" in figure]
-        found += _change(f"reward of {role}", "mean reward of the role's candidates", known)
-    return found
-
-
-def _recorded(run: OpenedRun) -> list[Change]:
-    """The same of records without a training."""
-    sql = f"SELECT sum({SUCCESS}), sum({SUCCESS} IS NOT NULL) FROM episodes WHERE status != 'cancelled'"
-    found = []
-    for good, n in run.rows(sql):
-        known = [solved] if n and (solved := share(float(good), n)) else []
-        found += _change("success", "share of recorded episodes that solved their task", known, percent=True)
-    sql = """SELECT name, avg(value), count(*) FROM episodes JOIN rewards ON target = episodes.id
-             GROUP BY name ORDER BY name LIMIT 4"""
-    for name, value, n in run.rows(sql):
-        known = [] if value is None else [Interval(mean=value, n=n)]
-        found += _change(str(name), "mean reward of recorded episodes", known)
-    return found
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):

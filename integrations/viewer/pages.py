@@ -24,7 +24,7 @@ from cotune.integrations.viewer import queries
 from cotune.integrations.viewer.access import guarded
 from cotune.integrations.viewer.curves import charts
 from cotune.integrations.viewer.opened import OpenedRun
-from cotune.integrations.viewer.overview import Prices, Totals, ending, facts, headline, prices_of, total_cost, troubles
+from cotune.integrations.viewer.overview import Prices, Totals, ending, facts, prices_of, total_cost, troubles
 from cotune.integrations.viewer.rendering import address, asset, hues, render
 from cotune.integrations.viewer.settings import settings
 from cotune.integrations.viewer.step_groups import MOST_EPISODES, ShownGroup, StepGroups, step_groups
@@ -97,7 +97,7 @@ class Viewer:
         """Runs beside each other."""
         if len(self.runs) == 1 and "all" not in request.query_params:
             return RedirectResponse(address("run", next(iter(self.runs))))
-        rows = [(run, facts(run), headline(run)[:3]) for run in self.runs.values()]
+        rows = [(run, facts(run), run.headline.changes[:3]) for run in self.runs.values()]
         return self.page("runs.html", rows=rows)
 
     def overview(self, request: Request) -> Response:
@@ -108,7 +108,7 @@ class Viewer:
             "overview.html",
             run,
             facts=facts(run),
-            headline=headline(run),
+            headline=run.headline.changes,
             troubles=troubles(run),
             ending=ending(run),
             charts=[
@@ -141,7 +141,7 @@ class Viewer:
         found = settings(shown)
         only = len(shown) > 1 and "all" not in request.query_params
         rows = [setting for setting in found if setting.differs or not only]
-        headlines = [headline(one) for one in shown]
+        headlines = [one.headline.changes for one in shown]
         names = list(dict.fromkeys(change.name for changes in headlines for change in changes))
         return self.page("compare.html", run, rows=rows, shown=shown, only=only, headlines=headlines, figures=names)
 

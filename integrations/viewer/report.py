@@ -12,7 +12,7 @@ from cotune.integrations.viewer import episode as episodes_of
 from cotune.integrations.viewer.curves import charts
 from cotune.integrations.viewer.episode import ShownCall
 from cotune.integrations.viewer.opened import OpenedRun, open_runs
-from cotune.integrations.viewer.overview import Prices, Totals, ending, facts, headline, prices_of, total_cost, troubles
+from cotune.integrations.viewer.overview import Prices, Totals, ending, facts, prices_of, total_cost, troubles
 from cotune.integrations.viewer.queries import roles
 from cotune.integrations.viewer.rendering import asset, hues, render
 from cotune.recording.records import Episode
@@ -69,7 +69,7 @@ def report(run: OpenedRun, prices: Prices) -> str:
         scripts=scripts,
         styles=styles,
         facts=facts(run),
-        headline=headline(run),
+        headline=run.headline.changes,
         troubles=troubles(run),
         ending=ending(run),
         charts=charts([run]),

@@ -107,7 +107,7 @@ def test_an_evaluation_that_is_found_broken_is_left_out_with_a_warning(
     export_run(run, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "## Evaluation" not in card and "## Training" in card
-    assert "The card has no evaluation" in caplog.text and str(run / "eval") in caplog.text
+    assert "left out: it cannot be read" in caplog.text and str(run / "eval") in caplog.text
     with pytest.raises(ConfigError, match="evaluation = "):
         export_run(run, tmp_path / "named", evaluation=run / "eval")
 

@@ -98,7 +98,7 @@ def test_a_curve_is_drawn_from_its_lowest_to_its_highest_value():
 def test_runs_of_a_folder_have_a_line_each(run, capsys):
     said = words(told(capsys, "runs", run.parent))
     assert said[0] == "run state recipe steps episodes figure, first to last"
-    assert said[2] == "r1 finished dr_mas 5 of 5 2 success 0.0% to 100.0% [51.0%, 100.0%]"
+    assert said[2] == "r1 finished dr_mas 5 of 5 2 reward of planner: 0 in step 1, 1 in"
     (run / "metrics.jsonl").write_text(json.dumps(metrics(0)) + "\n")
     assert "r1 stopped dr_mas 1 of 5 2" in words(told(capsys, "runs", run))[2]
 

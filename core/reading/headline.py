@@ -1,0 +1,234 @@
+"""What a run comes to: its figures, the most telling first, and the verdict of its newest evaluation.
+
+First the held-out single samples of base and trained; then mean rewards of all candidates by role; figures of a path
+that was chosen among candidates come last, and under that name: they are no success rate of one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from cotune.intervals import Interval, share
+from cotune.reading.evaluations import IN_TRAINING, EvaluatedMode, StoredEvaluation, read_evaluations
+from cotune.storage.run_layout import RECORDS, is_run, read_metrics
+from cotune.storage.sqlite_store import SqliteStore
+
+Kind = Literal["held_out", "role", "loss", "training", "selected", "recorded"]
+Line = Mapping[str, Any]
+Rows = Callable[[str], Sequence[tuple[Any, ...]]]
+"""Rows of a SELECT on the records of a run."""
+
+SINGLE = "single samples"
+"""The `path` of a step whose episodes are played as the policies play them."""
+PLAYED = (("trained", "base"), ("as_deployed", "base_as_deployed"), ("greedy", "base_greedy"))
+"""The modes that a headline takes, the first that was run, and what each begins from."""
+STARTS = ("base", "start")
+"""What training's own evaluations are compared with: the untrained model, or what `init` began from."""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure of a run, at its beginning where that is known and at its end.
+
+    `kind` tells what it is of: `held_out`: single samples on held-out tasks; `role`: all candidates of a role;
+    `loss`: of a role that learns from records (lower is better); `training`: single samples on training tasks;
+    `selected`: paths chosen among candidates; `recorded`: episodes of records without training.
+    `first_of` and `last_of` say whose the two are (`base`, `trained`, `step 3`); `difference` is paired by task.
+    """
+
+    name: str
+    kind: Kind
+    what: str
+    first: Interval | None = None
+    first_of: str = ""
+    first_failed: int = 0
+    last: Interval
+    last_of: str = ""
+    last_failed: int = 0
+    difference: Interval | None = None
+    percent: bool = False
+
+
+class Headline(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a run, the most telling first. `evaluation` is the one that the held-out figures are from, and
+    `verdict` its sentence on trained against base; empty where the two were not compared."""
+
+    changes: tuple[Change, ...] = ()
+    evaluation: StoredEvaluation | None = None
+    verdict: str = ""
+
+
+def read_headline(path: Path | str) -> Headline:
+    """The headline of a run folder, or of records. Raises RunError where the records cannot be opened."""
+    folder = Path(path)
+    lines = [*read_metrics(folder)] if is_run(folder) else []
+    evaluations = read_evaluations(folder) if folder.is_dir() else []
+    records = folder / RECORDS if folder.is_dir() else folder
+    if not records.is_file():
+        return headline(lines, evaluations)
+    with SqliteStore.open(records, read_only=True) as store:
+        return headline(lines, evaluations, store.rows)
+
+
+def headline(lines: Sequence[Line], evaluations: Sequence[StoredEvaluation], rows: Rows | None = None) -> Headline:
+    """The headline from the lines of metrics.jsonl, the run's evaluations (oldest first) and its records."""
+    newest = next((found for found in reversed(evaluations) if _modes(found)), None)
+    held_out = [*_evaluated(newest)] if newest else [*_held_out_lines(lines)]
+    found = [*held_out, *_losses(lines), *role_rewards(lines), *_outcomes(lines)]
+    if not found and rows is not None:
+        found = [*_recorded(rows)]
+    compared = newest.comparison(*_modes(newest)) if newest else None
+    return Headline(changes=tuple(found), evaluation=newest, verdict=compared.verdict if compared else "")
+
+
+def role_rewards(lines: Sequence[Line]) -> Iterator[Change]:
+    """Mean reward of all candidates of each role, chosen or not, in the first and the last step that has any."""
+    for role in sorted({role for line in lines for role in line.get("roles", {})}):
+        known = _by_step(lines, lambda line, role=role: line.get("roles", {}).get(role, {}).get("reward"))  # type: ignore[misc]
+        yield from _change(f"reward of {role}", "role", "mean reward of all the role's candidates", known)
+
+
+def _modes(evaluation: StoredEvaluation) -> tuple[str, str] | tuple[()]:
+    """The mode that a headline takes of an evaluation, and what it is compared with; empty where it has none."""
+    played = evaluation.evaluations
+    for mode, base in PLAYED:
+        if mode in played:
+            return mode, next((name for name in (base, *STARTS) if name in played), base)
+    start = next((name for name in STARTS if name in played), None)
+    return (start, "") if start and evaluation.name.startswith(IN_TRAINING) else ()
+
+
+def _evaluated(evaluation: StoredEvaluation) -> Iterator[Change]:
+    """Success and reward of base and trained in an evaluation."""
+    mode, base = _modes(evaluation) or ("", "")
+    after, before = evaluation.evaluations[mode], evaluation.evaluations.get(base)
+    compared = evaluation.comparison(mode, base)
+    for name, what in _HELD_OUT.items():
+        last = getattr(after, name)
+        if last is None:
+            continue
+        yield Change(
+            name=f"held-out {name}",
+            kind="held_out",
+            what=what,
+            first=getattr(before, name) if before else None,
+            first_of=base if before else "",
+            first_failed=_failures(before),
+            last=last,
+            last_of=mode,
+            last_failed=_failures(after),
+            difference=getattr(compared, name) if compared else None,
+            percent=name == "success",
+        )
+
+
+_HELD_OUT = {
+    "success": "share of held-out tasks solved, one sample each, nothing selected",
+    "reward": "mean reward on held-out tasks, one sample each, nothing selected",
+}
+
+
+def _failures(mode: EvaluatedMode | None) -> int:
+    return mode.failures if mode else 0
+
+
+def _held_out_lines(lines: Sequence[Line]) -> Iterator[Change]:
+    """The same from metrics.jsonl alone, where training kept no file of its evaluations."""
+    for name, what in _HELD_OUT.items():
+        known = {
+            line["step"] + 1: Interval(
+                mean=own[name], low=own.get(f"{name}_low"), high=own.get(f"{name}_high"), n=int(own.get("episodes", 0))
+            )
+            for line in lines
+            if name in (own := line.get("held_out") or {})
+        }
+        yield from _change(f"held-out {name}", "held_out", what, known)
+
+
+def _losses(lines: Sequence[Line]) -> Iterator[Change]:
+    """Losses of roles that learn from records: held-out ones where there are any."""
+    roles = sorted({role for line in lines for role in line.get("roles", {})})
+    texts = {"held_out_loss": "loss on records that are not trained on", "loss": "loss on the records of a step"}
+    for role in roles:
+        for figure, what in texts.items():
+            known = _by_step(lines, lambda line, role=role, figure=figure: line["roles"].get(role, {}).get(figure))  # type: ignore[misc]
+            if known:
+                yield from _change(f"{figure.replace('held_out_', 'held-out ')} of {role}", "loss", what, known)
+                break
+
+
+def _outcomes(lines: Sequence[Line]) -> Iterator[Change]:
+    """Mean outcomes of training episodes, under the name of the path that they are of."""
+    if not lines:
+        return
+    path = lines[-1].get("path") or SINGLE
+    names = sorted({name for line in lines for name in line["outcome"]}, key=lambda name: (name != "success", name))
+    for name in names:
+        known = {line["step"] + 1: _outcome(name, line) for line in lines if line["outcome"].get(name) is not None}
+        if path == SINGLE:
+            yield from _change(f"{name} in training", "training", "mean over a step's episodes, single samples", known)
+        else:
+            what = f"mean over a step's episodes of the {path}: not what one sample reaches"
+            yield from _change(f"{path}, {name}", "selected", what, known)
+
+
+def _outcome(name: str, line: Line) -> Interval:
+    value, n = float(line["outcome"][name]), int(line.get("episodes", 0))
+    solved = share(value * n, n) if name == "success" and 0 <= value <= 1 else None
+    return solved or Interval(mean=value, n=n)
+
+
+def _by_step(lines: Sequence[Line], of: Callable[[Line], float | None]) -> dict[int, Interval]:
+    return {line["step"] + 1: Interval(mean=value) for line in lines if (value := of(line)) is not None}
+
+
+def _change(name: str, kind: Kind, what: str, known: Mapping[int, Interval]) -> Iterator[Change]:
+    """From the first to the last of a figure's values by step, if there are any."""
+    steps = sorted(known)
+    if not steps:
+        return
+    first, last = steps[0], steps[-1]
+    yield Change(
+        name=name,
+        kind=kind,
+        what=what,
+        first=known[first] if first != last else None,
+        first_of=f"step {first}" if first != last else "",
+        last=known[last],
+        last_of=f"step {last}",
+        percent="success" in name.split(),
+    )
+
+
+_RECORDED = """
+    SELECT phase, status, CASE WHEN json_valid(metrics) THEN CAST(json_extract(metrics, '$.success') AS REAL) END,
+           count(*)
+    FROM episodes WHERE status != 'cancelled' AND phase != 'check' GROUP BY 1, 2, 3 ORDER BY min(id)"""
+_REWARDS = """
+    SELECT phase, name, avg(value), count(*) FROM episodes JOIN rewards ON target = episodes.id
+    WHERE phase != 'check' GROUP BY phase, name ORDER BY phase, name"""
+
+
+def _recorded(rows: Rows) -> Iterator[Change]:
+    """Success and rewards of recorded episodes, each phase by itself; failed episodes are no success."""
+    solved: dict[str, tuple[int, int]] = {}
+    told: set[str] = set()
+    for phase, status, success, count in rows(_RECORDED):
+        if success is not None or status != "ok":
+            good, n = solved.get(phase, (0, 0))
+            solved[phase] = (good + count * (status == "ok" and success >= 0.5), n + count)
+            told |= {phase} if success is not None else set()
+    rewards = [(phase, name, value, n) for phase, name, value, n in rows(_REWARDS) if value is not None]
+    several = len(told | {phase for phase, *_ in rewards}) > 1
+    for phase, (good, n) in solved.items():
+        if phase in told and (found := share(good, n)):
+            name = f"success of {phase}" if several else "success"
+            what = "share of recorded episodes that solved their task"
+            yield Change(name=name, kind="recorded", what=what, last=found, last_of=phase, percent=True)
+    for phase, name, value, n in rewards:
+        title = f"{name} of {phase}" if several else str(name)
+        found = Interval(mean=value, n=n)
+        yield Change(name=title, kind="recorded", what="mean reward of recorded episodes", last=found, last_of=phase)

@@ -1,0 +1,68 @@
+"""What a run is doing at this moment: a small file that training writes and every screen reads."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from cotune.storage.file_lock import is_held
+
+NOW = "now.json"
+"""Name of the file in a run folder; it is there while the run is under way."""
+
+
+class Now(msgspec.Struct, frozen=True, kw_only=True):
+    """The phase of a run: `rollout`, 37 of 64 `episodes`, in step 12 of 100. Times are Unix times, `left` seconds."""
+
+    phase: str
+    """load | look | rollout | group | update | publish | evaluate | checkpoint | ..., as `seconds` in metrics.jsonl."""
+    of: str = ""
+    """What the phase works on: the policies of an update, the weights that are loaded."""
+    done: int = 0
+    total: int = 0
+    """How many of `unit` are done, of how many; 0 where the phase counts nothing."""
+    unit: str = ""
+    step: int = 0
+    """The step in hand, from 1; 0 before the first one."""
+    steps: int = 0
+    since: float = 0.0
+    """When the phase began."""
+    left: float | None = None
+    """Seconds to the end of the run when this was written, by the steps so far; None before the first."""
+    written: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """`rollout, 37 of 64 episodes`, `update of writer`."""
+        what = f"{PHASES.get(self.phase, self.phase)}{f' of {self.of}' if self.of else ''}"
+        return f"{what}, {self.done:,} of {self.total:,} {self.unit}".rstrip() if self.total else what
+
+    def remaining(self, now: float | None = None) -> float | None:
+        """Seconds to the end of the run as of now."""
+        if self.left is None:
+            return None
+        return max(self.left - ((time.time() if now is None else now) - self.written), 0.0)
+
+
+PHASES = {
+    "load": "loading",
+    "look": "look at the application",
+    "group": "grouping",
+    "publish": "publishing the weights",
+    "evaluate": "evaluation on held-out tasks",
+    "checkpoint": "saving a checkpoint",
+    "new_roles": "policies for new roles",
+}
+"""Phases whose name on screens is another than in metrics.jsonl."""
+
+
+def read_now(run: Path) -> Now | None:
+    """What a run is doing; None unless a process is training it."""
+    if not is_held(run / "lock"):
+        return None
+    try:
+        return msgspec.json.decode((run / NOW).read_bytes(), type=Now)
+    except (OSError, msgspec.DecodeError):
+        return None
