@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
-from cotune.storage.run_layout import BEST, Best, checkpoint_name, read_metrics, steps_of
+from cotune.storage.run_layout import Best, checkpoint_name, read_best, read_metrics, steps_of
+from cotune.trainer.checkpoint import write_best
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.run import Run
-from cotune.trainer.run_folder import write_atomically
 
 
 def judged_figures(held_out: Mapping[str, float], policies: Mapping[str, list[str]], by: str) -> dict[str, float]:
@@ -36,10 +34,7 @@ def note_best(run: Run, held_out: Mapping[str, float], progress: Progress) -> bo
     config = run.config.evaluation
     if not held_out or not (config.keep_best or config.patience):
         return False
-    roles: dict[str, list[str]] = {}
-    for role, policy in run.trained_roles(run.state.steps).items():
-        roles.setdefault(policy, []).append(role)
-    figures = judged_figures(held_out, roles, config.best_by)
+    figures = _figures(run, held_out, run.state.steps)
     if not figures:
         known = ", ".join(name for name in held_out if name not in ("episodes", "failed")) or "none"
         progress.say_once(
@@ -58,7 +53,40 @@ def note_best(run: Run, held_out: Mapping[str, float], progress: Progress) -> bo
     return False
 
 
-def write_best(run: Run) -> None:
-    """Name the best checkpoints, once they are written."""
-    if run.best and run.config.evaluation.keep_best:
-        write_atomically(run.folder.checkpoints / BEST, msgspec.json.encode(run.best))
+def find_best(run: Run) -> list[str]:
+    """Find the best checkpoints of a run that goes on, by metrics.jsonl and the checkpoints that are there.
+
+    Writes `best.json` anew where it names others, and returns what the user should know of those.
+    """
+    config, folder = run.config.evaluation, run.folder.checkpoints
+    if not (config.keep_best or config.patience):
+        return []
+    found: dict[str, Best] = {}
+    for line in read_metrics(run.folder.path):
+        here = checkpoint_name(line["step"] + 1)
+        if not config.keep_best or (folder / here).is_dir():
+            for name, figure in _figures(run, line.get("held_out") or {}, line["step"] + 1).items():
+                if name not in found or figure > found[name].figure:
+                    found[name] = Best(here, figure)
+    run.best = found
+    if not config.keep_best:
+        return []
+    notes, named = [], read_best(folder)
+    for name, best in named.items():
+        if (folder / best.checkpoint).is_dir() and steps_of(Path(best.checkpoint)) <= run.state.steps:
+            found.setdefault(name, best)
+            continue
+        left = f"the best that is left is {found[name].checkpoint} ({found[name].figure:.3f})" if name in found else ""
+        said = f"the best checkpoint of {name} was {best.checkpoint} ({best.figure:.3f}), which is gone"
+        notes.append(f"{said}; {left or 'no other was kept'}")
+    if found != named:
+        write_best(folder, found)
+    return notes
+
+
+def _figures(run: Run, held_out: Mapping[str, float], steps: int) -> dict[str, float]:
+    """What the evaluation after so many steps says of each policy that is trained then."""
+    roles: dict[str, list[str]] = {}
+    for role, policy in run.trained_roles(steps).items():
+        roles.setdefault(policy, []).append(role)
+    return judged_figures(held_out, roles, run.config.evaluation.best_by)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -17,7 +17,15 @@ from cotune.adapters.fingerprint import changed, write_hashes
 from cotune.algorithms.advantages import AdvantageState
 from cotune.errors import RunError
 from cotune.policies import Policies
-from cotune.storage.run_layout import POLICIES, SavedPolicy, checkpoint_name, latest_in, newest_checkpoint
+from cotune.storage.run_layout import (
+    BEST,
+    POLICIES,
+    Best,
+    SavedPolicy,
+    checkpoint_name,
+    latest_in,
+    newest_checkpoint,
+)
 from cotune.storage.whole_file import is_full, sync
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.run_folder import RunFolder, write_atomically
@@ -57,12 +65,19 @@ class Checkpoint(msgspec.Struct, kw_only=True):
 
 
 def save_checkpoint(
-    folder: Path, checkpoint: Checkpoint, learner: Learner, *, keep: int, spare: Collection[str] = ()
+    folder: Path,
+    checkpoint: Checkpoint,
+    learner: Learner,
+    *,
+    keep: int,
+    spare: Collection[str] = (),
+    best: Mapping[str, Best] | None = None,
 ) -> Path:
-    """Write `folder/step-NNNNNN` atomically, point `latest` at it and remove all but the newest `keep`, and `spare`."""
+    """Write `folder/step-NNNNNN` atomically, point `latest` at it, and `best.json` at the `best` ones; then remove all
+    but the newest `keep`, and `spare`."""
     target = folder / checkpoint_name(checkpoint.steps)
-    partial = folder / f".{target.name}.partial"
-    for stale in (partial, target):
+    partial, replaced = folder / f".{target.name}.partial", _aside(target)
+    for stale in (partial, replaced):
         if stale.exists():
             shutil.rmtree(stale)
     partial.mkdir(parents=True)
@@ -76,21 +91,60 @@ def save_checkpoint(
             file.chmod(mode)  # safetensors makes files for their owner alone
         sync(file)
     sync(partial)
+    if target.exists():
+        target.rename(replaced)
     partial.rename(target)
     sync(folder)
     write_atomically(latest_in(folder), target.name.encode())
+    if best:
+        write_best(folder, best)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    kept = {*spare, *(one.checkpoint for one in (best or {}).values())}
     for old in sorted(path for path in folder.glob("step-*") if path.name <= target.name)[:-keep]:
-        if old.name not in spare:
-            shutil.rmtree(old)
+        if old.name not in kept:
+            remove_checkpoint(old)
     return target
 
 
+def write_best(folder: Path, best: Mapping[str, Best]) -> None:
+    """Name the best checkpoint of each policy."""
+    write_atomically(folder / BEST, msgspec.json.encode(best))
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint: first its name, so that no part of it is ever taken for a checkpoint."""
+    path.rename(_aside(path))
+    shutil.rmtree(_aside(path))
+
+
+def tidy_checkpoints(folder: Path) -> None:
+    """Remove what a process left that ended while it wrote or removed a checkpoint."""
+    newest = newest_checkpoint(folder)
+    for left in folder.glob(".step-*"):
+        if newest is not None and left == _aside(newest) and not newest.exists():
+            left.rename(newest)  # it was about to be replaced
+        else:
+            shutil.rmtree(left)
+
+
+def _aside(checkpoint: Path) -> Path:
+    """Where a checkpoint is while it is removed."""
+    return checkpoint.with_name(f".{checkpoint.name}.removed")
+
+
 def commit_checkpoint(
-    folder: RunFolder, checkpoint: Checkpoint, learner: Learner, *, keep: int, spare: Collection[str] = ()
+    folder: RunFolder,
+    checkpoint: Checkpoint,
+    learner: Learner,
+    *,
+    keep: int,
+    spare: Collection[str] = (),
+    best: Mapping[str, Best] | None = None,
 ) -> None:
     """`save_checkpoint` in a run. Raises RunError where it cannot be written, with the way to go on."""
     try:
-        save_checkpoint(folder.checkpoints, checkpoint, learner, keep=keep, spare=spare)
+        save_checkpoint(folder.checkpoints, checkpoint, learner, keep=keep, spare=spare, best=best)
     except OSError as error:
         first = "Free some space" if is_full(error) else "Put that right"
         raise RunError(

@@ -11,7 +11,7 @@ from cotune.recording.recorder import Responder
 from cotune.recording.records import Episode
 from cotune.recording.rollout import EpisodeBatch
 from cotune.trainer.batch import collect_samples, group_and_weigh
-from cotune.trainer.best import note_best, write_best
+from cotune.trainer.best import note_best
 from cotune.trainer.checkpoint import commit_checkpoint
 from cotune.trainer.guard import roll_back, safe_checkpoint, watch
 from cotune.trainer.held_out import evaluate_held_out
@@ -147,10 +147,10 @@ async def commit(run: Run, *, due: bool = False) -> None:
     due = due or bool(run.state.new_roles) or state.steps % config.checkpoint_every == 0 or state.steps == config.steps
     if state.steps == run.committed or not due:
         return
-    kept = {best.checkpoint for best in run.best.values()} | {name for name in [safe_checkpoint(run)] if name}
+    spare = {name for name in [safe_checkpoint(run)] if name}
+    best = run.best if config.evaluation.keep_best else None
     keep = config.keep_checkpoints
-    await asyncio.to_thread(commit_checkpoint, run.folder, state, run.learner, keep=keep, spare=kept)
-    write_best(run)
+    await asyncio.to_thread(commit_checkpoint, run.folder, state, run.learner, keep=keep, spare=spare, best=best)
     mark_consumed(run, state)
     state.ledger.clear()
     state.members.clear()

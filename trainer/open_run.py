@@ -115,7 +115,7 @@ async def open_run(
         )
         if saved is not None:
             say(f"loading the checkpoint after {saved[0].steps} steps ...")
-            await restore(run, *saved)
+            run.notes = [*run.notes, *await restore(run, *saved)]
         elif config.init:
             run.notes = [*run.notes, *await begin_from(run, config.init)]
         yield run

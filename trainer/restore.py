@@ -11,7 +11,7 @@ import msgspec
 
 from cotune.errors import LearnerLost
 from cotune.recording.records import PolicyRef
-from cotune.storage.run_layout import read_best, steps_of
+from cotune.trainer.best import find_best
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.rollout.episodes import RolloutPipeline
@@ -20,9 +20,9 @@ from cotune.trainer.updates import publish_version
 from cotune.trainer.warm_start import warm_start
 
 
-async def restore(run: Run, checkpoint: Checkpoint, path: Path) -> None:
+async def restore(run: Run, checkpoint: Checkpoint, path: Path) -> list[str]:
     """Go back to a checkpoint: weights and optimizers, versions at the sampler, and what counts as consumed. Policies
-    that are younger than it are as they began."""
+    that are younger than it are as they began. Returns what the user should know."""
     policies = run.state.policies
     new = [name for name, spec in policies.specs.items() if spec.trained and name not in checkpoint.policies.specs]
     await asyncio.to_thread(run.learner.load, path, new)
@@ -35,11 +35,11 @@ async def restore(run: Run, checkpoint: Checkpoint, path: Path) -> None:
     run.consumed = {group for group, step in consumed if step < checkpoint.steps} | checkpoint.ledger.keys()
     run.state = msgspec.structs.replace(checkpoint, policies=policies, ledger={}, members={}, new_roles=())
     run.committed = checkpoint.steps
-    best = read_best(run.folder.checkpoints).items()
-    run.best = {policy: kept for policy, kept in best if steps_of(Path(kept.checkpoint)) <= checkpoint.steps}
     run.folder.truncate_metrics(checkpoint.steps)
+    notes = find_best(run)
     for policy, number in checkpoint.versions.items():
         await publish_version(run, policy, number)
+    return notes
 
 
 async def begin_from(run: Run, source: str, names: Collection[str] | None = None) -> list[str]:
@@ -83,7 +83,8 @@ async def recovery(run: Run, rollouts: RolloutPipeline, report: StepReport) -> A
         if saved is None:
             raise
         await run.reopen_learner()
-        await restore(run, *saved)
+        for note in await restore(run, *saved):
+            report.progress.say(note)
 
 
 async def add_new_roles(run: Run, report: StepReport) -> None:

@@ -26,7 +26,7 @@ from cotune.runtime.process_exit import go_on
 from cotune.runtime.run_sync import run_sync
 from cotune.storage.run_layout import read_run_json, relocated
 from cotune.tasks import as_tasks
-from cotune.trainer.checkpoint import load_checkpoint
+from cotune.trainer.checkpoint import load_checkpoint, tidy_checkpoints
 from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.from_records.loop import learn_steps
 from cotune.trainer.from_records.run import RecordsRun, open_records_run
@@ -123,6 +123,7 @@ def resume(
         described = folder.described
         flow, listed = _resumed_app(folder, described, workflow, tasks)
         check_tasks(described, listed)
+        tidy_checkpoints(folder.checkpoints)
         saved = load_checkpoint(folder.checkpoints)
         done = saved[0].steps if saved else 0
         was = _as_started(described, folder.path)

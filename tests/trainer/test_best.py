@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,38 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(
     assert (again.finished, again.steps, again.ended) == (True, 6, "")
     assert read_best(run / "checkpoints")["first"] == Best("step-000005", 0.9)
     assert steps_kept(trainer) == ["step-000005", "step-000006"]
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+def test_a_kill_while_the_former_best_is_removed_loses_no_best(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = shutil.rmtree
+
+    def killed(path: Path) -> None:
+        remove(path)
+        if "step-000001" in path.name:
+            raise Killed
+
+    checkpoints = trainer.folder / "run" / "checkpoints"
+    evaluation = held_out(trainer, keep_best=True)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("cotune.trainer.checkpoint.shutil.rmtree", killed)
+        trainer(application(Scripted([0.2, 0.8]), first=letters), evaluation=evaluation, keep_checkpoints=1, steps=4)
+    best = {"first": Best("step-000002", 0.8)}
+    assert read_best(checkpoints) == best and steps_kept(trainer) == ["step-000002"]
+    again = application(Scripted([0.5]), first=letters)
+    trainer.resume(again, steps=3)
+    assert read_best(checkpoints) == best and steps_kept(trainer) == ["step-000002", "step-000003"]
+
+    (checkpoints / "best.json").write_text('{"first": {"checkpoint": "step-000001", "figure": 0.2}}')
+    trainer.resume(again, steps=3)
+    said = "the best checkpoint of first was step-000001 (0.200), which is gone; the best that is left is step-000002"
+    assert said in " ".join(trainer.said.split())
+    assert read_best(checkpoints) == best
 
 
 def test_each_policy_may_have_a_best_checkpoint_of_its_own(trainer: Trainer) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from cotune.errors import RunError
 from cotune.policies import LoraSpec, policies_for
+from cotune.storage.run_layout import Best, read_best
 from cotune.trainer import checkpoint as module
-from cotune.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from cotune.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, tidy_checkpoints
 
 POLICIES = policies_for("lora", ["a", "b"], LoraSpec())
 
@@ -26,10 +27,10 @@ class Learner:
         (folder / "learner").write_text(str(self.step))
 
 
-def save(folder: Path, step: int, keep: int = 2) -> None:
+def save(folder: Path, step: int, keep: int = 2, **best: Best) -> None:
     ledger = {f"group{step}": step - 1} if step else {}
     checkpoint = Checkpoint(steps=step, versions={"a": step}, policies=POLICIES, ledger=ledger)
-    save_checkpoint(folder, checkpoint, Learner(step), keep=keep)
+    save_checkpoint(folder, checkpoint, Learner(step), keep=keep, best=best)
 
 
 def loaded(folder: Path) -> int | None:
@@ -74,8 +75,20 @@ class Cut(BaseException):
     """The process is gone."""
 
 
-def test_cut_off_anywhere(tmp_path, monkeypatch):
-    """Ends the process before the first, second, ... change to the disk, and once more while putting it right."""
+def half_removed(folder, remove=shutil.rmtree):
+    """What a kill within leaves."""
+    next(file for file in folder.iterdir() if file.is_file()).unlink()
+    raise Cut
+
+
+def whole(step):
+    return {"learner", "checkpoint.json", "policies.json", "hashes.json"} == {path.name for path in step.iterdir()}
+
+
+@pytest.mark.parametrize(("step", "better"), [(3, True), (3, False), (2, False)])
+@pytest.mark.parametrize("within", [False, True])
+def test_cut_off_anywhere(tmp_path, monkeypatch, step, better, within):
+    """Ends the process before the first, second, ... change to the disk, or `within` the removal of a folder."""
     count, limit = 0, 0
 
     def counted(change):
@@ -88,35 +101,47 @@ def test_cut_off_anywhere(tmp_path, monkeypatch):
 
         return wrapped
 
-    save(tmp_path / "start", 1)
-    save(tmp_path / "start", 2)
+    first, second = Best("step-000001", 0.5), Best(f"step-{step:06d}", 0.75)
+    save(tmp_path / "start", 1, policy=first)
+    save(tmp_path / "start", 2, keep=1, policy=first)
     seen = set()
     for name in ("mkdir", "rename", "replace", "open"):
         monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
     monkeypatch.setattr(os, "fsync", counted(os.fsync))
-    monkeypatch.setattr(module.shutil, "rmtree", counted(shutil.rmtree))
+    remove = shutil.rmtree
+
+    def removed(folder):
+        if within and count >= limit:
+            half_removed(folder)
+        return counted(remove)(folder)
+
+    monkeypatch.setattr(module.shutil, "rmtree", removed)
     for cut in range(100):
         limit = 10**9
         folder = tmp_path / str(cut)
         shutil.copytree(tmp_path / "start", folder)
         count, limit = 0, cut
         try:
-            save(folder, 3)
+            save(folder, step, keep=1, policy=second if better else first)
             done = True
         except Cut:
             done = False
         limit = 10**9
-        step = loaded(folder)
-        seen.add(step)
-        assert step == 3 if done else step in (2, 3)
-        save(folder, step + 1)
-        assert loaded(folder) == step + 1
-        assert not list(folder.glob(".*.partial"))
+        assert all(whole(path) for path in folder.glob("step-*"))
+        best = read_best(folder)["policy"]
+        assert (folder / best.checkpoint).is_dir() and best in (first, second)
+        tidy_checkpoints(folder)
+        assert not list(folder.glob(".step-*"))
+        found = loaded(folder)
+        seen.add(found)
+        assert found == step if done else found in (2, step)
+        save(folder, found + 1, policy=best)
+        assert loaded(folder) == found + 1
         if done:
             break
     assert done
     assert cut > 10
-    assert seen == {2, 3}
+    assert seen == {2, step}
 
 
 def test_a_broken_checkpoint_names_the_way_out(tmp_path):

@@ -33,7 +33,7 @@ class Curriculum:
         parts = [*(levels[level] for level in sorted(levels)), tasks]
         self._level_steps = level_steps
         self._parts = [
-            TaskSchedule(part, seed, [(max(0, first - i * level_steps), count) for first, count in sorted(counts)])
+            TaskSchedule(part, seed, [*{max(0, first - i * level_steps): n for first, n in sorted(counts)}.items()])
             for i, part in enumerate(parts)
         ]
 

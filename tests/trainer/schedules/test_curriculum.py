@@ -45,6 +45,11 @@ def test_the_number_of_tasks_changes_at_its_step_in_every_level():
     assert [len(step) for step in found] == [2, 3, 3, 4, 4]
 
 
+def test_a_lowered_number_of_tasks_holds_in_the_levels_after_it():
+    found = ids(LEVELS, tasks(*[0] * 6, *[1] * 6), (0, 4), (1, 2), steps=6)
+    assert [len(step) for step in found] == [4, 2, 2, 2, 2, 2]
+
+
 def test_easy_tasks_get_fewer_episodes():
     config = CurriculumConfig(k_easy=2, easy=0.6)
     assert fewer_episodes(config, tasks(0, 0, 0), {"0": 0.6, "1": 0.5}) == {"0": 2}
