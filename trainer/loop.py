@@ -51,7 +51,7 @@ async def train_steps(run: Run, progress: Progress) -> None:
                         collected = collect_samples(run, episodes)
                         batch = group_and_weigh(run, episodes, collected)
                     async with sampler_asleep(run, report):
-                        with report.phase("update"):
+                        with report.phase("update", ", ".join(batch.rows)):
                             updates = await update(run, batch.rows)
                     with report.phase("publish"):
                         await publish(run, batch.rows, updates)

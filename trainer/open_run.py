@@ -22,6 +22,7 @@ from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.learner.taught import TaughtLearner, Teacher
+from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.restore import begin_from, restore
 from cotune.trainer.resume import tasks_per_step
 from cotune.trainer.rollout.app_source import import_path
@@ -45,10 +46,11 @@ async def open_run(
     workflow: Workflow,
     tasks: Sequence[Task],
     held_out: Sequence[Task],
-    say: Callable[[str], None],
+    progress: Progress,
 ) -> AsyncIterator[Run]:
     """Open all parts, and restore the newest checkpoint. A run that has none looks at the application with a few
     episodes first, to find its roles."""
+    say = progress.say
     plan, recipe, why = config.resolve_plan(list(workflow.scorers))
     scored = list(workflow.scorers) if plan.kind == "tree" else None
     if plan.kind == "replay" and config.replay.freeze:
@@ -61,7 +63,8 @@ async def open_run(
         teacher = await _open_teacher(config, stack, say) if config.distill.teacher else None
         sampler, chat = await _open_model(config, stack, cluster, say)
         if saved is None:
-            seen = await preflight(config, workflow, tasks, store, sampler, chat, say)
+            with progress.activity.phase("look"):
+                seen = await preflight(config, workflow, tasks, store, sampler, chat, say)
             policies = config.resolve_policies(seen.roles, scored=scored)
             notes = [*seen.notes, *filter(None, seen.lessons(policies, recipe))]
             if plan.kind == "replay":

@@ -218,7 +218,7 @@ async def _open(
     if config.from_records:
         records = await stack.enter_async_context(open_records_run(folder, config, flow, progress.say))
         return records, lambda: learn_steps(records, progress)
-    run = await stack.enter_async_context(open_run(folder, config, flow, tasks, held_out, progress.say))
+    run = await stack.enter_async_context(open_run(folder, config, flow, tasks, held_out, progress))
     return run, lambda: train_steps(run, progress)
 
 
@@ -237,7 +237,10 @@ async def _train(
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(folder.close)
         stack.enter_context(folder.telling())
-        progress = Progress(config.steps, console)
+        progress = Progress(config.steps, console, folder.path)
+        stack.callback(progress.activity.close)
+        loading = stack.enter_context(contextlib.ExitStack())
+        loading.enter_context(progress.activity.phase("load"))
         for note in notes:
             progress.say(note)
         held_out = held_out_tasks(config.evaluation)
@@ -254,6 +257,7 @@ async def _train(
             check_same_base(config.init, base.result())
         progress.loggers = Loggers(config, folder, run.state.steps, progress.say)
         stack.callback(progress.loggers.close)
+        loading.close()
 
         def stop() -> None:
             if run.stop():

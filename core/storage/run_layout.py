@@ -8,6 +8,7 @@ RUN/end.json           why the run ended, where that was before its last step
 RUN/checkpoints/       step-000012/, `latest`, the name of the newest complete one, and best.json
 RUN/profile/           where the time of steps went that were profiled: step-000012.json, step-000012.trace.json.gz
 RUN/loggers.json       under which ids experiment trackers know the run, and RUN/tensorboard/, RUN/wandb/ what they keep
+RUN/now.json           what the run is doing, while it is under way
 RUN/opponents/         weights of earlier versions that later steps may play against, where [routing] asks for them
 """
 

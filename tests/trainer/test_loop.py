@@ -100,7 +100,7 @@ def test_metrics_of_each_role(learned):
         assert figures["sampler_gap_mean"] < 1e-4
         assert 1.0 <= figures["tokens_mean"] <= 4.0
     assert first["roles"]["first"]["prompt_tokens_mean"] == len("<say x>") + 1
-    assert first["seconds"].keys() == {"rollout", "group", "update", "publish", "checkpoint"}
+    assert first["seconds"].keys() == {"load", "look", "rollout", "group", "update", "publish", "checkpoint"}
     assert 0 < first["tokens_per_s"] < first["rollout_tokens_per_s"]
     assert first["total_tokens"] > first["distinct_tokens"] > 0  # candidates share their prompts
     assert first["update_tokens_per_s"] == pytest.approx(first["distinct_tokens"] / first["seconds"]["update"])

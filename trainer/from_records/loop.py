@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from cotune.adapters.export import read_weights
 from cotune.algorithms.samples import TrainRow
 from cotune.trainer.checkpoint import BestLoss, commit_checkpoint
 from cotune.trainer.from_records.run import RecordsRun
-from cotune.trainer.reporting.metrics import StepMetrics, Updates, moved, throughput
+from cotune.trainer.reporting.metrics import StepMetrics, Updates, moved, step_seconds, throughput
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.run_folder import write_atomically
 from cotune.trainer.schedules.schedule import lr_scale
@@ -28,22 +27,25 @@ async def learn_steps(run: RecordsRun, progress: Progress) -> None:
 
     A policy ends with the weights that had its lowest held-out loss.
     """
-    await commit(run)
+    activity = progress.activity
+    with activity.phase("checkpoint"):
+        await commit(run)
     while not run.finished and not run.stopping:
-        started = time.perf_counter()
         episodes = run.schedule.of(run.state.steps)
         found = run.recorded.of(episodes, run.players)
         rows = {name: its_rows for name, its_rows in found.items() if name in run.learning}
-        updates = await update(run, rows)
-        seconds = {"update": time.perf_counter() - started}
+        with activity.phase("update", ", ".join(rows)):
+            updates = await update(run, rows)
         run.state.steps += 1
-        held_out = await held_out_losses(run)
-        seconds["held_out"] = time.perf_counter() - started - seconds["update"]
-        metrics = _metrics(run, episodes, rows, updates, held_out, seconds)
+        with activity.phase("held_out"):
+            held_out = await held_out_losses(run)
+        metrics = _metrics(run, episodes, rows, updates, held_out, activity.seconds)
+        activity.clear()
         run.folder.append_metrics(msgspec.to_builtins(metrics))
         run.state.metrics = metrics.roles
         progress.step(metrics)
-        await commit(run)
+        with activity.phase("checkpoint"):
+            await commit(run)
     if run.finished:
         await go_back_to_best(run, progress)
     await commit(run, last=True)
@@ -141,7 +143,7 @@ def _metrics(
         counters={},
         lr_scale=lr_scale(run.config.schedule, run.state.steps - 1, run.config.steps),
         seconds=dict(seconds),
-        **{**throughput(updates, seconds), "tokens_per_s": tokens / max(sum(seconds.values()), 1e-9)},
+        **{**throughput(updates, seconds), "tokens_per_s": tokens / max(step_seconds(seconds), 1e-9)},
         updated=bool(moved(updates)),
         stayed={name: "no gradient" for name in rows if name not in moved(updates)},
     )

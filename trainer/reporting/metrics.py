@@ -15,6 +15,7 @@ from cotune.algorithms.samples import Sample, TrainRow
 from cotune.policies import Policies
 from cotune.recording.records import Episode
 from cotune.sampling.plans import Plan
+from cotune.trainer.reporting.activity import BEFORE
 
 UPDATE_FIGURES = (
     "clip_share",
@@ -65,7 +66,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     restarts; `judge.cost` is money."""
     lr_scale: float
     seconds: dict[str, float]
-    """By phase. `checkpoint` is what it took to save the steps before this one."""
+    """By phase. `checkpoint` is what it took to save the steps before this one; `load` and `look` (at the application)
+    are in the first line of a process."""
     tokens_per_s: float
     """Sampled tokens of trained roles per second of the whole step."""
     rollout_tokens_per_s: float = 0.0
@@ -98,12 +100,17 @@ def moved(updates: Updates) -> list[str]:
     ]
 
 
+def step_seconds(seconds: Mapping[str, float]) -> float:
+    """Seconds of a step, without those before the first one."""
+    return sum(spent for phase, spent in seconds.items() if phase not in BEFORE)
+
+
 def throughput(updates: Updates, seconds: Mapping[str, float], sampled: float = 0.0) -> dict[str, Any]:
     """The fields of `StepMetrics` on tokens and their rates, of `sampled` tokens in the rollout."""
     computed = sum(figures.get("computed_tokens", 0.0) for figures in updates.values())
     rollout = seconds.get("rollout", 0.0)
     return {
-        "tokens_per_s": sampled / max(sum(seconds.values()), 1e-9),
+        "tokens_per_s": sampled / max(step_seconds(seconds), 1e-9),
         "rollout_tokens_per_s": sampled / rollout if rollout else 0.0,
         "update_tokens_per_s": computed / max(seconds.get("update", 0.0), 1e-9),
         "total_tokens": int(sum(figures.get("total_tokens", 0.0) for figures in updates.values())),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,6 +14,7 @@ from rich.progress import Progress as Bars
 
 from cotune.recording.records import Episode
 from cotune.terminal import terminal
+from cotune.trainer.reporting.activity import Activity
 from cotune.trainer.reporting.columns import role_table
 from cotune.trainer.reporting.loggers import Loggers
 from cotune.trainer.reporting.metrics import StepMetrics
@@ -44,7 +46,8 @@ TEACHER_COUNTERS = ("retried", "timeouts", "unscored")
 class Progress:
     """Shows steps, the episodes of the step in hand, the latest figures by role, and the time left."""
 
-    def __init__(self, steps: int, console: Console | None = None) -> None:
+    def __init__(self, steps: int, console: Console | None = None, folder: Path | None = None) -> None:
+        """`folder`, that of the run, gets the file that says what the run is doing."""
         self.loggers: Loggers | None = None
         """Also get every episode and step."""
         self.console = console or terminal()
@@ -58,8 +61,7 @@ class Progress:
         self._shown: set[str] = set()
         self._causes: set[str] = set()
         self._total = steps
-        self._started = time.perf_counter()
-        self._done = 0
+        self.activity = Activity(steps, folder)
 
     def __enter__(self) -> Progress:
         if self._live:
@@ -83,16 +85,21 @@ class Progress:
     def begin(self, step: int) -> None:
         """Start the clock at the step that a run begins or goes on with."""
         self._bars.update(self._steps, completed=step)
-        self._started = time.perf_counter()
-        self._done = 0
+        self.activity.begin(step)
 
-    def rollout(self, episodes: int) -> None:
+    def rollout(self, episodes: int, name: str = "episodes") -> None:
         """A rollout of so many episodes begins."""
-        self._bars.reset(self._episodes, total=episodes, description="episodes")
+        self._bars.reset(self._episodes, total=episodes, description=name)
+        self.activity.count(episodes)
+
+    def advance(self, episode: Episode) -> None:
+        """Count an episode that has ended."""
+        self._bars.advance(self._episodes)
+        self.activity.advance()
 
     def episode(self, episode: Episode) -> None:
         """Count an episode that has ended, and show why it failed, up to `CAUSES` different causes."""
-        self._bars.advance(self._episodes)
+        self.advance(episode)
         if self.loggers is not None:
             self.loggers.episode(episode)
         if episode.status != "error":
@@ -116,7 +123,7 @@ class Progress:
         if self.loggers is not None:
             self.loggers.step(metrics)
         self._bars.update(self._steps, completed=metrics.step + 1)
-        self._done += 1
+        left = self.activity.step(metrics.step + 1)
         for note in metrics.notes:
             self.say_once(note)
         if self._live:
@@ -124,7 +131,6 @@ class Progress:
             self.say(f"step {metrics.step + 1}/{self._total}  {'  |  '.join(parts)}")
             self._live.update(Group(self._bars, role_table(metrics), summary(metrics)))
             return
-        left = (time.perf_counter() - self._started) / self._done * (self._total - metrics.step - 1)
         self.say(f"step {metrics.step + 1}/{self._total}  {summary(metrics)}  |  {_minutes(left)} to go")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -41,7 +40,6 @@ class StepReport:
         self._run = run
         self.phases: list[Span] | None = None
         """The phases so far, where somebody has put a list here to know."""
-        self._seconds: dict[str, float] = defaultdict(float)
         self._counters: dict[str, float] = {}
         """What sampler, rollout workers and store had counted when the last step ended."""
 
@@ -50,24 +48,24 @@ class StepReport:
         await self._new_counts()
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the seconds within as those of a phase of the step."""
-        started, began = time.perf_counter(), time.time()
+    def phase(self, name: str, of: str = "") -> Iterator[None]:
+        """Count the seconds within as those of a phase of the step; `of` says what it works on."""
+        began = time.time()
         try:
-            yield
+            with self.progress.activity.phase(name, of):
+                yield
         finally:
-            self._seconds[name] += time.perf_counter() - started
             if self.phases is not None:
                 self.phases.append(Span(name, began, time.time()))
 
     def restart(self) -> None:
         """Forget the seconds of a step that is done again."""
-        self._seconds.clear()
+        self.progress.activity.clear()
 
     async def write(self, batch: Batch, updates: Updates, held_out: Mapping[str, float]) -> StepMetrics:
         """Add the step's line to metrics.jsonl, once its policies are published, and show it."""
         metrics = self._metrics(batch, updates, held_out, await self._new_counts())
-        self._seconds.clear()
+        self.progress.activity.clear()
         self._run.folder.append_metrics(msgspec.to_builtins(metrics))
         self.progress.step(metrics)
         return metrics
@@ -107,8 +105,8 @@ class StepReport:
             staleness=lags(batch.rows, batch.versions),
             counters=dict(counters),
             lr_scale=lr_scale(config.schedule, state.steps, config.steps),
-            seconds=dict(self._seconds),
-            **throughput(updates, self._seconds, tokens),
+            seconds=dict(self.progress.activity.seconds),
+            **throughput(updates, self.progress.activity.seconds, tokens),
             updated=bool(moved(updates)),
             stayed=unmoved,
             silent=silent,
