@@ -14,7 +14,8 @@ from cotune.algorithms.samples import Sample
 from cotune.errors import GroupError
 
 FLAT = 1e-12
-"""Rewards whose range is within this share of their size count as equal: sums of floats differ by less."""
+"""Rewards whose range is within this share of their size count as equal, and so do a reward and its baseline: sums of
+floats differ by less."""
 
 
 class AdvantageState(msgspec.Struct, frozen=True):
@@ -112,6 +113,9 @@ def _advantage(
         averages, state = _update_ema(names, stats.mean, term.decay, state)
         baseline = averages[group]
     advantage = reward - baseline
+    largest = np.zeros(len(distinct))
+    np.maximum.at(largest, group, np.abs(reward))
+    advantage[np.abs(advantage) <= FLAT * largest[group]] = 0.0  # all that is left is rounding
     if term.scale == "std" and term.scale_key is not None:
         advantage = advantage / _deviation(samples, advantage, term)
     elif term.scale == "std":

@@ -95,9 +95,10 @@ def recipe(name: str, **overrides: Any) -> Recipe:
     """The recipe `name` with single settings replaced; each setting is named as in its struct.
 
     `alpha`, `weights`, `horizon`, ... and `baseline`, `scale`, ... apply to every term. `weights` without `other`
-    leaves unlisted components out, `critic` baseline and scale. `plan` takes the groups with it: gspo, dapo and cispo
-    compare siblings under a tree or replay plan, and own-turn rewards take in the outcome where each episode has one of
-    its own. Raises ConfigError for an unknown name, setting or value.
+    leaves unlisted components out, `critic` baseline and scale, and the filters `zero_variance` and `zero_advantage`.
+    `plan` takes the groups with it: gspo, dapo and cispo compare siblings under a tree or replay plan, and own-turn
+    rewards take in the outcome where each episode has one of its own. Raises ConfigError for an unknown name, setting
+    or value.
     """
     if name not in RECIPES:
         raise ConfigError("recipe", name, f"one of {', '.join(sorted(RECIPES))}")
@@ -105,7 +106,7 @@ def recipe(name: str, **overrides: Any) -> Recipe:
     if "plan" in overrides:
         chosen = _under(chosen, overrides.pop("plan"))
     if overrides.get("critic"):
-        overrides = {"baseline": "none", "scale": "none", **overrides}
+        overrides = {"baseline": "none", "scale": "none", "zero_variance": False, "zero_advantage": False, **overrides}
     if "weights" in overrides:
         overrides.setdefault("other", 0.0)
     changes: dict[str, dict[str, Any]] = {"loss": {}, "filters": {}, "shaping": {}, "attribution": {}, "term": {}}

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 
-from cotune.algorithms.advantages import FLAT, Spread
+from cotune.algorithms.advantages import Spread
 from cotune.algorithms.attribution import Bools, Floats, codes
 from cotune.algorithms.groups import Group
 from cotune.algorithms.recipes import Filters
@@ -45,7 +45,7 @@ REASONS: Mapping[str, str] = {
     "tie": "all roles of its episode have the same reward, and ties is set",
     "zero_variance": "all rewards of the group are equal",
     "mean_out_of_range": "the group's mean reward is outside mean_range",
-    "zero_advantage": "its advantage is zero",
+    "zero_advantage": "its advantage is zero, so it teaches nothing",
     "low_entropy": "its mean token entropy is not in the share that top_entropy keeps",
     "beyond_alignment": "its role has more calls in the episode than align_to allows",
     "no_signal": "all advantages of its policy are zero, so the step leaves that policy as it is",
@@ -59,7 +59,7 @@ def sample_reason(sample: Sample, advantage: float, filters: Filters) -> str | N
         return "truncated"
     if filters.drop_timed_out and sample.timed_out:
         return "timed_out_episode"
-    return "zero_advantage" if filters.zero_advantage and abs(advantage) <= FLAT else None
+    return "zero_advantage" if filters.zero_advantage and not advantage else None
 
 
 def tied(samples: Sequence[Sample], reward: Floats) -> Bools:

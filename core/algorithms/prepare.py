@@ -41,10 +41,15 @@ class RoleStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """What is trained on: samples with their advantages ([n], aligned), their groups, and what was left out."""
+    """The samples of an update with their advantages ([n], aligned), and what was left out.
+
+    `trained` are those that the policies learn from, and `groups` hold these alone. The other samples have advantage 0:
+    they count in the denominators of the loss and nowhere else, and are left out as `zero_advantage`.
+    """
 
     samples: tuple[Sample, ...]
     advantages: Floats
+    trained: tuple[Sample, ...]
     groups: tuple[Group, ...]
     left_out: Mapping[str, int]
     roles: Mapping[str, RoleStats]
@@ -122,18 +127,22 @@ def prepare(
         groups = _only(groups, moves)
         kept = [sample for sample in kept if sample.policy.name in signal]
         values = values[moves]
+    rows = np.arange(len(kept))
     if recipe.filters.align_to is not None:
         rows = np.array(align(kept, recipe.filters.align_to), np.int64)
-        stays = np.isin(np.arange(len(kept)), rows)
-        left_out["beyond_alignment"] = int((~stays).sum())
-        groups = _only(groups, stays)
-        kept, values = [kept[i] for i in rows], values[rows]
+    stays = np.isin(np.arange(len(kept)), rows)
+    left_out["beyond_alignment"] = int((~stays).sum())
+    teaches = (values != 0.0) | recipe.loss.moves_alone
+    left_out["zero_advantage"] += int((stays & ~teaches).sum())
+    groups = _only(groups, stays & teaches)
+    trained = [kept[i] for i in rows[teaches[rows]]]
     return Prepared(
-        samples=tuple(kept),
-        advantages=values,
+        samples=tuple(kept[i] for i in rows),
+        advantages=values[rows],
+        trained=tuple(trained),
         groups=tuple(groups),
         left_out={reason: count for reason, count in left_out.items() if count},
-        roles=_role_stats(samples, returns[0], members, number, stats, kept, recipe.attribution),
+        roles=_role_stats(samples, returns[0], members, number, stats, trained, recipe.attribution),
         reward=float(np.nanmean(returns[0])) if (~np.isnan(returns[0])).any() else None,
         warnings=tuple(warnings),
         state=state,
@@ -243,7 +252,7 @@ def _role_stats(
     members: Sequence[Sample],
     number: Codes,
     stats: Spread,
-    kept: Sequence[Sample],
+    trained: Sequence[Sample],
     attribution: Attribution,
 ) -> dict[str, RoleStats]:
     """Statistics by role; a group that spans several roles counts for each of them."""
@@ -251,7 +260,7 @@ def _role_stats(
     totals = np.bincount(role, minlength=len(names))
     having = np.bincount(role, ~np.isnan(reward), minlength=len(names))
     sums = np.bincount(role, np.nan_to_num(reward), minlength=len(names))
-    trained = Counter(s.role for s in kept)
+    kept = Counter(s.role for s in trained)
     cut = np.bincount(role, [s.truncated for s in samples], minlength=len(names))
     long = np.bincount(role, overlong(samples, attribution) > 0, minlength=len(names))
     deviation = np.sqrt(stats.variance)
@@ -264,7 +273,7 @@ def _role_stats(
         own = sorted(groups.get(str(name), ()))
         result[str(name)] = RoleStats(
             samples=int(totals[i]),
-            kept=trained[str(name)],
+            kept=kept[str(name)],
             reward=float(sums[i] / having[i]) if having[i] else float("nan"),
             groups=len(own),
             group_spread=float(deviation[own].mean()) if own else 0.0,

@@ -235,9 +235,9 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moves_alone(self) -> bool:
-        """Whether a policy learns where all its advantages are zero: from the KL penalty or the entropy bonus, or as a
-        critic makes the advantages."""
-        return self.kl > 0.0 or self.entropy > 0.0 or self.critic
+        """Whether a candidate of advantage zero teaches something: by the KL penalty, the entropy bonus or a loss of
+        your own, or as a critic makes the advantages."""
+        return self.kl > 0.0 or self.entropy > 0.0 or self.critic or bool(self.token_loss)
 
     def __post_init__(self) -> None:
         _within("clip_low", self.clip_low, 0.0, 1.0)
@@ -302,6 +302,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                     raise ConfigError(name, getattr(term, name), allowed)
             if term.advantage:
                 raise ConfigError("advantage", term.advantage, "nothing beside a critic, which makes the advantages")
+        for name in ("zero_variance", "zero_advantage") if self.loss.critic else ():
+            if getattr(self.filters, name):
+                raise ConfigError(name, True, "false with a critic, which learns from every reward")
         if self.plan == "tree" and self.loss.aggregation == "trajectory_mean":
             raise ConfigError(
                 "aggregation",

@@ -72,7 +72,12 @@ def regroup(
         )
     problems = prepared.warnings
     if own:  # a run that somebody looks at runs no code
-        prepared = msgspec.structs.replace(prepared, advantages=np.full(len(prepared.samples), np.nan))
+        prepared = msgspec.structs.replace(
+            prepared,
+            advantages=np.full(len(prepared.samples), np.nan),
+            trained=prepared.samples,
+            left_out={reason: n for reason, n in prepared.left_out.items() if reason != "zero_advantage"},
+        )
         problems = (*problems, f"Advantages are those of {', '.join(own)}, which is not run here: they are not shown.")
     left_out.update(prepared.left_out)
     rewards = attribute(samples, chosen.attribution, chosen.key).tolist()

@@ -63,7 +63,7 @@ def _count(
     found = regroup(store, store.episodes(phase=phase, training_step=step), chosen, config_of(store), roles)
     counts.left_out.update(found.left_out)
     counts.candidates += found.candidates
-    counts.kept += len(found.prepared.samples) if found.prepared else 0
+    counts.kept += len(found.prepared.trained) if found.prepared else 0
     counts.problems.extend(found.problems)
     for group, values in found.groups:
         fields = dict(zip(chosen.key, group.key, strict=True))

@@ -24,8 +24,8 @@ from cotune.storage.sqlite_store import SqliteStore
 
 MOST_EPISODES = 200
 """Episodes that are grouped where they belong to no training step, the latest ones."""
-AFTER = ("truncated", "timed_out_episode", "zero_advantage", "low_entropy", "no_signal", "beyond_alignment")
-"""Reasons for which samples are left out once they have advantages."""
+AFTER = ("truncated", "timed_out_episode", "low_entropy", "no_signal", "beyond_alignment")
+"""Reasons for which samples are left out once they have advantages, beside `zero_advantage`."""
 
 
 class ShownGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,10 +145,13 @@ def _groups(found: Regrouped, recipe: Recipe) -> Iterable[ShownGroup]:
     if found.prepared is None:
         return
     reasons = _reasons(found.groups, recipe)
-    trained = {sample.id for sample in found.prepared.samples}
-    late = " or ".join(name for name in AFTER if found.prepared.left_out.get(name))
+    trained = {sample.id for sample in found.prepared.trained}
+    weighed = {sample.id for sample in found.prepared.samples}
+    after = (*AFTER, "zero_advantage") if recipe.filters.zero_advantage else AFTER
+    late = " or ".join(name for name in after if found.prepared.left_out.get(name))
     for (group, values), reason in zip(found.groups, reasons, strict=True):
         kept = any(s.id in trained for s in group.samples)
+        flat = "zero_advantage" if any(s.id in weighed for s in group.samples) else ""
         yield ShownGroup(
             id=group.id,
             key=dict(zip(recipe.key, group.key, strict=True)),
@@ -156,7 +159,7 @@ def _groups(found: Regrouped, recipe: Recipe) -> Iterable[ShownGroup]:
             rewards=tuple(values.tolist()),
             mean=float(values.mean()),
             spread=float(values.std()),
-            reason="" if kept else reason or late or "tie",
+            reason="" if kept else reason or flat or late or "tie",
         )
 
 

@@ -20,7 +20,7 @@ def test_tasks_with_outcomes_of_other_names_are_all_trained_on(trainer):
     line = trainer.metrics()[0]
     assert (line["episodes"], line["failed"], line["candidates"]) == (8, 0, 16)
     assert "missing_reward" not in line["left_out"]
-    assert line["rows"] + line["left_out"].get("no_signal", 0) == 16
+    assert line["rows"] + sum(line["left_out"].get(name, 0) for name in ("no_signal", "zero_advantage")) == 16
 
 
 def test_a_bonus_of_one_candidate_costs_its_group_unless_absent_says_what_it_counts(trainer):

@@ -26,7 +26,7 @@ def test_tokens_beyond_the_bounds_are_masked_counted_and_shown_by_role(trainer):
     line = trainer.metrics()[0]
     figures = line["policies"]["shared"]
     assert 0.1 < figures["masked_share"] < 1.0
-    kept = sum(role["kept"] * role["tokens_mean"] for role in line["roles"].values())
+    kept = sum(role["samples"] * role["tokens_mean"] for role in line["roles"].values())
     assert figures["tokens"] == pytest.approx(kept * (1 - figures["masked_share"]))
     assert all(0.0 < role["masked_share"] < 1.0 for role in line["roles"].values())
     assert figures["sampler_gap_max"] <= 5.1e-4  # of the tokens that are left

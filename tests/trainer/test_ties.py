@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from cotune.cli.main import main
+from cotune.integrations.viewer.opened import OpenedRun
+from cotune.integrations.viewer.step_groups import step_groups
 from cotune.trainer.checkpoint import load_checkpoint
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, ask
@@ -83,6 +87,30 @@ def test_a_rare_role_alone_without_a_call_is_no_reason_to_stop(trainer: Trainer)
     ]
 
 
+def test_what_ties_beside_a_signal_is_counted_by_its_reason_and_not_passed_through_the_model(trainer, capsys):
+    """Task b alone has outcomes that differ: of six episodes the two of a and c each have advantage 0."""
+    outcomes = itertools.count()
+
+    async def solve(task: dict[str, str]) -> float:
+        await ask("first", f"say {task['letter']}")
+        return float(task["letter"] == "b" and next(outcomes) % 2)
+
+    summary = trainer(application(solve), plan=INDEPENDENT, concurrency=1, steps=1)
+    (line,) = trainer.metrics()
+    assert (line["rows"], line["groups"], line["candidates"]) == (2, 1, 6) and line["updated"]
+    assert line["left_out"] == summary.left_out == {"zero_advantage": 4} and line["staleness"] == {"0": 2}
+    assert line["roles"]["first"]["kept"] == 2
+    assert "left out: zero_advantage 4" in trainer.said
+    assert main(["show", str(trainer.folder / "run"), "--groups"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "2 of 6 candidates trained on; left out:" in shown
+    assert "zero_advantage 4 66.7% its advantage is zero, so it teaches nothing" in shown
+    run = OpenedRun(trainer.folder / "run", "run")
+    by_task = {group.key["task"]: group.reason for group in step_groups(run, 0).groups}
+    run.close()
+    assert by_task == {"a": "zero_advantage", "b": "", "c": "zero_advantage"}
+
+
 @pytest.mark.parametrize(
     ("settings", "versions"),
     [
@@ -96,6 +124,8 @@ def test_what_moves_a_policy_without_a_signal_is_a_real_update(trainer, settings
     summary = trainer(application(Rewards(set())), plan=INDEPENDENT, policies="full", **settings)
     assert summary.finished and summary.versions == versions
     for line in trainer.metrics():
-        assert line["rows"] == 6 and "no_signal" not in line["left_out"]
+        decays = "learner" in settings  # which moves the weights, while no row teaches anything
+        assert line["rows"] == (0 if decays else 6)
+        assert line["left_out"] == ({"zero_advantage": 6} if decays else {})
         assert line["updated"] == bool(versions)
         assert line["stayed"] == ({} if versions else {"first": "no gradient"})

@@ -151,9 +151,9 @@ def outcome_means(
     return {name: sum(found) / len(found) for name, found in sorted(values.items())}
 
 
-def lags(rows: Mapping[str, Sequence[TrainRow]], versions: Mapping[str, int]) -> dict[str, int]:
-    """Rows by the number of versions that their sampler was behind the policy that trains on them."""
-    counts = Counter(versions.get(name, 0) - row.version for name, its_rows in rows.items() for row in its_rows)
+def lags(samples: Iterable[Sample], versions: Mapping[str, int]) -> dict[str, int]:
+    """Samples by the number of versions that their sampler was behind the policy that trains on them."""
+    counts = Counter(versions.get(sample.policy.name, 0) - sample.policy.version for sample in samples)
     return {str(lag): counts[lag] for lag in sorted(counts)}
 
 

@@ -90,7 +90,7 @@ class StepReport:
             calls=sum(episode.calls for episode in batch.episodes),
             candidates=sum(len(call.candidates) for call in calls),
             groups=len(prepared.groups),
-            rows=sum(map(len, batch.rows.values())),
+            rows=len(prepared.trained),
             path=outcome_path(run.plan),
             outcome=outcome_means(
                 single,
@@ -102,7 +102,7 @@ class StepReport:
             roles=role_metrics(prepared, collected, batch.rows, updates),
             policies={name: self._policy(name, updates) for name in updates},
             left_out=dict(batch.left_out),
-            staleness=lags(batch.rows, batch.versions),
+            staleness=lags(prepared.trained, batch.versions),
             counters=dict(counters),
             lr_scale=lr_scale(config.schedule, state.steps, config.steps),
             seconds=dict(self.progress.activity.seconds),

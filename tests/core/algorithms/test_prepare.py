@@ -78,8 +78,8 @@ def test_kept_and_left_out_add_up():
 def test_every_sample_is_kept_or_counted_whatever_the_order(rows, random):
     samples = [sample(f"c{call}.{i}", reward, turn=call) for i, (call, reward) in enumerate(rows)]
     prepared = prepare(samples, AT_GRPO)
-    assert len(prepared.samples) + sum(prepared.left_out.values()) == len(samples)
-    assert [s for g in prepared.groups for s in g.samples] == list(prepared.samples)
+    assert len(prepared.trained) + sum(prepared.left_out.values()) == len(samples)
+    assert [s for g in prepared.groups for s in g.samples] == list(prepared.trained)
     random.shuffle(samples)
     again = prepare(samples, AT_GRPO)
     assert again.left_out == prepared.left_out
@@ -116,8 +116,6 @@ def test_groups_too_easy_or_too_hard_are_left_out():
 
 
 def test_samples_of_zero_advantage_are_left_out_when_asked():
-    keeps = prepare(group("c", 1.0, 0.0, 0.5), AT_GRPO)
-    assert len(keeps.samples) == 3
     drops = prepare(group("c", 1.0, 0.0, 0.5), recipe("at_grpo", zero_advantage=True))
     assert [s.id for s in drops.samples] == ["c.0", "c.1"]
     assert [[s.id for s in g.samples] for g in drops.groups] == [["c.0", "c.1"]]
@@ -125,12 +123,22 @@ def test_samples_of_zero_advantage_are_left_out_when_asked():
     assert drops.left_out == {"zero_advantage": 1}
 
 
+def test_a_sample_of_zero_advantage_is_in_the_update_for_its_denominators_and_not_trained_on():
+    keeps = prepare([*group("c", 0.3, 0.1, 0.2), *group("d", 1.0, 0.0)], AT_GRPO)  # 0.2 less the mean is 3e-17
+    assert [s.id for s in keeps.samples] == ["c.0", "c.1", "c.2", "d.0", "d.1"] and keeps.advantages[2] == 0.0
+    assert [s.id for s in keeps.trained] == ["c.0", "c.1", "d.0", "d.1"] and keeps.roles["a"].kept == 4
+    assert [[s.id for s in g.samples] for g in keeps.groups] == [["c.0", "c.1"], ["d.0", "d.1"]]
+    assert keeps.left_out == {"zero_advantage": 1}
+    loss = prepare(group("c", 1.0, 0.0, 0.5), recipe("at_grpo", token_loss="my_loss.py:whatever"))
+    assert loss.trained == loss.samples and loss.left_out == {}
+
+
 def test_zero_variance_is_kept_with_advantage_zero_where_the_recipe_keeps_it_and_its_policy_has_a_signal():
     ties = [sample(f"{r}.0", team=1.0, rollout=r) for r in "ef"]
     differ = [sample(f"{r}.0", team=float(r == "g"), rollout=r, task="p") for r in "gh"]
     prepared = prepare([*ties, *differ], recipe("grpo"))
     assert prepared.advantages.tolist() == pytest.approx([0.0, 0.0, 0.7071, -0.7071], abs=1e-4)
-    assert prepared.left_out == {}
+    assert prepared.left_out == {"zero_advantage": 2} and len(prepared.groups) == 1
     assert prepare(ties, recipe("dapo")).left_out == {"zero_variance": 2}
     assert recipe("dapo").filters == Filters(zero_variance=True)
 
@@ -148,9 +156,10 @@ def test_a_policy_without_a_signal_is_left_out_unless_something_else_moves_it(na
     ]
     prepared = prepare([*tied, *differ], recipe(name, **changes), decays=decays)
     assert len(prepared.samples) == len(prepared.advantages) == kept
-    assert prepared.left_out == ({"no_signal": 4} if kept == 2 else {})
-    assert {s.role for g in prepared.groups for s in g.samples} == ({"b"} if kept == 2 else {"a", "b"})
-    assert {role: stats.kept for role, stats in prepared.roles.items()} == {"a": kept - 2, "b": 2}
+    assert prepared.left_out == ({"no_signal": 4} if kept == 2 else {"zero_advantage": 4} if decays else {})
+    trained = kept if changes else 2
+    assert {s.role for g in prepared.groups for s in g.samples} == ({"b"} if trained == 2 else {"a", "b"})
+    assert {role: stats.kept for role, stats in prepared.roles.items()} == {"a": trained - 2, "b": 2}
     assert set(prepared.left_out) <= set(REASONS)
 
 
@@ -320,7 +329,7 @@ def test_what_a_branch_goes_on_to_say_has_the_advantage_of_its_candidate():
     # leave-one-out: 1 - (0 + 0.5) / 2, 0 - (1 + 0.5) / 2, 0.5 - (1 + 0) / 2; a call after it shares its branch's
     found = {s.id: a for s, a in zip(prepared.samples, prepared.advantages.tolist(), strict=True)}
     assert found == {"f0.0": 0.75, "f1.0": -0.75, "f2.0": 0.0, "h1.0": -0.75, "h3.0": 0.0}
-    assert [(g.id, len(g.samples)) for g in prepared.groups] == [("f", 3)]
-    assert prepared.left_out == {"zero_variance": 2, "continuation": 1, "truncated": 1}
+    assert [(g.id, len(g.samples)) for g in prepared.groups] == [("f", 2)]
+    assert prepared.left_out == {"zero_variance": 2, "continuation": 1, "truncated": 1, "zero_advantage": 2}
     assert set(prepared.left_out) <= set(REASONS)
     assert prepared.roles["b"].kept == 1 and prepared.roles["a"].groups == 2

@@ -114,7 +114,7 @@ def test_trap_7_a_reward_may_come_late_twice_or_never(book):
     book.store.write([RewardRecord("c.2", "judge", 9.0), RewardRecord("c.2", "judge", 0.5)])
     prepared = prepare(collect(book.store, book.store.episodes()).samples, recipe("at_grpo", scale="none"))
     assert advantages_of(prepared) == {"c.0": 0.5, "c.1": -0.5, "c.2": 0.0}
-    assert prepared.left_out == {"missing_reward": 1}
+    assert prepared.left_out == {"missing_reward": 1, "zero_advantage": 1}
 
 
 def test_trap_8_every_recipe_corrects_for_the_sampler_and_rows_carry_its_logprobs(book):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.catalogue import RECIPES, recipe
 from cotune.algorithms.gae import gae, whitened
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, RunError
@@ -154,6 +154,13 @@ def test_a_critic_takes_the_reward_as_it_is():
     assert [(term.baseline, term.scale) for term in chosen.terms] == [("none", "none")]
     with pytest.raises(ConfigError, match="baseline = 'mean': allowed is none beside a critic"):
         recipe("grpo", critic=True, baseline="mean")
+    for name in RECIPES:  # a critic learns from groups without spread too
+        if recipe(name).plan == "independent":
+            filters = recipe(name, critic=True).filters
+            assert not (filters.zero_variance or filters.zero_advantage)
+    for name in ("zero_variance", "zero_advantage"):
+        with pytest.raises(ConfigError, match=f"{name} = True: allowed is false with a critic"):
+            recipe("cory", **{name: True})
     with pytest.raises(ConfigError, match=r"gae_lambda = 2.0: allowed is between 0 and 1"):
         recipe("cory", gae_lambda=2)
 
