@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-import msgspec
-
-from cotune.errors import ConfigError
-from cotune.json_values import plain
-from cotune.recording.records import Task
 from cotune.recording.rollout import EpisodeBatch
-from cotune.tasks import load_tasks
-from cotune.trainer.config.train import EvaluationConfig
 from cotune.trainer.evaluation.run import summarise
 from cotune.trainer.evaluation.sink import EvaluationSink
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.rollout.episodes import run_episodes
 from cotune.trainer.run import Run
-
-
-def held_out_tasks(config: EvaluationConfig) -> list[Task]:
-    """The tasks of `[evaluation]`; none where it is off. Raises ConfigError."""
-    if not config.tasks:
-        return []
-    try:
-        return load_tasks(config.tasks)[: config.limit]
-    except ConfigError as error:
-        raise ConfigError("evaluation.tasks", error.value, error.allowed, error.remedy) from None
-
-
-def overlap(tasks: Sequence[Task], held_out: Sequence[Task]) -> Iterator[str]:
-    """A sentence where tasks are not held out at all."""
-    known = {msgspec.json.encode(task.input, enc_hook=plain) for task in tasks}
-    count = sum(msgspec.json.encode(task.input, enc_hook=plain) in known for task in held_out)
-    if count:
-        yield f"{count} of {len(held_out)} held-out tasks are trained on too: success on them says little"
 
 
 async def evaluate_held_out(run: Run, report: StepReport) -> dict[str, float]:

@@ -27,10 +27,9 @@ from cotune.runtime.run_sync import run_sync
 from cotune.storage.run_layout import read_run_json, relocated
 from cotune.tasks import as_tasks
 from cotune.trainer.checkpoint import load_checkpoint, tidy_checkpoints
-from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.config.train import NO_TASKS, TrainConfig, convert
 from cotune.trainer.from_records.loop import learn_steps
 from cotune.trainer.from_records.run import RecordsRun, open_records_run
-from cotune.trainer.held_out import held_out_tasks, overlap
 from cotune.trainer.loop import train_steps
 from cotune.trainer.open_run import open_run
 from cotune.trainer.privileged import check_privileged
@@ -41,6 +40,7 @@ from cotune.trainer.resume import apply_changes, base_digests, check_base, check
 from cotune.trainer.run import Run
 from cotune.trainer.run_folder import RunFolder
 from cotune.trainer.schedules.curriculum import check_curriculum
+from cotune.trainer.split import Split, overlap, split_again, split_tasks, write_split
 from cotune.trainer.warm_start import check_same_base, check_source
 from cotune.workflows import Workflow, WorkflowSource, workflow_of
 
@@ -83,7 +83,7 @@ def train(
         from cotune.trainer.learner.memory.optimizer import check_hardware
 
         check_hardware(chosen.learner)
-    held_out_tasks(chosen.evaluation)
+    split = split_tasks(listed, chosen)
     check_source(chosen.init)
     check_tools(chosen.loggers)
     path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
@@ -92,10 +92,10 @@ def train(
         chosen,
         workflow=absolute(workflow) if isinstance(workflow, str) else None,
         tasks=str(Path(tasks).resolve()) if isinstance(tasks, str | Path) else None,
-        held={"tasks": tasks_digest(listed), "count": len(listed)},
+        held={"tasks": tasks_digest(listed), "count": len(listed), "held_out": list(split.own)},
     )
     try:
-        return run_sync(_train(folder, chosen, flow, listed, console))
+        return run_sync(_train(folder, chosen, flow, split, console))
     except BaseException:
         folder.discard_unbegun()
         raise
@@ -136,10 +136,11 @@ def resume(
         locate_base(config.model)
         flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids).named_by(config.roles_by)
         stack.pop_all()
+    split = split_again(listed, config, described)
     notes = [f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in found.items()]
     if done >= config.steps:
         notes.append(f"all {done} steps of the run are made: --steps says up to which it goes on")
-    return run_sync(_train(folder, config, flow, listed, console, notes))
+    return run_sync(_train(folder, config, flow, split, console, notes))
 
 
 def _as_started(described: Mapping[str, Any], run: Path) -> TrainConfig:
@@ -195,7 +196,9 @@ def _new_tasks(given: str | Path | Iterable[Any] | None, config: TrainConfig) ->
 def _config(config: TrainConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> TrainConfig:
     table = msgspec.to_builtins(config) if isinstance(config, TrainConfig) else dict(config or {})
     chosen = convert({**table, **settings})
-    paths = {"evaluation": (chosen.evaluation, "tasks"), "records": (chosen.records, "path")}
+    paths = {"records": (chosen.records, "path")}
+    if chosen.evaluation.tasks != NO_TASKS:
+        paths["evaluation"] = (chosen.evaluation, "tasks")
     whole = {
         name: msgspec.structs.replace(table, **{field: str(Path(path).resolve())})
         for name, (table, field) in paths.items()
@@ -210,15 +213,14 @@ async def _open(
     folder: RunFolder,
     config: TrainConfig,
     flow: Workflow,
-    tasks: list[Task],
-    held_out: list[Task],
+    split: Split,
     progress: Progress,
 ) -> tuple[Run | RecordsRun, Callable[[], Awaitable[None]]]:
     """The run, and the loop that makes its steps."""
     if config.from_records:
         records = await stack.enter_async_context(open_records_run(folder, config, flow, progress.say))
         return records, lambda: learn_steps(records, progress)
-    run = await stack.enter_async_context(open_run(folder, config, flow, tasks, held_out, progress))
+    run = await stack.enter_async_context(open_run(folder, config, flow, split.tasks, split.held_out, progress))
     return run, lambda: train_steps(run, progress)
 
 
@@ -226,7 +228,7 @@ async def _train(
     folder: RunFolder,
     config: TrainConfig,
     flow: Workflow,
-    tasks: list[Task],
+    split: Split,
     console: Console | None,
     notes: Iterable[str] = (),
 ) -> RunSummary:
@@ -243,10 +245,12 @@ async def _train(
         loading.enter_context(progress.activity.phase("load"))
         for note in notes:
             progress.say(note)
-        held_out = held_out_tasks(config.evaluation)
+        if split.note:
+            progress.say(split.note)
+        held_out_file = write_split(folder.path, split) or config.evaluation.tasks.removesuffix(NO_TASKS)
         base = asyncio.create_task(asyncio.to_thread(base_digests, config.model))
         try:
-            run, make_steps = await _open(stack, folder, config, flow, tasks, held_out, progress)
+            run, make_steps = await _open(stack, folder, config, flow, split, progress)
         except BaseException:
             await asyncio.gather(base, return_exceptions=True)
             raise
@@ -265,7 +269,7 @@ async def _train(
 
         with stop_by(stop), progress:
             progress.begin(run.state.steps)
-            for note in (*run.notes, *overlap(tasks, held_out)):
+            for note in (*run.notes, *overlap(split.tasks, split.held_out)):
                 progress.say(note)
             try:
                 await make_steps()
@@ -292,6 +296,6 @@ async def _train(
             finished=run.finished,
             lost_records=lost,
             seconds=seconds,
-            held_out=config.evaluation.tasks,
+            held_out=held_out_file,
             ended=ended,
         )

@@ -31,6 +31,8 @@ from cotune.trainer.config.routing import RoutingConfig
 from cotune.trainer.config.sampling import SamplingConfig
 
 Layout = Literal["shared", "lora", "full"]
+NO_TASKS = "none"
+"""`evaluation.tasks` of a run that holds no task out."""
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,11 +75,12 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """[evaluation] Held-out tasks within the run: single samples, nothing is selected."""
 
     tasks: str = ""
-    """JSON-lines file of held-out tasks, tried every few steps; empty for none."""
+    """JSON-lines file of held-out tasks | none. Without a value a tenth of the run's own tasks is held out, 64 at most,
+    where it has 50 or more: these are never trained on."""
     every: int = 10
-    """Steps between evaluations; there is one after the last step too."""
+    """Steps between evaluations; there is one before the first step and one after the last too."""
     limit: int | None = None
-    """Take only the first so many tasks."""
+    """Take only so many held-out tasks: the first of a file."""
     keep_best: bool = False
     """Keep the checkpoint of the best evaluation beside the newest ones; `cotune export --best` takes it."""
     best_by: str = ""
@@ -88,10 +91,14 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def __post_init__(self) -> None:
         check_bounds(self, "every", "limit", "patience", table="evaluation.")
-        for name in ("keep_best", "patience"):
-            if getattr(self, name) and not self.tasks:
-                allowed = "given with evaluation.tasks"
-                raise ConfigError(f"evaluation.{name}", getattr(self, name), allowed, "Pass --eval-tasks FILE.")
+        if self.tasks == NO_TASKS and (name := self.needing_tasks):
+            allowed = f"off with evaluation.tasks = {NO_TASKS!r}"
+            raise ConfigError(f"evaluation.{name}", getattr(self, name), allowed, "Pass --eval-tasks FILE.")
+
+    @property
+    def needing_tasks(self) -> str:
+        """A field that is given and means nothing without held-out tasks; empty where there is none."""
+        return next((name for name in ("keep_best", "patience") if getattr(self, name)), "")
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -215,7 +222,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         given = {
             "overrides": self.overrides,
             "plan.kind": self.plan.kind,
-            "evaluation.tasks": self.evaluation.tasks,
+            "evaluation.tasks": self.evaluation.tasks not in ("", NO_TASKS),
+            f"evaluation.{self.evaluation.needing_tasks}": self.evaluation.needing_tasks,
             "guard.action": self.guard.action != "off",
             "profile": self.profile,
         }
