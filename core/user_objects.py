@@ -35,6 +35,7 @@ def load_object(
     source, _, name = spec.rpartition(":")
     if not source or not name:
         raise ConfigError(field, spec, "module:name or path/to/file.py:name", f"For example: {example}.")
+    _put_first(str(Path.cwd()))  # here, not at the start: a command that loads no user code imports none from a folder
     module = _load_file(field, spec, source) if source.endswith(".py") else _load_module(field, spec, source)
     found: Any = module
     for part in name.split("."):
@@ -45,6 +46,11 @@ def load_object(
             raise ConfigError(field, spec, allowed, f"{meant} {remedy.format(source=source)}".strip())
         found = getattr(found, part)
     return found
+
+
+def _put_first(entry: str) -> None:
+    if entry not in sys.path:
+        sys.path.insert(0, entry)
 
 
 def takes(fn: Callable[..., Any], count: int) -> bool:
@@ -59,14 +65,11 @@ def takes(fn: Callable[..., Any], count: int) -> bool:
 
 
 def _load_module(field: str, spec: str, name: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(error.name + ".")):
-            allowed = f"a module on sys.path or in {here}"
+            allowed = f"a module on sys.path or in {Path.cwd()}"
             raise ConfigError(field, spec, allowed, f"Name a file instead ({_file_of(name)}:solve).") from None
         raise _broken(field, spec, error) from error
     except Exception as error:
@@ -79,8 +82,7 @@ def _load_file(field: str, spec: str, source: str) -> ModuleType:
         raise ConfigError(field, spec, "a file that exists", f"No file is at {path}.")
     if (packaged := _load_packaged(field, spec, path)) is not None:
         return packaged
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+    _put_first(str(path.parent))
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
@@ -106,8 +108,7 @@ def _load_packaged(field: str, spec: str, path: Path) -> ModuleType | None:
     if len(names) == 1 or elsewhere or not all(name.isidentifier() for name in names):
         return None
     for entry in (str(path.parent), str(root)):  # the file's own folder stays, for plain imports of its neighbours
-        if entry not in sys.path:
-            sys.path.insert(0, entry)
+        _put_first(entry)
     try:
         return importlib.import_module(".".join(names))
     except Exception as error:

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
-from pathlib import Path
 from typing import NoReturn
 
 from cotune.cli.command import Formatter
@@ -88,7 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, handlers=[shown])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
-    sys.path.insert(0, str(Path.cwd()))
     if getattr(arguments, "trust_remote_code", False):
         os.environ["COTUNE_TRUST_REMOTE_CODE"] = "1"
     try:
