@@ -20,9 +20,10 @@ from cotune.ids import canonical, pack_ids, unpack_ids
 from cotune.integrations.chat.token_reuse import text_of
 from cotune.recording.answers import Answer
 from cotune.recording.recorder import LiveCall
-from cotune.recording.records import PolicyRef
+from cotune.recording.records import Candidate, PolicyRef
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
-from cotune.sampling.protocol import SamplingParams
+from cotune.sampling.protocol import Completion, SamplingParams
+from cotune.sampling.request_params import fixes_form
 from cotune.sampling.responder import PolicyResponder
 
 log = logging.getLogger("cotune")
@@ -106,7 +107,8 @@ class Conversations:
 class LocalResponder(PolicyResponder):
     """What `cotune serve` and `cotune.deployed` answer with: no episode, so earlier calls are found by their messages.
 
-    Prompts are rendered in threads, so that a long one delays nobody else; very long ones one after the other.
+    Prompts are rendered and replies read in threads, so that long ones delay nobody else; very long prompts, and
+    requests that fix the form of their reply, whose grammars may take a second, one after the other.
     """
 
     def __init__(self, local: LocalPolicies, override: Mapping[str, Any] | None = None) -> None:
@@ -123,6 +125,7 @@ class LocalResponder(PolicyResponder):
         self.conversations = Conversations()
         self._names = ", ".join(local.served)
         self._long = ThreadPoolExecutor(1, "cotune-long-prompts")
+        self._forms = ThreadPoolExecutor(1, "cotune-forms")
         self._places: dict[str, Place] = {}
         """By call that is being answered."""
 
@@ -137,9 +140,16 @@ class LocalResponder(PolicyResponder):
             self._places.pop(call.id, None)
 
     async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
-        pool = self._long if bytes_of(call.messages) > LONG else None
+        pool = self._forms if fixes_form(call.params, call.tools) else None
+        if bytes_of(call.messages, LONG) > LONG:
+            pool = self._long
         self._places[call.id], prepared = await asyncio.get_running_loop().run_in_executor(pool, self._prepare, call)
         return prepared
+
+    async def read(
+        self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, completions: Sequence[Completion]
+    ) -> tuple[Candidate, ...]:
+        return await asyncio.to_thread(self.candidates, call, prompt, params, completions)
 
     def _prepare(self, call: LiveCall) -> tuple[Place, tuple[list[int], SamplingParams]]:
         place = self.conversations.find(call.role, call.messages)

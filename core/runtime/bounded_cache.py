@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections import OrderedDict
@@ -65,10 +66,13 @@ class BoundedCache(Generic[V]):
             return dropped
 
 
-def bytes_of(value: Any) -> int:
-    """Bytes of memory that a value of JSON's types takes, with all that is in it. What occurs twice counts twice."""
+def bytes_of(value: Any, most: float = math.inf) -> int:
+    """Bytes of memory that a value of JSON's types takes, with all that is in it. What occurs twice counts twice.
+
+    Counted until there are more than `most`.
+    """
     total, rest = 0, [value]
-    while rest:
+    while rest and total <= most:
         one = rest.pop()
         total += sys.getsizeof(one)
         if isinstance(one, dict):

@@ -71,7 +71,7 @@ class PolicyResponder:
         self._require_answerable(call)
         prompt, params = await self.prepare(call)
         completions = await self.sampler.sample(prompt, self._count(call), params, policy)
-        candidates = tuple(self._candidate(call, prompt, params, i, c) for i, c in enumerate(completions))
+        candidates = await self.read(call, prompt, params, completions)
         rewards, error = await self._rewards(call, candidates)
         lengths = [Length(len(c.token_ids), params.max_tokens, c.finish_reason == "length") for c in candidates]
         compared = attribute_siblings(rewards, call.role, self.attribution, lengths).tolist()
@@ -90,6 +90,18 @@ class PolicyResponder:
     async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
         """The prompt, and how its reply is sampled; raises as `request` does."""
         return self.request(call, call.earlier())
+
+    async def read(
+        self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, completions: Sequence[Completion]
+    ) -> tuple[Candidate, ...]:
+        """The candidates that were sampled."""
+        return self.candidates(call, prompt, params, completions)
+
+    def candidates(
+        self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, completions: Sequence[Completion]
+    ) -> tuple[Candidate, ...]:
+        """`read`, in this thread."""
+        return tuple(self._candidate(call, prompt, params, i, c) for i, c in enumerate(completions))
 
     def _policy(self, role: str) -> PolicyRef | None:
         policy = self.policies.get(role)

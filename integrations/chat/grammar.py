@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import copy
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from cotune.errors import RequestRefused, SamplerError
+from cotune.integrations.chat.grammar_trial import Trials, reason
+from cotune.integrations.chat.grammar_worker import opened
+from cotune.runtime.bounded_cache import BoundedCache
+from cotune.runtime.memory import process_memory
 
 Bits = npt.NDArray[np.int32]
 """Allowed tokens of one position: bit i % 32 of word i // 32 is token i."""
 
-CACHE_SIZE = 128
+COMPILED, COMPILED_BYTES = 128, 512 << 20
+"""Most compiled grammars, and bytes of all of them, that are kept."""
 
 
 class Matcher:
@@ -44,31 +49,39 @@ class Grammars:
         self._source = tokenizer
         self._vocabulary = max(vocabulary, len(tokenizer))
         self._tokenizer: Any = None
-        self._compiled = functools.lru_cache(CACHE_SIZE)(self._compile)
+        self._trials: Trials | None = None
+        self._compiled: BoundedCache[Any] = BoundedCache(COMPILED, COMPILED_BYTES)
         self._lock = threading.Lock()
         self.words = -(-self._vocabulary // 32)
         """int32 words that hold the bits of all tokens."""
 
     def start(self, grammar: str) -> Matcher:
-        """A matcher at the beginning of a reply. Raises RequestRefused for a grammar that cannot be compiled."""
+        """A matcher at the beginning of a reply. Raises RequestRefused for a grammar that cannot be compiled.
+
+        Only for grammars that were tried (`trials`): others may end the process.
+        """
         with self._lock:
-            return Matcher(self._compiled(grammar).deep_copy(), self.words)
+            found = self._compiled.get(grammar)
+            if found is None:
+                before = process_memory()
+                found = self._compile(grammar)
+                self._compiled.put(grammar, found, max(process_memory() - before, len(grammar)))
+            return Matcher(found.deep_copy(), self.words)
+
+    @property
+    def trials(self) -> Trials:
+        """What tries the grammars of this tokenizer. Raises SamplerError for one that llguidance cannot read."""
+        with self._lock:
+            self._opened()
+            assert self._trials is not None
+            return self._trials
 
     def open(self) -> None:
         """Read the tokenizer now: it takes seconds, in which no other Python code of the process runs.
 
         Raises SamplerError for one that llguidance cannot read.
         """
-        with self._lock:
-            self._opened()
-
-    def supports(self, grammar: str) -> bool:
-        """Whether a grammar can be compiled."""
-        try:
-            self.start(grammar)
-        except RequestRefused:
-            return False
-        return True
+        self.trials.open()
 
     def special(self, token: int) -> bool:
         """Whether a token stands outside of text: a grammar names it by its id."""
@@ -110,53 +123,49 @@ class Grammars:
 
     def _opened(self) -> Any:
         if self._tokenizer is None:
-            self._tokenizer = _open(self._source, self._vocabulary)
+            self._tokenizer, described = _open(self._source, self._vocabulary)
+            self._trials = Trials(described)
         return self._tokenizer
 
 
-def reason(error: str) -> str:
-    """The first line of what llguidance says, without the place in the grammar, which is ours."""
-    line = next((line for line in error.splitlines() if line.strip()), "no reason given").strip()
-    return line.partition("): ")[2].rstrip(".") or line
-
-
-def _open(tokenizer: Any, vocabulary: int) -> Any:
-    """The tokenizer as llguidance knows it. Raises SamplerError for one that it cannot read."""
+def _open(tokenizer: Any, vocabulary: int) -> tuple[Any, dict[str, Any]]:
+    """The tokenizer as llguidance knows it, and its description. Raises SamplerError for one that it cannot read."""
+    described: dict[str, Any] = {"vocabulary": vocabulary, "eos": tokenizer.eos_token_id}
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    first = "it is not a fast one"
     try:
-        import llguidance
-        import llguidance.hf
+        if fast is not None:
+            fast = copy.copy(fast)
+            fast.no_padding()
+            fast.no_truncation()
+            described["json"] = fast.to_str()
+            return opened(described), described
     except ImportError as error:
         raise SamplerError(
             "Structured output needs llguidance, which is not installed.", "pip install 'cotune[train]'"
         ) from error
-    try:
-        return llguidance.hf.from_tokenizer(tokenizer, vocabulary)
     except ValueError as error:
         first = str(error).splitlines()[0]
+        del described["json"]
     try:
-        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Plain(tokenizer)), n_vocab=vocabulary)
+        described.update(_plain(tokenizer))
+        return opened(described, lambda text: tokenizer.encode(text, add_special_tokens=False)), described
     except ValueError as error:
         raise SamplerError(
             f"Structured output does not know this tokenizer: {first}; {error}.", "Use a model with a fast tokenizer."
         ) from error
 
 
-class _Plain:
-    """A tokenizer whose text is its tokens' texts one after the other, in the form that llguidance asks for."""
+def _plain(tokenizer: Any) -> dict[str, Any]:
+    """A tokenizer whose text is its tokens' texts one after the other, by these. Raises ValueError for any other."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.eos_token_id = tokenizer.eos_token_id
-        self.bos_token_id = tokenizer.bos_token_id
-        self.special_token_ids = sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
-        texts = [self._decode([i]) for i in range(len(tokenizer))]
-        plain = [i for i in range(len(tokenizer)) if i not in self.special_token_ids]
-        if self._decode(plain) != "".join(texts[i] for i in plain):
-            raise ValueError("the text of several tokens is not the tokens' texts one after the other")
-        self.tokens = [text.encode() for text in texts]
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
 
-    def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    special = sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
+    texts = [decode([i]) for i in range(len(tokenizer))]
+    plain = [i for i in range(len(tokenizer)) if i not in special]
+    if decode(plain) != "".join(texts[i] for i in plain):
+        raise ValueError("the text of several tokens is not the tokens' texts one after the other")
+    return {"tokens": texts, "special": special, "bos": tokenizer.bos_token_id}

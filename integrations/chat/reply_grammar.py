@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -9,13 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cotune.errors import RequestRefused
-from cotune.integrations.chat.grammar import reason
+from cotune.integrations.chat.grammar_trial import Trials
 from cotune.integrations.chat.tool_formats import TOOL_CALL, call_grammar
 from cotune.sampling.request_params import GUIDED, fixes_form, form_type, function_of
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """As `json.dumps` or compact: a model cannot fill its reply with white space."""
 
+DEPTH = 100
+"""How deep a schema may be nested; the library reads little more."""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -77,15 +81,13 @@ def reply_grammar(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
 
 
 def unenforceable(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """Why no grammar can be made of a request, whatever the model; "" where one can, or none is asked for."""
+    """Why no grammar can be made of a request, whatever the model; "" where one can, or none is asked for.
+
+    Without llguidance the schema itself is not looked at.
+    """
     if not fixes_form(body, tools):
         return ""
-    from llguidance import LLMatcher
-
-    def fault(grammar: str) -> str:
-        failed, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(grammar))
-        return messages[0] if failed else ""
-
+    fault = _trials().fault if importlib.util.find_spec("llguidance") else lambda grammar: ""
     plain = Syntax(
         call_mark=TOOL_CALL[0],
         call=lambda name, arguments: call_grammar(name, arguments, lambda mark: None),
@@ -96,14 +98,25 @@ def unenforceable(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
         error = fault(reply_grammar(body, tools, plain))
     except RequestRefused as refused:
         return refused.cause
-    return f"The form that the request asks for cannot be enforced: {reason(error)}." if error else ""
+    return f"The form that the request asks for cannot be enforced: {error}." if error else ""
+
+
+@functools.cache
+def _trials() -> Trials:
+    return Trials(None)
 
 
 def json_grammar(schema: Mapping[str, Any] | bool) -> str:
     """The grammar of the JSON that a schema allows, written without free white space.
 
     Objects whose schema says nothing of further properties get none, unless schemas are combined with `allOf`.
+    Raises RequestRefused for one that is nested too deeply.
     """
+    if _deeper(schema, DEPTH):
+        raise RequestRefused(
+            f"The form that the request asks for cannot be enforced: its schema is nested more than {DEPTH} deep.",
+            "Use $defs and $ref, or ask for plain text and check the reply.",
+        )
     closed = schema if "allOf" in json.dumps(schema) else _closed(schema)
     style = {"x-guidance": JSON_STYLE}
     return "%json " + json.dumps({**closed, **style} if isinstance(closed, Mapping) else {"allOf": [closed], **style})
@@ -166,10 +179,11 @@ def _call(tool: Mapping[str, Any], syntax: Syntax, *, forced: bool) -> str:
     """One function's call: its schema where it is strict, or is the only way to answer and can be enforced."""
     function = function_of(tool)
     schema = function.get("parameters") or ANY_OBJECT
-    grammar = json_grammar(schema)
-    if not function.get("strict") and not (forced and syntax.supports(f"start: {grammar}")):
-        grammar = json_grammar(ANY_OBJECT)
-    return syntax.call(_name(tool), grammar)
+    if function.get("strict"):
+        return syntax.call(_name(tool), json_grammar(schema))
+    if forced and not _deeper(schema, DEPTH) and syntax.supports(f"start: {json_grammar(schema)}"):
+        return syntax.call(_name(tool), json_grammar(schema))
+    return syntax.call(_name(tool), json_grammar(ANY_OBJECT))
 
 
 def _before(syntax: Syntax) -> list[str]:
@@ -198,6 +212,19 @@ def _thought(syntax: Syntax) -> list[str]:
 
 def _regex(text: str) -> str:
     return re.escape(text).replace("/", "\\/")
+
+
+def _deeper(value: Any, most: int) -> bool:
+    """Whether a JSON value is nested more than `most` deep."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            part
+            for one in level
+            if isinstance(one, Mapping | list)
+            for part in (one.values() if isinstance(one, Mapping) else one)
+        ]
+    return bool(level)
 
 
 def _closed(schema: Any) -> Any:

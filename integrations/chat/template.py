@@ -264,7 +264,7 @@ class ChatTemplate:
     def grammar(self, asked: Mapping[str, Any], tools: Tools | None, prompt: Sequence[int]) -> str:
         """The grammar of the replies that a request in OpenAI form allows (`reply_grammar`). Raises RequestRefused."""
         found = reply_grammar(asked, tools, self._syntax(prompt))
-        self._grammars.start(found)
+        self._grammars.trials.check(found)
         return found
 
     def _syntax(self, prompt: Sequence[int]) -> Syntax:
@@ -275,7 +275,7 @@ class ChatTemplate:
             call_mark=format.marks[0] if format.marks else _NO_MARK,
             call=lambda name, arguments: format.call(name, arguments, self._token),
             token=self._token,
-            supports=self._grammars.supports,
+            supports=lambda grammar: not self._grammars.trials.fault(grammar),
             think=REASONING if reasons else None,
             thinking=tail.endswith(REASONING[0]),
             ends=[token for token in self.end_token_ids if token != self.tokenizer.eos_token_id],

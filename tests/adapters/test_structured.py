@@ -101,3 +101,21 @@ def test_token_biases_and_penalties(client: openai.OpenAI) -> None:
 def test_what_cannot_be_honoured_is_an_error(client: openai.OpenAI, asked: dict[str, Any], cause: str) -> None:
     with pytest.raises(openai.BadRequestError, match=cause):
         ask(client, **asked)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"type": "array", "items": nested(depth - 1)} if depth else {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "fault"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 10**9, "maxItems": 10**9}, "more than 64 MiB"),
+        (nested(300), "nested more than 100 deep"),
+    ],
+)
+def test_a_schema_that_would_end_the_process_is_refused(client: openai.OpenAI, schema: Any, fault: str) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match=fault):
+        ask(client, response_format=form)
+    assert json.loads(ask(client, response_format=FORM, max_tokens=200).choices[0].message.content)
