@@ -196,7 +196,7 @@ def _new_tasks(given: str | Path | Iterable[Any] | None, config: TrainConfig) ->
 def _config(config: TrainConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> TrainConfig:
     table = msgspec.to_builtins(config) if isinstance(config, TrainConfig) else dict(config or {})
     chosen = convert({**table, **settings})
-    paths = {"records": (chosen.records, "path")}
+    paths: dict[str, tuple[Any, str]] = {"records": (chosen.records, "path")}
     if chosen.evaluation.tasks != NO_TASKS:
         paths["evaluation"] = (chosen.evaluation, "tasks")
     whole = {

@@ -203,6 +203,8 @@ def add_eval(commands: Any) -> None:
         settings = {"modes": tuple(a.modes.split(",")), "prices": prices(a.price), **given(a)}
         report = evaluate(a.run_folder, a.workflow, a.tasks, **settings)
         terminal().print(render(report))
+        if report.stored:
+            tell(f"stored in {report.stored}; to look at it: cotune view {a.run_folder}")
         return 1 if report.broken else 0
 
     text = "evaluate trained policies against the base, with confidence intervals"

@@ -6,6 +6,8 @@ RUN/held_out/step-000010.json                               training; its episod
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -98,12 +100,15 @@ class StoredEvaluation(msgspec.Struct, frozen=True, kw_only=True):
         return next((c for c in self.comparisons if (c.label, c.against) == (label, against)), None)
 
 
-def next_folder(run: Path) -> Path:
-    """Where the next evaluation of a run goes: RUN/eval, or the first of RUN/eval-2, ... that is free."""
-    number = 1
-    while (folder := run / (FOLDER if number == 1 else f"{FOLDER}-{number}")).exists():
-        number += 1
-    return folder
+def claim_folder(run: Path) -> Path:
+    """Make the folder of the run's next evaluation: RUN/eval, or the first of RUN/eval-2, ... that is free. Raises
+    OSError where none can be made."""
+    for number in itertools.count(1):
+        folder = run / (FOLDER if number == 1 else f"{FOLDER}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError
 
 
 def step_file(run: Path, steps: int) -> Path:

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from cotune.errors import ConfigError
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
 from cotune.policies import UNTRAINED, stand_in
+from cotune.reading.evaluations import EVALUATION, claim_folder
 from cotune.recording.recorder import Nowhere
 from cotune.recording.records import Episode, Task
 from cotune.recording.rollout import EpisodeBatch
 from cotune.runtime.run_sync import run_sync
 from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.responder import PolicyResponder
-from cotune.storage.run_layout import RunLayout, read_run_json
+from cotune.storage.run_layout import RunLayout, newest_checkpoint, read_run_json, steps_of
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.storage.whole_file import of_system
 from cotune.tasks import as_tasks
@@ -63,24 +65,29 @@ def evaluate(
     """
     chosen = msgspec.structs.replace(options or EvaluationOptions(), **settings)
     out = None if chosen.out is None else RunLayout(Path(chosen.out).absolute())
+    of_run = not is_export(Path(source))
     app = workflow_of(workflow)
     held_out = as_tasks(tasks)[: chosen.limit]
     if out is not None:
         _check_out(out)
     evaluated = open_evaluated_policies(source, chosen.model)
     evaluated.check_base()
-    trained = None if is_export(Path(source)) else convert(read_run_json(source)["config"])
+    trained = convert(read_run_json(source)["config"]) if of_run else None
     app = app.named_by(chosen.roles_by or (trained.roles_by if trained else None))
     prices = _all_prices({**(trained.prices if trained else {}), **chosen.prices}, evaluated)
     chosen = msgspec.structs.replace(chosen, prices=prices)
     recorded = read_recorded(chosen.records, held_out, prices) if chosen.records is not None else None
     usual = trained.sampling.max_tokens if trained else SamplingParams().max_tokens
-    with contextlib.nullcontext() if out is None else _whole(out):
+    with _whole(out, Path(source).absolute() if of_run else None) as (out, notes):
         report = run_sync(_evaluate(app, held_out, evaluated, chosen, out, usual))
     if recorded is not None:
         report = beside(report, *recorded)
+    report = msgspec.structs.replace(report, notes=(*report.notes, *notes))
     if out is not None:
-        report = _written(report, out.path / "evaluation.json")
+        newest = newest_checkpoint(RunLayout(source).checkpoints) if of_run else None
+        named = str(Path(tasks).absolute()) if isinstance(tasks, str | Path) else ""
+        of = {"created": time.time(), "steps": steps_of(newest) if newest else None, "tasks": named}
+        report = _written(report, out.path / EVALUATION, of)
     report.require_some_episode()
     return report
 
@@ -190,12 +197,21 @@ def _all_prices(prices: Prices, evaluated: EvaluatedPolicies) -> Prices:
 
 
 @contextlib.contextmanager
-def _whole(out: RunLayout) -> Iterator[None]:
-    """Inside, an evaluation records to a folder; when it ends before its time its records go, so that the same command
-    works again."""
-    new = not out.path.exists()
+def _whole(out: RunLayout | None, run: Path | None) -> Iterator[tuple[RunLayout | None, list[str]]]:
+    """Inside, an evaluation records to a folder: `out`, or the next one of the run. Yields it, or notes on why nothing
+    is stored. When it ends before its time its records go, so that the same command works again."""
+    new = out is None or not out.path.exists()
+    if out is None:
+        try:
+            out = RunLayout(claim_folder(run)) if run else None
+        except OSError as error:
+            yield None, [f"Not stored: {run} cannot be written ({error.strerror}). Name another place with --out."]
+            return
+    if out is None:
+        yield None, ["Not stored: an export is left as it is. Store an evaluation with --out FOLDER."]
+        return
     try:
-        yield
+        yield out, []
     except BaseException:
         for file in out.path.glob(f"{out.records.name}*"):
             file.unlink(missing_ok=True)
@@ -204,20 +220,20 @@ def _whole(out: RunLayout) -> Iterator[None]:
         raise
 
 
-def _written(report: EvaluationReport, file: Path) -> EvaluationReport:
-    """Write the report; where that fails its figures are still shown, with a note."""
+def _written(report: EvaluationReport, file: Path, of: Mapping[str, Any]) -> EvaluationReport:
+    """Write the report and what it is `of`; where that fails its figures are still shown, with a note."""
     try:
-        write_atomically(file, json.dumps(report.to_json(), indent=2).encode())
+        write_atomically(file, json.dumps({**of, **report.to_json()}, indent=2).encode())
     except OSError as error:
         log.error("The figures are shown, and not stored: %s", of_system(error, "evaluate again"))
         note = f"{file} could not be written: {error.strerror}."
         return msgspec.structs.replace(report, notes=(*report.notes, note))
-    return report
+    return msgspec.structs.replace(report, stored=str(file.parent))
 
 
 def _check_out(out: RunLayout) -> None:
     """An evaluation has a folder of its own: with other records in it, neither could be told from the other."""
-    files = (out.records, out.path / "evaluation.json", out.run_json)
+    files = (out.records, out.path / EVALUATION, out.run_json)
     taken = next((file.name for file in files if file.exists()), None)
     if taken:
         raise ConfigError("out", str(out.path), f"a folder without records; this one has {taken}", "Name a new folder.")

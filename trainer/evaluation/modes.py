@@ -56,7 +56,8 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     """CPU threads of the sampler; without a value as `sampling.threads` has it."""
     out: str | Path | None = None
-    """Also write the records and evaluation.json to this new folder; without it nothing is stored."""
+    """New folder for the records and evaluation.json; without a value RUN/eval, or RUN/eval-2, ... after it. Of an
+    export nothing is stored without it."""
     prices: Prices = {}
     """Money for a million prompt tokens and a million completion tokens, by policy, or by model: that of the run is for
     all its policies without a price of their own. They go before those of the run's configuration."""

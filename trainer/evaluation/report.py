@@ -41,6 +41,8 @@ class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
     evaluations: dict[str, Evaluation]
     comparisons: tuple[Comparison, ...] = ()
     notes: tuple[str, ...] = ()
+    stored: str = ""
+    """The folder that has it with its records; empty where it was not stored."""
 
     @property
     def broken(self) -> list[str]:
@@ -63,10 +65,9 @@ class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values, without the endings of single tasks."""
+        """JSON values, as evaluation.json has them."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
-        for evaluation in plain["evaluations"].values():
-            del evaluation["endings"]
+        del plain["stored"]
         return plain
 
 

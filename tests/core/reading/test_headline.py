@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cotune.reading.evaluations import next_folder, read_evaluations
+from cotune.reading.evaluations import claim_folder, read_evaluations
 from cotune.reading.headline import Headline, read_headline
 from cotune.reading.words import change_text
 from cotune.recording.records import Episode, RewardRecord, Task
@@ -82,7 +82,7 @@ def test_the_newest_evaluation_counts_whether_training_or_eval_made_it(run: Path
     found = read_headline(run)
     assert found.verdict == "of eval"
     assert [one.name for one in read_evaluations(run)] == ["in training, after step 2", "eval", "eval-2"]
-    assert next_folder(run).name == "eval-3"
+    assert claim_folder(run).name == "eval-3"
 
 
 def test_before_the_last_step_the_base_alone_is_told(run: Path) -> None:

@@ -16,6 +16,7 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.context import current_episode
 from cotune.errors import ConfigError, RunError
 from cotune.policies import LoraSpec, policies_for
+from cotune.reading.evaluations import read_evaluations
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.records import Episode
 from cotune.trainer.checkpoint import Checkpoint, save_checkpoint
@@ -97,7 +98,8 @@ def test_an_export_in_every_mode(
     assert greedy.rewards != base.rewards
     assert greedy.success is not None and (greedy.success.n, sum(greedy.failed.values())) == (3, 0)
     written = json.loads((tmp_path / "eval" / "evaluation.json").read_text())
-    assert written == json.loads(json.dumps(report.to_json()))
+    told = json.loads(json.dumps(report.to_json()))
+    assert {name: written[name] for name in told} == told and written["steps"] is None
     with copied(tmp_path / "eval") as store:
         episodes = list(store.episodes())
     assert len(episodes) == 15 and {type(e) for e in episodes} == {Episode}
@@ -125,6 +127,10 @@ def test_a_run_whose_adapters_have_not_moved_equals_its_base(
     greedy, base = report.evaluations["greedy"], report.evaluations["base_greedy"]
     assert greedy.roles["first"].policies == ("first@1",)
     assert greedy.rewards == base.rewards and sorted(greedy.rewards) == ["t0", "t1"]
+    found, again = read_evaluations(run.path), evaluate(run.path, TALK, TASKS, limit=1, modes=("base",))
+    assert [(one.name, one.steps, one.records) for one in found] == [("eval", 1, str(run.path / "eval"))]
+    assert {task: ending.reward for task, ending in found[0].evaluations["greedy"].endings.items()} == greedy.rewards
+    assert report.stored == str(run.path / "eval") and again.stored == str(run.path / "eval-2")
     (comparison,) = report.comparisons
     assert comparison.reward is not None and (comparison.reward.mean, comparison.reward.n) == (0.0, 2)
 
