@@ -10,6 +10,7 @@ from cotune.integrations.viewer.curves import Chart, charts
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.integrations.viewer.overview import Totals, Use, facts, prices_of
 from cotune.reading.evaluations import StoredEvaluation, read_evaluation
+from cotune.reading.headline import Headline, headline
 
 _SHOWN = 2
 """Charts beside the card."""
@@ -25,6 +26,7 @@ class Background(msgspec.Struct, frozen=True, kw_only=True):
     charts: list[Chart]
     uses: dict[str, Use]
     evaluated: StoredEvaluation | None
+    headline: Headline
 
 
 def read_background(run: Path, evaluation: Path | None = None) -> Background:
@@ -35,6 +37,7 @@ def read_background(run: Path, evaluation: Path | None = None) -> Background:
     opened = OpenedRun(run, run.name)
     try:
         about, found = facts(opened), charts([opened])
+        told = headline(opened.metrics, [named], opened.rows) if named else opened.headline
         chosen = [next((c for c in found if c.section == section), None) for section in ("Outcome", "Roles")]
         return Background(
             recipe=about.recipe,
@@ -43,7 +46,8 @@ def read_background(run: Path, evaluation: Path | None = None) -> Background:
             judge_cost=about.judge_cost,
             charts=[chart for chart in chosen if chart is not None][:_SHOWN],
             uses=Totals(opened).by_role(prices_of(opened, {})),
-            evaluated=named or opened.headline.evaluation,
+            evaluated=named or told.evaluation,
+            headline=told,
         )
     finally:
         opened.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cotune.adapters.background import Background
 from cotune.adapters.manifest import ExportedRole, Manifest
-from cotune.reading.words import interval_text
+from cotune.reading.words import change_text, interval_text
 from cotune.tables import figure, sparkline
 
 CURVE = "curve.svg"
@@ -40,7 +40,7 @@ def card(manifest: Manifest, background: Background | None) -> str:
         _roles(manifest),
     ]
     if background is not None:
-        parts += [*_curves(background), *_evaluation(background), *_bill(background)]
+        parts += [*_reached(background), *_curves(background), *_evaluation(background), *_bill(background)]
     parts += [*_serve(manifest), *_in_an_application(manifest)]
     return "\n\n".join(parts) + "\n"
 
@@ -77,6 +77,16 @@ def _role(manifest: Manifest, entry: ExportedRole) -> Sequence[str]:
 def _name(base: str) -> str:
     """What a base model is called elsewhere: of a folder of this machine, its name alone."""
     return Path(base).name if Path(base).is_absolute() else base
+
+
+def _reached(about: Background) -> Iterator[str]:
+    """The headline of the run, without what was selected among candidates."""
+    told = [change for change in about.headline.changes if change.kind != "selected"]
+    if told:
+        yield "## Results"
+        if about.headline.verdict:
+            yield f"**{about.headline.verdict}**"
+        yield "\n".join(f"- {change_text(change)}" for change in told)
 
 
 def _has_image(about: Background) -> bool:

@@ -128,8 +128,16 @@ def read_evaluation(folder: Path) -> StoredEvaluation:
 def read_evaluations(run: Path) -> list[StoredEvaluation]:
     """All evaluations of a run, the oldest first: those of `cotune eval` in folders of the run (or in `run` itself),
     and those of its training. One that cannot be read is left out with a warning."""
-    found = [found for file in _files(run) if (found := _if_readable(file)) is not None]
+    found = [found for file in evaluation_files(run) if (found := _if_readable(file)) is not None]
     return sorted(found, key=lambda one: (one.created, one.steps or 0))
+
+
+def evaluation_files(run: Path) -> Iterator[Path]:
+    """The files of a run's evaluations."""
+    if (own := run / EVALUATION).is_file():
+        yield own
+    yield from sorted(run.glob(f"*/{EVALUATION}"))
+    yield from sorted((run / HELD_OUT).glob("step-*.json"))
 
 
 def in_training(run: Path, steps: int | None = None) -> list[StoredEvaluation]:
@@ -143,13 +151,6 @@ def drop_after(run: Path, steps: int) -> None:
     for file in (run / HELD_OUT).glob("step-*.json"):
         if int(file.stem.rpartition("-")[2]) > steps:
             file.unlink()
-
-
-def _files(run: Path) -> Iterator[Path]:
-    if (own := run / EVALUATION).is_file():
-        yield own
-    yield from sorted(run.glob(f"*/{EVALUATION}"))
-    yield from sorted((run / HELD_OUT).glob("step-*.json"))
 
 
 def _if_readable(file: Path) -> StoredEvaluation | None:

@@ -75,12 +75,12 @@ def read_headline(path: Path | str) -> Headline:
 
 def headline(lines: Sequence[Line], evaluations: Sequence[StoredEvaluation], rows: Rows | None = None) -> Headline:
     """The headline from the lines of metrics.jsonl, the run's evaluations (oldest first) and its records."""
-    newest = next((found for found in reversed(evaluations) if _modes(found)), None)
+    newest = next((found for found in reversed(evaluations) if compared_modes(found)), None)
     held_out = [*_evaluated(newest)] if newest else [*_held_out_lines(lines)]
     found = [*held_out, *_losses(lines), *role_rewards(lines), *_outcomes(lines)]
     if not found and rows is not None:
         found = [*_recorded(rows)]
-    compared = newest.comparison(*_modes(newest)) if newest else None
+    compared = newest.comparison(*compared_modes(newest)) if newest else None
     return Headline(changes=tuple(found), evaluation=newest, verdict=compared.verdict if compared else "")
 
 
@@ -91,7 +91,7 @@ def role_rewards(lines: Sequence[Line]) -> Iterator[Change]:
         yield from _change(f"reward of {role}", "role", "mean reward of all the role's candidates", known)
 
 
-def _modes(evaluation: StoredEvaluation) -> tuple[str, str] | tuple[()]:
+def compared_modes(evaluation: StoredEvaluation) -> tuple[str, str] | tuple[()]:
     """The mode that a headline takes of an evaluation, and what it is compared with; empty where it has none."""
     played = evaluation.evaluations
     for mode, base in PLAYED:
@@ -103,7 +103,7 @@ def _modes(evaluation: StoredEvaluation) -> tuple[str, str] | tuple[()]:
 
 def _evaluated(evaluation: StoredEvaluation) -> Iterator[Change]:
     """Success and reward of base and trained in an evaluation."""
-    mode, base = _modes(evaluation) or ("", "")
+    mode, base = compared_modes(evaluation) or ("", "")
     after, before = evaluation.evaluations[mode], evaluation.evaluations.get(base)
     compared = evaluation.comparison(mode, base)
     for name, what in _HELD_OUT.items():

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from cotune.integrations.viewer.opened import OpenedRun
+from cotune.reading.headline import SINGLE
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,10 +93,11 @@ def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
     found = [
         _held_out(runs, "success", "Success on held-out tasks", True),
         _held_out(runs, "reward", "Reward on held-out tasks", False),
-        *_outcomes(runs),
+        *_outcomes(runs, selected=False),
     ]
     found += [_by_name(runs, "roles", metric, "Roles") for metric in BY_ROLE]
     found += [_by_name(runs, "policies", metric, "Policies") for metric in BY_POLICY]
+    found += _outcomes(runs, selected=True)
     found += [
         _table(runs, "seconds", "Seconds by phase", "Where the time of a step goes."),
         _figure(runs, "tokens_per_s", "Tokens per second", "Sampled tokens of trained roles, over the whole step."),
@@ -152,19 +154,25 @@ def _held_out(runs: Sequence[OpenedRun], name: str, title: str, percent: bool) -
     return msgspec.structs.replace(chart, series=bands)
 
 
-def _outcomes(runs: Sequence[OpenedRun]) -> Iterable[Chart | None]:
-    names = {name for run in runs for line in run.metrics for name in line["outcome"]}
-    path = next((line["path"] for run in runs for line in run.metrics if line.get("path")), "single samples")
-    for name in sorted(names, key=lambda name: (name != "success", name)):
-        yield _one_line_each(
-            runs,
-            "outcome",
-            name,
-            title=f"{name.capitalize()} in training",
-            help=f"Mean over the step's episodes, of {path}; failed ones count.",
-            section="Outcome",
-            percent=name == "success",
-        )
+def _outcomes(runs: Sequence[OpenedRun], *, selected: bool) -> Iterable[Chart | None]:
+    """Outcomes of training episodes: of single samples, or `selected`, of paths that were chosen among candidates."""
+    by_path: dict[str, list[OpenedRun]] = {}
+    for run in runs:
+        if run.metrics:
+            by_path.setdefault(run.metrics[-1].get("path") or SINGLE, []).append(run)
+    for path, of_path in by_path.items():
+        if (path != SINGLE) != selected:
+            continue
+        names = {name for run in of_path for line in run.metrics for name in line["outcome"]}
+        for name in sorted(names, key=lambda name: (name != "success", name)):
+            yield _chart(
+                [(run.name if len(runs) > 1 else name, run, _by_step(run, "outcome", name)) for run in of_path],
+                title=f"{path.capitalize()}, {name}" if selected else f"{name.capitalize()} in training",
+                help=f"Mean over the step's episodes, of {path}; failed ones count."
+                + (" One sample reaches less." if selected else ""),
+                section="Selected among candidates" if selected else "Outcome",
+                percent=name == "success",
+            )
 
 
 def _by_name(runs: Sequence[OpenedRun], table: str, metric: Metric, section: str) -> Chart | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cotune.errors import CotuneError, RunError
-from cotune.reading.evaluations import StoredEvaluation, read_evaluations
+from cotune.reading.evaluations import StoredEvaluation, evaluation_files, read_evaluations
 from cotune.reading.headline import Headline, headline
 from cotune.reading.now import Now, read_now
 from cotune.storage.file_lock import is_held
@@ -36,6 +36,8 @@ class OpenedRun:
         self._lock = threading.Lock()
         self._lines: tuple[Any, list[dict[str, Any]]] = (None, [])
         self._description: tuple[Any, dict[str, Any]] = (None, {})
+        self._evaluations: tuple[Any, list[StoredEvaluation]] = (None, [])
+        self._parts: dict[str, OpenedRun] = {}
         if not self.is_run and not self._records.is_file():
             raise RunError(f"{path} is neither a run nor a records file.", "Name a folder that cotune wrote.")
         self.store  # noqa: B018
@@ -67,7 +69,28 @@ class OpenedRun:
     @property
     def evaluations(self) -> list[StoredEvaluation]:
         """The evaluations of the run, the oldest first."""
-        return read_evaluations(self.folder) if self.folder else []
+        if self.folder is None:
+            return []
+        stamp = [(file, _stamp(file)) for file in evaluation_files(self.folder)]
+        if self._evaluations[0] != stamp:
+            self._evaluations = (stamp, read_evaluations(self.folder))
+        return self._evaluations[1]
+
+    def part(self, folder: str) -> OpenedRun | None:
+        """The records of an evaluation in this folder of the run; None where there are none."""
+        path = next((one.records for one in self.evaluations if one.records and Path(one.records).name == folder), "")
+        if not path or Path(path).absolute() == self.path:
+            return None
+        with self._lock:
+            if folder not in self._parts:
+                self._parts[folder] = OpenedRun(Path(path), f"{self.name}:{folder}")
+            return self._parts[folder]
+
+    def records_of(self, evaluation: StoredEvaluation) -> OpenedRun | None:
+        """Where the episodes of an evaluation are; None where they were not kept."""
+        if evaluation.records and Path(evaluation.records).absolute() == self.path:
+            return self
+        return self.part(Path(evaluation.records).name) if evaluation.records else None
 
     @property
     def headline(self) -> Headline:
@@ -123,6 +146,8 @@ class OpenedRun:
 
     def close(self) -> None:
         """Close the records."""
+        for part in self._parts.values():
+            part.close()
         if self._store:
             self._store.close()
 

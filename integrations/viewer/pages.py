@@ -20,6 +20,7 @@ from cotune.algorithms.run_recipe import GroupCell
 from cotune.errors import CotuneError, RecordError
 from cotune.integrations.http.requests import json_response
 from cotune.integrations.viewer import episode as episodes_of
+from cotune.integrations.viewer import evaluations as evaluated
 from cotune.integrations.viewer import queries
 from cotune.integrations.viewer.access import guarded
 from cotune.integrations.viewer.curves import charts
@@ -51,7 +52,7 @@ class Viewer:
     def __init__(self, runs: list[OpenedRun], prices: Prices) -> None:
         self.runs = {run.name: run for run in runs}
         self.prices = prices
-        self.totals = {run.name: Totals(run) for run in runs}
+        self._totals: dict[str, Totals] = {}
         self._steps: OrderedDict[tuple[Any, ...], StepGroups] = OrderedDict()
         self._lock = Lock()
 
@@ -61,9 +62,13 @@ class Viewer:
 
     def named(self, name: str) -> OpenedRun:
         """Raises HTTPException (404) for a run that is not shown."""
-        if name not in self.runs:
+        if name in self.runs:
+            return self.runs[name]
+        whole, _, folder = name.rpartition(":")
+        part = self.runs[whole].part(folder) if whole in self.runs else None
+        if part is None:
             raise HTTPException(404, f"There is no run {name} here.")
-        return self.runs[name]
+        return part
 
     def chosen(self, request: Request) -> list[OpenedRun]:
         """The runs that `run` parameters name; all where there are none."""
@@ -108,7 +113,7 @@ class Viewer:
             "overview.html",
             run,
             facts=facts(run),
-            headline=run.headline.changes,
+            headline=run.headline,
             troubles=troubles(run),
             ending=ending(run),
             charts=[
@@ -121,7 +126,8 @@ class Viewer:
     def use(self, request: Request) -> Response:
         """What the calls took, by role: read after the page is there, as it sums over all calls."""
         run = self.run(request)
-        uses = self.totals[run.name].by_role(prices_of(run, self.prices))
+        totals = self._totals.setdefault(run.name, Totals(run))
+        uses = totals.by_role(prices_of(run, self.prices))
         template = "use_of_run.html" if "sum" in request.query_params else "use.html"
         return HTMLResponse(
             render(template, uses=uses, total=total_cost(uses), hues=hues({*queries.roles(run), *uses}))
@@ -144,6 +150,21 @@ class Viewer:
         headlines = [one.headline.changes for one in shown]
         names = list(dict.fromkeys(change.name for changes in headlines for change in changes))
         return self.page("compare.html", run, rows=rows, shown=shown, only=only, headlines=headlines, figures=names)
+
+    def evaluations(self, request: Request) -> Response:
+        """An evaluation of the run: its modes side by side, and task by task."""
+        run, asked = self.run(request), request.query_params
+        evaluation = evaluated.chosen(run.evaluations, asked.get("name", ""))
+        start = max(0, _whole(asked.get("from")) or 0)
+        pair = (asked.get("mode", ""), asked.get("against", ""))
+        return self.page(
+            "evaluations.html",
+            run,
+            evaluations=run.evaluations,
+            shown=evaluated.show_evaluation(run, evaluation, pair, start) if evaluation else None,
+            start=start,
+            size=evaluated.PAGE,
+        )
 
     def episodes(self, request: Request) -> Response:
         """The list of episodes, filtered and searched."""
@@ -315,6 +336,7 @@ def build_app(runs: list[OpenedRun], token: str | None = None, prices: Prices | 
         "/run/{run}/use": viewer.use,
         "/run/{run}/changed": viewer.changed,
         "/run/{run}/curves": viewer.curves,
+        "/run/{run}/evaluations": viewer.evaluations,
         "/run/{run}/episodes": viewer.episodes,
         "/run/{run}/episode/{id:path}": viewer.episode,
         "/run/{run}/call/{id:path}": viewer.call,

@@ -11,21 +11,27 @@ import msgspec
 from cotune.integrations.viewer import episode as episodes_of
 from cotune.integrations.viewer.curves import charts
 from cotune.integrations.viewer.episode import ShownCall
+from cotune.integrations.viewer.evaluations import chosen, episodes_of_modes, show_evaluation
 from cotune.integrations.viewer.opened import OpenedRun, open_runs
 from cotune.integrations.viewer.overview import Prices, Totals, ending, facts, prices_of, total_cost, troubles
 from cotune.integrations.viewer.queries import roles
 from cotune.integrations.viewer.rendering import asset, hues, render
+from cotune.reading.evaluations import StoredEvaluation
+from cotune.reading.headline import compared_modes
 from cotune.recording.records import Episode
 from cotune.storage.whole_file import whole_file
 
 EPISODES = 5
+TASKS = 10
+"""Tasks of an evaluation that are shown, the worst ones."""
 MOST_CALLS = 8
 """Calls of an episode that are shown."""
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode of the report."""
+    """An episode of the report. `title` says when it was, or by which policies."""
 
+    title: str
     episode: Episode
     rewards: dict[str, float]
     calls: list[ShownCall]
@@ -33,7 +39,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """Two episodes beside each other: of one task where `task` names it."""
+    """Two episodes of one task beside each other; or, where `task` is empty, one by itself."""
 
     task: str
     before: Told | None
@@ -54,12 +60,14 @@ def write_report(path: Path | str, out: Path, prices: Prices | None = None) -> N
 
 def report(run: OpenedRun, prices: Prices) -> str:
     """The page. Its scripts and styles are in it, and named by their hashes: a browser runs nothing else of it."""
-    pairs, how = before_and_after(run)
     scripts, styles = ("uplot.js", "viewer.js"), ("uplot.css", "viewer.css")
     policy = (
         f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {' '.join(map(_hash, styles))}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
+    found = run.headline
+    evaluation = found.evaluation or chosen(run.evaluations, "")
+    pairs, how = before_and_after(run, evaluation)
     uses = Totals(run).by_role(prices_of(run, prices))
     return render(
         "report.html",
@@ -69,7 +77,8 @@ def report(run: OpenedRun, prices: Prices) -> str:
         scripts=scripts,
         styles=styles,
         facts=facts(run),
-        headline=run.headline.changes,
+        headline=found,
+        evaluated=show_evaluation(run, evaluation, size=TASKS) if evaluation else None,
         troubles=troubles(run),
         ending=ending(run),
         charts=charts([run]),
@@ -81,50 +90,63 @@ def report(run: OpenedRun, prices: Prices) -> str:
     )
 
 
-def before_and_after(run: OpenedRun) -> tuple[list[Pair], str]:
-    """Episodes of the first and of the last step, and a sentence on how they were chosen; never by their outcome."""
-    for phase in ("eval", "train"):
-        found = run.rows(
-            "SELECT min(training_step), max(training_step) FROM episodes WHERE phase = ? AND status != 'cancelled'",
-            (phase,),
-        )
-        first, last = found[0] if found else (None, None)
-        if first is not None and last is not None and first != last:
-            return _pairs(run, phase, first, last)
+def before_and_after(run: OpenedRun, evaluation: StoredEvaluation | None) -> tuple[list[Pair], str]:
+    """Episodes of the same tasks before and after the training, and a sentence on how they were chosen; never by their
+    outcome. Where no task was tried twice, the latest episodes."""
+    if evaluation is not None and (pairs := _evaluated(run, evaluation)):
+        return pairs, f"The same held-out tasks in {evaluation.name}: the first by their ids, whatever came of them."
+    for phase, what in (("eval", "held-out"), ("train", "training")):
+        sql = """SELECT task, min(training_step), max(training_step) FROM episodes
+                 WHERE phase = ? AND status != 'cancelled' AND training_step >= 0
+                 GROUP BY task HAVING min(training_step) < max(training_step)
+                 ORDER BY max(training_step) - min(training_step) DESC, task LIMIT ?"""
+        if found := run.rows(sql, (phase, EPISODES)):
+            pairs = [_of_steps(run, phase, *row) for row in found]
+            return pairs, f"The same {what} tasks in an early and a late step, whatever came of them."
     latest = run.rows("SELECT id FROM episodes WHERE status != 'cancelled' ORDER BY id DESC LIMIT ?", (EPISODES,))
-    pairs = [Pair(task="", before=None, after=_told(run, id)) for (id,) in latest]
-    return pairs, "The latest episodes."
+    pairs = [Pair(task="", before=None, after=_told(run, id, "episode")) for (id,) in latest]
+    if not run.is_run or not latest:
+        return pairs, "The latest episodes."
+    return pairs, "No task was tried twice, so there is no before and after. These are the latest episodes."
 
 
-def _pairs(run: OpenedRun, phase: str, first: int, last: int) -> tuple[list[Pair], str]:
-    sql = """SELECT task, min(id) FROM episodes WHERE phase = ? AND training_step = ? AND status != 'cancelled'
-             GROUP BY task"""
-    before, after = (dict(run.rows(sql, (phase, step))) for step in (first, last))
-    what = "held-out tasks" if phase == "eval" else "training tasks"
-    ends = (f"step {first + 1}", f"step {last + 1}")
-    shared = sorted(before.keys() & after.keys())[:EPISODES]
-    if shared:
-        pairs = [Pair(task=str(t), before=_told(run, before[t]), after=_told(run, after[t])) for t in shared]
-        return (
-            pairs,
-            f"The same {what} after {ends[0]} and {ends[1]}: the first by their ids, whatever came of them.",
+def _evaluated(run: OpenedRun, evaluation: StoredEvaluation) -> list[Pair]:
+    """Base and trained on the same tasks, as far as an evaluation kept their episodes."""
+    label, against = compared_modes(evaluation) or ("", "")
+    records, modes = run.records_of(evaluation), evaluation.evaluations
+    if records is None or against not in modes:
+        return []
+    tasks = sorted(modes[label].endings.keys() & modes[against].endings.keys())[:EPISODES]
+    found = episodes_of_modes(run, evaluation, tasks)
+    return [
+        Pair(
+            task=task,
+            before=_told(records, found[task, against], f"before: {against}"),
+            after=_told(records, found[task, label], f"after: {label}"),
         )
-    couples = zip(sorted(before)[:EPISODES], sorted(after)[:EPISODES], strict=False)
-    pairs = [Pair(task="", before=_told(run, before[b]), after=_told(run, after[a])) for b, a in couples]
-    return (
-        pairs,
-        f"Of {ends[0]} and of {ends[1]}, which had other {what}: the first by their ids, whatever came of them.",
+        for task in tasks
+        if {(task, label), (task, against)} <= found.keys()
+    ]
+
+
+def _of_steps(run: OpenedRun, phase: str, task: str, first: int, last: int) -> Pair:
+    sql = "SELECT min(id) FROM episodes WHERE phase = ? AND task = ? AND training_step = ? AND status != 'cancelled'"
+    ids = [run.rows(sql, (phase, task, step))[0][0] for step in (first, last)]
+    before, after = (
+        _told(run, id, f"{when}: step {step + 1}")
+        for id, when, step in zip(ids, ("before", "after"), (first, last), strict=True)
     )
+    return Pair(task=str(task), before=before, after=after)
 
 
-def _told(run: OpenedRun, id: str) -> Told:
+def _told(run: OpenedRun, id: str, title: str) -> Told:
     assert run.store is not None
     found = run.store.episode(id)
     calls, _ = episodes_of.page_of_calls(run, id, 0)
     steps = {call.id: call.step for call in calls}
     shown = episodes_of.show_calls(run, calls[:MOST_CALLS], steps, None)
     more = max(0, found.calls - len(shown))
-    return Told(episode=found, rewards=dict(run.store.rewards([id])[id]), calls=shown, more=more)
+    return Told(title=title, episode=found, rewards=dict(run.store.rewards([id])[id]), calls=shown, more=more)
 
 
 def _hash(name: str) -> str:

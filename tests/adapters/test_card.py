@@ -67,9 +67,9 @@ def test_the_card_tells_of_the_training_the_evaluation_and_the_bill(tmp_path: Pa
     card = (tmp_path / "out" / "README.md").read_text()
     for row in (
         "2 of 2 steps of recipe `at_grpo`, 1.0 minutes.",
-        "| Success in training | success | 25.0% | 75.0% | ▁█ |",
+        "- held-out success: base 10.0% [5.5%, 17.4%] of 100, trained 64.0% [54.2%, 72.7%] of 100",
+        "- reward of planner: 0.5 in step 1, 1.5 in step 2",
         "| Reward | planner | 0.5 | 1.5 | ▁█ |",
-        "- Success in training: Mean over the step's episodes, of best of 4 by scorer; failed ones count.",
         "| base | 10.0% [5.5%, 17.4%] |  | 100 |",
         "| trained | 64.0% [54.2%, 72.7%] |  | 100 |",
         "- trained is better than base",
@@ -77,10 +77,10 @@ def test_the_card_tells_of_the_training_the_evaluation_and_the_bill(tmp_path: Pa
         "| evaluation: trained |  | 1,000 | 200 | 0.05 (0.5 per 1,000 tasks) |",
     ):
         assert row in card
-    assert "![Success in training and Reward, by step](curve.svg)" in card
+    assert "best of 4" not in card and "![Reward, by step](curve.svg)" in card
     image = ElementTree.parse(tmp_path / "out" / "curve.svg")
     lines = image.findall("{http://www.w3.org/2000/svg}polyline")
-    assert [found.get("points") for found in lines] == ["52.0,141.0 408.0,67.0", "472.0,178.0 828.0,30.0"]
+    assert [found.get("points") for found in lines] == ["52.0,178.0 408.0,30.0"]
 
 
 def test_an_evaluation_elsewhere_is_named_and_must_be_one(

@@ -149,13 +149,13 @@ const KEYS = {
   "/": () => {
     const field = document.querySelector("input[type=search]");
     if (field) field.focus();
-    else document.querySelectorAll("nav a")[2]?.click();
+    else document.getElementById("to-episodes")?.click();
   },
 };
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea")) return;
-  const act = KEYS[event.key] ?? (/^[1-6]$/.test(event.key) ? () => document.querySelectorAll("nav a")[event.key - 1]?.click() : null);
+  const act = KEYS[event.key] ?? (/^[1-7]$/.test(event.key) ? () => document.querySelectorAll("nav a")[event.key - 1]?.click() : null);
   if (act) { event.preventDefault(); act(); }
 });
 

@@ -62,6 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Records in which every text is HTML with a script: the names of role and task, messages, tool calls, errors."""
     folder = tmp_path_factory.mktemp("hostile") / "traced"
+    folder.mkdir()
     said = {
         "role": "assistant",
         "content": SCRIPT,
@@ -103,6 +104,11 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 ),
             ]
         )
+    ending = {"status": SCRIPT, "error": SCRIPT, "success": False}
+    modes = {name: {"episodes": 1, "failed": {SCRIPT: 1}, "endings": {SCRIPT: ending}} for name in (SCRIPT, "trained")}
+    compared = {"label": SCRIPT, "against": "trained", "verdict": SCRIPT}
+    about = {"evaluations": modes, "comparisons": [compared], "notes": [SCRIPT], "tasks": SCRIPT}
+    (folder / "evaluation.json").write_text(json.dumps(about))
     return folder
 
 

@@ -17,7 +17,7 @@ from cotune.recording.records import CallRecord, Episode, Task
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.viewer.conftest import STEPS
 
-PAGES = ("", "/curves", "/episodes", "/groups", "/tasks", "/config")
+PAGES = ("", "/curves", "/evaluations", "/episodes", "/groups", "/tasks", "/config")
 WAIT = 60.0
 
 
@@ -138,7 +138,7 @@ def test_the_keyboard_leads_through_lists_and_pages(driver, site):
     arrived(driver, lambda url: url == second)
     ActionChains(driver).send_keys("n").perform()
     arrived(driver, lambda url: url != second and "/episode/" in url)
-    ActionChains(driver).send_keys("4").perform()
+    ActionChains(driver).send_keys("5").perform()
     arrived(driver, lambda url: url.endswith("/groups"))
     ActionChains(driver).send_keys("?").perform()
     assert driver.find_element(By.ID, "keys").is_displayed()
@@ -157,7 +157,7 @@ def test_a_run_under_way_appears_by_itself(driver, tmp_path):
 def test_a_script_in_a_message_is_text_on_every_page(driver, hostile):
     screen(driver, 1280, 800, "light")
     with viewing([hostile]) as server:
-        for path in ("", "/episodes", "/episode/episode1", "/call/call1", "/groups", "/tasks"):
+        for path in ("", "/evaluations", "/episodes", "/episode/episode1", "/call/call1", "/groups", "/tasks"):
             opened(driver, f"{server.url}/run/traced{path}")
             assert driver.title != "taken over"
             assert driver.find_elements(By.CSS_SELECTOR, "main script:not([type]), main img") == []

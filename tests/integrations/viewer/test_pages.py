@@ -42,7 +42,7 @@ def ids(run: Path, sql: str) -> list[str]:
 def test_one_run_is_shown_at_once_with_its_figures(site, run):
     said = text(site)
     last = list(read_metrics(run))[-1]
-    assert "held-out success 66.7% 20.8% – 93.9% · first 66.7%" in said
+    assert "held-out success 66.7% step 3 20.8% – 93.9% 3 tasks step 1 66.7%" in said
     assert f"steps {STEPS} of {STEPS}" in said and "recipe at_grpo" in said
     assert f"calls {2 * 3 * (2 * STEPS + 1)}" in said and last["held_out"]["episodes"] == 3
 
@@ -116,7 +116,7 @@ def test_steps_count_from_1_wherever_a_person_looks(site, run, capsys):
     assert re.findall(r"episodes\?step=(\d)\">(\d)<", pages["curves"]) == [("1", "1"), ("2", "2"), ("3", "3")]
     opened = OpenedRun(run, "r")
     assert {step for chart in charts([opened]) for step in chart.steps} == {1, 2, 3}
-    assert "after step 1 and step 3" in report(opened, {})
+    assert "before: step 1" in (said := report(opened, {})) and "after: step 3" in said
     opened.close()
     (last,) = ids(run, "SELECT max(id) FROM episodes WHERE phase = 'train'")
     assert 'episodes?step=3&amp;phase=train">step 3</a>' in httpx.get(f"{site}/run/trained/episode/{last}").text
@@ -283,6 +283,7 @@ def test_texts_of_applications_are_shown_as_text(hostile):
     with viewing([hostile]) as server:
         for path in (
             "",
+            "/evaluations",
             "/episodes",
             "/episode/episode1",
             "/call/call1",

@@ -1,0 +1,39 @@
+"""An evaluation task by task: the tasks that lost most come first."""
+
+from __future__ import annotations
+
+from cotune.reading.by_task import by_task
+from cotune.reading.evaluations import EvaluatedMode, StoredEvaluation, TaskEnding
+
+
+def mode(**endings: float | str) -> EvaluatedMode:
+    """A mode of success by task (1 or 0), or of an error."""
+    made = {
+        task: TaskEnding(status="error", error=end)
+        if isinstance(end, str)
+        else TaskEnding(status="ok", success=end > 0)
+        for task, end in endings.items()
+    }
+    return EvaluatedMode(episodes=len(made), endings=made)
+
+
+def test_tasks_that_lost_come_first_then_those_that_stay_unsolved() -> None:
+    found = by_task(
+        StoredEvaluation(
+            evaluations={"base": mode(a=0, b=1, c=1, d=0, e=1), "trained": mode(a=1, b=0, c=1, d=0, e="ValueError: no")}
+        ),
+        "trained",
+        "base",
+    )
+    assert [(one.task, one.change) for one in found] == [("b", -1), ("e", -1), ("d", 0), ("c", 0), ("a", 1)]
+    assert found[1].endings["trained"].error == "ValueError: no"
+
+
+def test_without_success_rewards_are_compared_and_a_task_without_one_comes_last() -> None:
+    rewards = [
+        {task: TaskEnding(status="ok" if value is not None else "error", reward=value) for task, value in of.items()}
+        for of in ({"a": 1.0, "b": 0.5, "c": 1.0}, {"a": 0.25, "b": 1.0, "c": None})
+    ]
+    modes = {name: EvaluatedMode(episodes=3, endings=of) for name, of in zip(("base", "trained"), rewards, strict=True)}
+    found = by_task(StoredEvaluation(evaluations=modes), "trained", "base")
+    assert [(one.task, one.change) for one in found] == [("a", -0.75), ("b", 0.5), ("c", None)]
