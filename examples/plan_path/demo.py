@@ -157,10 +157,10 @@ def main() -> None:
     with stages(
         "evaluate", f"cotune eval {WORKFLOW} --tasks {held_out} --run {run} --modes base,trained,greedy,swapped"
     ):
-        report = evaluate(run, WORKFLOW, held_out, modes=MODES, out=out / "eval")
+        report = evaluate(run, WORKFLOW, held_out, modes=MODES)
         console.print(render(report))
-    with stages("export", f"cotune export {run} --to {export} --evaluation {out / 'eval'}"):
-        export_run(run, export, evaluation=out / "eval")
+    with stages("export", f"cotune export {run} --to {export}"):
+        export_run(run, export)
     with (
         stages("serve", f"cotune serve {export} & OPENAI_BASE_URL=... python -m {APP} --tasks {options.eval_tasks}"),
         serving(export) as endpoint,

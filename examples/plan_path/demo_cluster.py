@@ -131,7 +131,7 @@ def main() -> None:
     with stages(
         "evaluate", f"cotune eval {WORKFLOW} --tasks {held_out} --run {run} --modes base,trained,greedy,swapped"
     ):
-        report = evaluate(run, WORKFLOW, held_out, modes=MODES, out=out / "eval")
+        report = evaluate(run, WORKFLOW, held_out, modes=MODES)
         console.print(render(report))
     with stages("export", f"cotune export {run} --to {export}"):
         export_run(run, export)

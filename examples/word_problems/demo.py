@@ -82,7 +82,7 @@ class Demo:
     def __init__(self, out: Path, steps: int | None, eval_tasks: int, trace_tasks: int) -> None:
         self.steps, self.eval_tasks, self.trace_tasks = steps, eval_tasks, trace_tasks
         self.model, self.trace, self.run = pretrained(), out / "trace", out / "run"
-        self.evaluation, self.exported = out / "eval", out / "export"
+        self.evaluation, self.exported = self.run / "eval", out / "export"
         self.tasks = write_tasks(out / "tasks.jsonl", make_tasks(TRAINING))
         self.held_out = write_tasks(out / "held_out.jsonl", make_tasks(eval_tasks, TRAINING))
 
@@ -131,7 +131,7 @@ class Demo:
         from cotune.adapters.export import export_run
 
         shutil.rmtree(self.exported, ignore_errors=True)
-        export_run(self.run, self.exported, evaluation=self.evaluation)
+        export_run(self.run, self.exported)
 
     def serve(self) -> dict[str, Any]:
         """The unchanged application, in a process of its own, with what is served."""
@@ -153,7 +153,7 @@ def run_stages(demo: Demo, stages: Stages) -> dict[str, Any]:
     counts = stages.once("train", resumed or begun, demo.train)
     command = f"cotune eval {WORKFLOW} --tasks {demo.held_out} --run {trained} --modes {','.join(MODES)}"
     found = stages.once("evaluate", command, demo.evaluate)
-    stages.once("export", f"cotune export {trained} --to {demo.exported} --evaluation {demo.evaluation}", demo.export)
+    stages.once("export", f"cotune export {trained} --to {demo.exported}", demo.export)
     found["served"] = stages.once("serve", serve, demo.serve)
     return {**{f"success_{name}": row for name, row in found.items()}, **stages.took(), **counts}
 

@@ -285,10 +285,10 @@ def test_a_stopped_run_is_status_130(trained, capsys):
         ({"model": "m", "policy": [{"name": "p", "roles": ["a"], "lora": {"rank": 0}}]}, "lora.rank", 0, "above 0"),
         ({"model": "m", "cluster": {"cpus_per_learner": -1.0}}, "cluster.cpus_per_learner", -1.0, "0 or more"),
         (
-            {"model": "m", "evaluation": {"keep_best": True}},
+            {"model": "m", "evaluation": {"keep_best": True, "tasks": "none"}},
             "evaluation.keep_best",
             True,
-            "given with evaluation.tasks",
+            "off with evaluation.tasks = 'none'",
         ),
         ({"model": "m", "stepz": 3}, "stepz", 3, "unknown field"),
         ({"model": "m", "lora": {"rnak": 3}}, "lora.rnak", 3, "unknown field"),
