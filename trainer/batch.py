@@ -59,6 +59,7 @@ def collect_samples(run: Run, episodes: Sequence[Episode]) -> Collected:
         max_lag=run.config.ahead,
         on_failure=failure_reward(run.config.on_failure),
         continuations=run.config.replay.continuations,
+        rewarded=run.recipe.takes_rewards,
     )
 
 
@@ -101,7 +102,7 @@ def misses_outcomes(run: Run, batch: Batch) -> bool:
 
 def learns_from_outcomes(recipe: Recipe) -> bool:
     """Whether the outcomes of episodes are part of what is trained on."""
-    return any(term.attribution.takes_outcome for term in recipe.terms) and recipe.loss.kl_to != "teacher"
+    return any(term.attribution.takes_outcome for term in recipe.terms) and recipe.takes_rewards
 
 
 def _require_soundness(run: Run, batch: Batch) -> None:

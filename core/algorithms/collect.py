@@ -44,6 +44,7 @@ def collect(
     max_lag: int = 0,
     on_failure: OnFailure = "lowest",
     continuations: bool = False,
+    rewarded: bool = True,
 ) -> Collected:
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
 
@@ -52,8 +53,9 @@ def collect(
     branch repeats from the record is no candidate of its own.
 
     Under a tree plan all candidates of a call are samples and need rewards of their own; under independent rollouts
-    only the chosen one is, and the episode's outcome will do. `roles` are the trained roles (None: all); where they are
-    mapped to the policies that play them, what another one has answered is not trained on. `versions`
+    only the chosen one is, and the episode's outcome will do. Unless `rewarded`, none needs a reward. `roles` are the
+    trained roles (None: all); where they are mapped to the policies that play them, what another one has answered is
+    not trained on. `versions`
     is the version of each policy that is trained now; a candidate from more than `max_lag` versions before it, or
     from a version after it (of a run that was rolled back), is stale.
 
@@ -100,7 +102,9 @@ def collect(
         failure = failure_of(episode, on_failure)
         for candidate in call.candidates:
             own = rewards.get(candidate_id(call.id, candidate.index)) or {}
-            reason = _candidate_reason(candidate, call, plan) or _reward_reason(own, outcome, failure, call, plan)
+            reason = _candidate_reason(candidate, call, plan)
+            if rewarded:
+                reason = reason or _reward_reason(own, outcome, failure, call, plan)
             if reason is None:
                 late = episode.id in timed_out
                 sample = _sample(episode, call, candidate, own, outcome, failure, plan, timed_out=late)

@@ -12,7 +12,7 @@ def learns_from(own: Mapping[str, Collection[str]], outcome: Collection[str], re
 
     `own` are the components that a role's scorer returned (none without a scorer), `outcome` those of the episodes.
     """
-    if recipe.loss.kl_to == "teacher":
+    if not recipe.takes_rewards:
         return dict.fromkeys(own, "learns from the teacher; rewards count for nothing")
     how = recipe.attribution
     sentences: dict[str, str] = {}
@@ -34,7 +34,7 @@ def learns_from(own: Mapping[str, Collection[str]], outcome: Collection[str], re
 def scorers_unused(own: Mapping[str, Collection[str]], recipe: Recipe) -> tuple[str, str]:
     """What to know where scorers reward candidates and nobody is trained on it, and the remedy; empty elsewhere."""
     how, scored = recipe.attribution, sorted(role for role, names in own.items() if names)
-    if not scored or how.horizon != "terminal" or how.gates or recipe.loss.kl_to == "teacher":
+    if not scored or how.horizon != "terminal" or how.gates or not recipe.takes_rewards:
         return "", ""
     return (
         f"what the scorers of {', '.join(scored)} give is shown and trains no role: recipe {recipe.name} takes the "

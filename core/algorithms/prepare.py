@@ -77,6 +77,9 @@ def prepare(
     state = state or AdvantageState()
     left_out: Counter[str] = Counter()
     returns = [attribute(samples, term.attribution, term.key) for term in recipe.terms]
+    shown = returns[0]
+    if not recipe.takes_rewards:
+        returns = [np.nan_to_num(values) for values in returns]
     complete = ~np.isnan(np.sum(returns, axis=0)) if samples else np.zeros(0, np.bool_)
     left_out["missing_reward"] = int((~complete).sum())
     ties = complete & tied(samples, returns[0]) if recipe.filters.ties else np.zeros(len(samples), np.bool_)
@@ -88,7 +91,7 @@ def prepare(
     left_out.update(built.left_out)
     warnings = [
         *_missing(samples, complete),
-        *_lacking(samples, recipe),
+        *(_lacking(samples, recipe) if recipe.takes_rewards else ()),
         *_alone(recipe, left_out["group_of_one"], len(rewarded)),
     ]
 
@@ -142,8 +145,8 @@ def prepare(
         trained=tuple(trained),
         groups=tuple(groups),
         left_out={reason: count for reason, count in left_out.items() if count},
-        roles=_role_stats(samples, returns[0], members, number, stats, trained, recipe.attribution),
-        reward=float(np.nanmean(returns[0])) if (~np.isnan(returns[0])).any() else None,
+        roles=_role_stats(samples, shown, members, number, stats, trained, recipe.attribution),
+        reward=float(np.nanmean(shown)) if (~np.isnan(shown)).any() else None,
         warnings=tuple(warnings),
         state=state,
     )

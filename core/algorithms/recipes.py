@@ -319,3 +319,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def attribution(self) -> Attribution:
         return self.terms[0].attribution
+
+    @property
+    def takes_rewards(self) -> bool:
+        """Whether candidates need a reward: not where a teacher alone says what is learned."""
+        return self.loss.kl_to != "teacher"

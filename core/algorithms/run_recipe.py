@@ -55,6 +55,7 @@ def regroup(
         roles=roles,
         on_failure=failure_reward(config.on_failure),
         continuations=config.replay.continuations,
+        rewarded=chosen.takes_rewards,
     )
     samples, left_out = collected.samples, Counter(collected.left_out)
     candidates = len(samples) + left_out.total()

@@ -114,6 +114,20 @@ def test_a_run_comes_nearer_to_its_teacher(trainer: Trainer, tmp_path: Path) -> 
     assert json.loads((tmp_path / "run/run.json").read_text())["config"]["distill"]["teacher"] == str(teacher)
 
 
+async def unknown(task: Any) -> dict[str, None]:
+    await converse(task)
+    return {"team": None}
+
+
+def test_a_run_without_rewards_learns_from_its_teacher(trainer: Trainer, tiny_base: Path) -> None:
+    """Three tasks, two episodes each, one call of each role in them: six rows by role, none left out."""
+    settings = {"recipe": "distill", "distill": {"teacher": str(tiny_base)}, "plan": {"k": 2}, "steps": 1}
+    trainer(application(unknown), **settings)
+    (line,) = trainer.metrics()
+    assert (line["rows"], line["left_out"], line["candidate_reward"]) == (12, {}, None)
+    assert "missing_reward" not in trainer.said and "such are left out" not in trainer.said
+
+
 @pytest.fixture
 def servers(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeServer]]:
     """Two servers with the policies' tokenizer; the first dies at its 21st row."""

@@ -215,7 +215,7 @@ def _groups(
     shown = {call.episode for call in seen}
     episodes = [outcome.episode for outcome in outcomes if outcome.episode.id in shown]
     plan_kind: PlanKind = "tree" if plan.kind == "tree" else "independent"  # nothing is forked here
-    collected = collect(store, episodes, plan=plan_kind, roles=trained)
+    collected = collect(store, episodes, plan=plan_kind, roles=trained, rewarded=recipe.takes_rewards)
     kept = {call.id for call in seen}
     collected = msgspec.structs.replace(collected, samples=[one for one in collected.samples if one.call in kept])
     built = build_groups(list(_repeated(collected, plan)), recipe)

@@ -128,14 +128,15 @@ async def preflight(
     if others := [part.role for part in idle if part.role not in rewards and part.role not in unseen]:
         notes.append(f"no episode has come to: {', '.join(others)}; a role has no policy before it has called")
     unknown = {name for outcome in outcomes for name in outcome.unknown}
-    if unknown and not any(ended.values()):
-        names = ", ".join(sorted(unknown))
-        notes.append(f"nobody knew the outcome ({names}) of the {len(outcomes)} episodes looked at: such are left out")
-    elif plan.kind != "tree" and not any([*ended.values(), *rewards.values()]):
-        raise WorkflowError(
-            f"No episode and no answer has a reward, so nothing can be learned under the plan {plan.kind}.",
-            "Return a reward, add @workflow.judge, or use --plan tree where the roles have scorers.",
-        )
+    if recipe.takes_rewards and not any(ended.values()):
+        if unknown:
+            names, count = ", ".join(sorted(unknown)), len(outcomes)
+            notes.append(f"nobody knew the outcome ({names}) of the {count} episodes looked at: such are left out")
+        elif plan.kind != "tree" and not any(rewards.values()):
+            raise WorkflowError(
+                f"No episode and no answer has a reward, so nothing can be learned under the plan {plan.kind}.",
+                "Return a reward, add @workflow.judge, or use --plan tree where the roles have scorers.",
+            )
     return PreflightReport(
         rewards=rewards,
         outcome=sorted(unknown.union(*ended.values())),
