@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from cotune.context import role
-from cotune.errors import CotuneError
+from cotune.errors import CotuneError, Outage
 from cotune.lazy_names import opener
 from cotune.recording.episodes import activators
 from cotune.replay.chance import freezers
@@ -33,7 +33,19 @@ else:
         },
     )
 
-__all__ = ["CotuneError", "Judge", "deployed", "evaluate", "gateway", "recorded", "role", "trace", "train", "workflow"]
+__all__ = [
+    "CotuneError",
+    "Judge",
+    "Outage",
+    "deployed",
+    "evaluate",
+    "gateway",
+    "recorded",
+    "role",
+    "trace",
+    "train",
+    "workflow",
+]
 
 
 def _activate() -> None:

@@ -92,6 +92,22 @@ class WorkflowError(CotuneError):
     """The user's workflow or scorer raised, or returned something that is not a reward."""
 
 
+class Outage(CotuneError):
+    """Raise it in a workflow or a tool where a service is down: the episode is then left out, counted as `outage`.
+
+    Without it, what a tool raises is an outcome of the policy, whose arguments may be the cause.
+
+    ```python
+    @cotune.workflow
+    async def careful(task):
+        try:
+            return await solve(task)
+        except ConnectionError as error:
+            raise cotune.Outage("The search service is down.") from error
+    ```
+    """
+
+
 class JudgeError(WorkflowError):
     """A judge gave no usable answer, cannot be reached, or is over its budget."""
 

@@ -256,7 +256,7 @@ def _timed_out(workflow: Workflow, live: LiveEpisode, timeout: float | None, err
 
 def _failed(live: LiveEpisode, error: CotuneError) -> Outcome:
     """The error is shown and raised by whoever ran the episode, so it goes through the redactors as the record does."""
-    blamed: Blame = "infrastructure" if live.outage else blame(error)
+    blamed: Blame = "infrastructure" if live.outage else blame(error, live.outages)
     if live.redaction is not None:
         error = live.redaction.error(error)
     return Outcome(live.end("error", error=str(error), blame=blamed), {}, error, live)

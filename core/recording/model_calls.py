@@ -26,7 +26,7 @@ from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.records import CallStatus
 from cotune.runtime.context_vars import setting
 from cotune.runtime.loop_watch import running_context
-from cotune.sampling.blame import blame
+from cotune.sampling.blame import refused
 
 UNREADABLE = (ValueError, TypeError, AttributeError, KeyError)
 """What reading a request or an answer raises where it is not what an integration expects."""
@@ -92,8 +92,15 @@ def observed(call: LiveCall) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            call.fail(*reason_of(error))
+            raised(call, error)
             raise
+
+
+def raised(call: LiveCall, error: BaseException, part: Answer | None = None) -> None:
+    """End the call with an error that goes on to the application; `part` is what had been answered by then."""
+    call.fail(*reason_of(error), part, outage=not refused(error))
+    if call.outage:
+        call.episode.outages.append(error)
 
 
 def step(call: LiveCall, source: Iterator[Any]) -> Any:
@@ -118,7 +125,7 @@ def end_call(call: LiveCall, returned: Any, read: Callable[[Any], Answer]) -> No
     try:
         found = read(returned)
     except Exception as error:  # noqa: BLE001
-        call.fail("malformed", reason_of(error)[1])
+        call.fail("malformed", reason_of(error)[1], outage=False)
     else:
         call.finish(found)
 
@@ -218,8 +225,7 @@ def failed(call: LiveCall, error: BaseException) -> int:
     An error that is neither the sampler's nor a cancellation fails the whole episode, even if the application swallows
     it.
     """
-    status, text = reason_of(error)
-    call.episode.outage = blame(error) == "infrastructure" or not isinstance(error, (CotuneError, *_CANCELLED))
+    status = reason_of(error)[0]
     code = {"timeout": 504, "cancelled": 409}.get(status, 400 if isinstance(error, SamplerError) else 500)
     if code == 500:
         fatal = error if isinstance(error, CotuneError) else None
@@ -227,7 +233,7 @@ def failed(call: LiveCall, error: BaseException) -> int:
             f"Answering a call of role {call.role!r} failed with {error_text(error)}."
         )
         call.episode.fatal.__cause__ = error if fatal is None else error.__cause__
-    call.fail(status, text)
+    raised(call, error)
     return code
 
 

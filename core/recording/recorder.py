@@ -56,7 +56,7 @@ class Sink(Protocol):
 class LiveCall(PendingCall):
     """A call in flight; scorers see it as `call`. Ends once, by `finish` or `fail`."""
 
-    __slots__ = ("cancel", "copies", "ended", "episode", "on_wire", "stage", "unsupported_reason")
+    __slots__ = ("cancel", "copies", "ended", "episode", "on_wire", "outage", "stage", "unsupported_reason")
 
     def __init__(
         self, episode: LiveEpisode, caller: CallerContext, step: int, turn: int, body: Mapping[str, Any]
@@ -66,6 +66,8 @@ class LiveCall(PendingCall):
         self.copies: tuple[LiveCall, ...] = ()
         """The same call in episodes inside this one (`cotune.trace`); they end with it."""
         self.ended = False
+        self.outage = False
+        """Whether the infrastructure failed it."""
         self.on_wire = False
         """Whether a wire request has been made for it."""
         self.unsupported_reason = ""
@@ -99,12 +101,13 @@ class LiveCall(PendingCall):
         """Record the call with all its candidates and rewards. A second end of the call is ignored."""
         self.episode._end(self, answer, "ok", answer.error)
 
-    def fail(self, status: CallStatus, error: str, part: Answer | None = None) -> None:
+    def fail(self, status: CallStatus, error: str, part: Answer | None = None, *, outage: bool = True) -> None:
         """Record the call as failed; its episode keeps going unless the application stops.
 
-        `part` is what had been answered by then: it is recorded and never trained on.
+        `part` is what had been answered by then: it is recorded and never trained on. `outage` says whether the
+        infrastructure failed the call, if the application did not cancel it.
         """
-        self.episode._end(self, part, status, error)
+        self.episode._end(self, part, status, error, outage=outage and status != "cancelled")
 
     def ends_like(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> None:
         """Record an end of this copy of `call`, with what became of the call since it started."""
@@ -149,6 +152,8 @@ class LiveEpisode:
         """An error that must fail the episode even when the application swallows it."""
         self.outage = False
         """Whether the infrastructure failed the last call to end: then it is blamed for a failure of the episode."""
+        self.outages: list[BaseException] = []
+        """What such calls raised in the application."""
         self.notes: dict[str, Any] = {}
         """Working state of integrations, by integration; goes with the episode."""
         self.tape = Tape()
@@ -311,7 +316,9 @@ class LiveEpisode:
         self._write([*bodies, *(RewardRecord(self.id, k, v, now) for k, v in (rewards or {}).items()), record])
         return record
 
-    def _end(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> None:
+    def _end(
+        self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None, *, outage: bool = False
+    ) -> None:
         if answer is not None and answer.policy is None and not call.ended:
             answer, wrong = well_formed(answer)
             if wrong and status == "ok":
@@ -324,8 +331,7 @@ class LiveEpisode:
             self._open.pop(call.id, None)
             if status != "ok":
                 self.failures[status] = self.failures.get(status, 0) + 1
-            else:
-                self.outage = False
+            call.outage = self.outage = outage
         try:
             try:
                 records = self._records.ended(call, answer, status, error)

@@ -1,39 +1,47 @@
 """Whose doing a failure is: the policy's, which learns from it, the infrastructure's, which teaches nothing, or that of
-a replay that does not repeat what was recorded."""
+a replay that does not repeat what was recorded.
+
+What counts is who raised: the models' engine, a provider or the store, as cotune sees at its own boundaries, or the
+application's code, whose tools may fail by the arguments that a policy gave them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from cotune.errors import CotuneError, ReplayDiverged, RequestRefused, WorkflowError
 
 Blame = Literal["policy", "infrastructure", "divergence"]
 
-OUTAGES = frozenset(
-    {"ConnectionError", "APIConnectionError", "TransportError", "ClientConnectionError", "NetworkError", "gaierror"}
-)
-"""Classes of Python, openai, anthropic, httpx, requests and aiohttp that say that a peer could not be reached."""
-_STATUS = frozenset({401, 402, 403, 404, 408, 425, 429})
-"""HTTP statuses below 500 that say nothing about what was asked: keys, quotas, limits, time-outs."""
+_NOT_ASKED = frozenset({401, 402, 403, 404, 408, 425, 429})
+"""HTTP statuses of a provider below 500 that say nothing about what was asked: keys, quotas, limits, time-outs."""
 
 
-def blame(error: BaseException) -> Blame:
-    """Infrastructure where `error`, or anything that it was raised from, is of an engine, a network, a service, the
-    store or the set-up; else the policy: bad output, a prompt that is too long, too many calls, a time-out."""
-    if any(isinstance(found, ReplayDiverged) for found in _chain(error, set())):
+def blame(error: BaseException, outages: Iterable[BaseException] = ()) -> Blame:
+    """Infrastructure where `error`, or anything that it was raised from, is one of `outages` (what calls to models
+    raised and their requests did not cause), of cotune's own engines, store or set-up, or an `Outage`; else the policy:
+    bad output, a tool that failed, a prompt that is too long, too many calls, a time-out."""
+    chain, known = list(_chain(error, set())), {id(outage) for outage in outages}
+    if any(isinstance(found, ReplayDiverged) for found in chain):
         return "divergence"
-    return "infrastructure" if any(map(_outage, _chain(error, set()))) else "policy"
+    return "infrastructure" if any(id(found) in known or _ours(found) for found in chain) else "policy"
 
 
-def _outage(error: BaseException) -> bool:
+def refused(error: BaseException) -> bool:
+    """Whether an error that a call to a model raised is one of its request, and none of the engine or provider."""
     if isinstance(error, CotuneError):
-        return not isinstance(error, WorkflowError | RequestRefused)
-    if any(kind.__name__ in OUTAGES for kind in type(error).__mro__):
-        return True
-    response = getattr(error, "response", None)
-    status = next((s for s in (getattr(e, "status_code", None) for e in (error, response)) if isinstance(s, int)), 0)
-    return status in _STATUS or status >= 500
+        return not _ours(error)
+    statuses = (getattr(source, "status_code", None) for source in (error, getattr(error, "response", None)))
+    return any(isinstance(status, int) and refusal(status) for status in statuses)
+
+
+def refusal(status: int) -> bool:
+    """Whether a provider that answers with this HTTP status refuses what was asked."""
+    return 400 <= status < 500 and status not in _NOT_ASKED
+
+
+def _ours(error: BaseException) -> bool:
+    return isinstance(error, CotuneError) and not isinstance(error, WorkflowError | RequestRefused)
 
 
 def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:

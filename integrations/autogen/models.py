@@ -18,7 +18,7 @@ from cotune.context import current_episode
 from cotune.integrations.autogen.messages import answer_of_result, part_of, request_of, result_of
 from cotune.integrations.patching import cache_left_aside, each_subclass, replace_method
 from cotune.recording.answers import Answer
-from cotune.recording.model_calls import answer, ask_async, end_call, observed, open_call, reason_of, step_async
+from cotune.recording.model_calls import answer, ask_async, end_call, observed, open_call, raised, step_async
 from cotune.recording.recorder import LiveCall
 
 _CACHE = "ChatCompletionCache"
@@ -111,7 +111,7 @@ def _create_stream(original: Any) -> Any:
                 yield part
         except BaseException as error:
             if call is not None:
-                call.fail(*reason_of(error), part_of(texts))
+                raised(call, error, part_of(texts))
             raise
         finally:
             if hasattr(source, "aclose"):

@@ -103,9 +103,9 @@ class Exchange:
         """The call has ended otherwise."""
         self._ended(self)
 
-    def fail(self, status: CallStatus, text: str) -> None:
+    def fail(self, status: CallStatus, text: str, *, outage: bool = True) -> None:
         """End the call as failed."""
-        self.call.fail(status, text)
+        self.call.fail(status, text, outage=outage)
         self._ended(self)
 
     def settle(self, status: CallStatus, text: str) -> None:

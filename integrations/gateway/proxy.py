@@ -31,6 +31,7 @@ from cotune.integrations.http.requests import (
 from cotune.integrations.openai.chat_request import check_sampling
 from cotune.integrations.openai.forms import TEXT_COMPLETION, TEXT_COMPLETIONS, Form
 from cotune.recording.model_calls import answer, failed
+from cotune.sampling.blame import refusal
 
 KEYS = (b"authorization", b"x-api-key")
 """Headers that carry a client's API key."""
@@ -214,7 +215,8 @@ class Proxy:
                 if 200 <= reply.status < 300:
                     exchange.begins(reply.headers.get("content-type", ""), reply.headers.get("content-encoding", ""))
                 else:
-                    exchange.fail("error", f"HTTP {reply.status} {responses.get(reply.status, '')}".strip())
+                    cause = f"HTTP {reply.status} {responses.get(reply.status, '')}".strip()
+                    exchange.fail("error", cause, outage=not refusal(reply.status))
             await passage.start(reply.status, fields)
             async for chunk in reply.content.iter_any():
                 if exchange is not None and exchange.answering:

@@ -16,7 +16,7 @@ from langchain_core.language_models import BaseChatModel
 from cotune.integrations.langchain.messages import answer_of_result, chunk_of, request_of, result_of
 from cotune.integrations.patching import each_subclass, recorded, replace_method
 from cotune.recording.answers import Answer
-from cotune.recording.model_calls import ask, ask_async, end_call, open_call, reason_of, step, step_async
+from cotune.recording.model_calls import ask, ask_async, end_call, open_call, raised, step, step_async
 from cotune.recording.recorder import LiveCall
 
 
@@ -66,7 +66,7 @@ def _stream(original: Callable[..., Any]) -> Callable[..., Any]:
                 chunks.append(chunk)
                 yield chunk
         except BaseException as error:
-            call.fail(*reason_of(error), _part(chunks))
+            raised(call, error, _part(chunks))
             raise
         end_call(call, chunks, answer_of_result)
 
@@ -91,7 +91,7 @@ def _astream(original: Callable[..., Any]) -> Callable[..., Any]:
                 chunks.append(chunk)
                 yield chunk
         except BaseException as error:
-            call.fail(*reason_of(error), _part(chunks))
+            raised(call, error, _part(chunks))
             raise
         finally:
             if hasattr(source, "aclose"):

@@ -21,10 +21,19 @@ from cotune.integrations.openai.forms import TEXT_COMPLETION, TEXT_COMPLETIONS, 
 from cotune.integrations.patching import inside, replace_method
 from cotune.integrations.versions import missing_hook
 from cotune.recording.answers import Answer
-from cotune.recording.model_calls import UNREADABLE, answer, answer_blocking, failed, reason_of, warn_unrecorded
+from cotune.recording.model_calls import (
+    UNREADABLE,
+    answer,
+    answer_blocking,
+    failed,
+    raised,
+    reason_of,
+    warn_unrecorded,
+)
 from cotune.recording.recorder import INTERRUPTED, LiveCall, LiveEpisode
 from cotune.recording.records import CallStatus
 from cotune.runtime.context_vars import setting
+from cotune.sampling.blame import refusal
 
 
 class _Exchange(msgspec.Struct):
@@ -35,8 +44,8 @@ class _Exchange(msgspec.Struct):
     failure: str | None = None
 
     def fail(self, error: BaseException) -> None:
-        if self.call is not None and not self.call.ended:
-            self.call.fail(*reason_of(error))
+        if self.call is not None:
+            raised(self.call, error)
 
 
 _OFFLINE = SamplerError("Nothing here answers this call, and no provider is contacted.")
@@ -227,7 +236,7 @@ def _observed(response: Any, call: LiveCall, form: Form, exchange: _Exchange) ->
         cause = f"HTTP {response.status_code} {response.reason_phrase}".strip()
         exchange.failure = f"error: {cause}"
         if _exchange.get() is None:
-            call.fail("error", cause)
+            call.fail("error", cause, outage=not refusal(response.status_code))
         return response
     if response.is_stream_consumed:
         _settle(call, form, exchange.asked, response.headers, response.content, None, True)
@@ -251,7 +260,7 @@ def _settle(
     """End the call with the decoded body; `error` is what interrupted its stream, `ended` whether all of it came."""
     streamed = call.streamed and "text/event-stream" in headers.get("content-type", "")
     if error is not None:
-        call.fail(*reason_of(error), part_of(form, raw, streamed))
+        raised(call, error, part_of(form, raw, streamed))
     elif not (ended or streamed) or not finish(call, form, asked, raw, streamed):
         status: CallStatus = "malformed" if ended else "cancelled"
         cause = "the answer ended" if ended else "the application stopped reading the answer"

@@ -52,7 +52,10 @@ BACKEND = "127.0.0.1:4318"
 OF_CLUSTERS = ("how-to/vllm.md", "internals/fsdp.md", "internals/router.md")
 ELSEWHERE = ("start.md", "tutorials/", *(f"frameworks/{name}.md" for name in ("autogen", "crewai", "openai-agents")))
 """Pages that other tests follow: step by step, or with the framework."""
-EXAMPLES = ("workflow", "role", "recorded", "trace", "train", "evaluate", "deployed", "gateway", "Judge", "CotuneError")
+EXAMPLES = (
+    "workflow", "role", "recorded", "trace", "train", "evaluate", "deployed", "gateway", "Judge", "CotuneError",
+    "Outage",
+)  # fmt: skip
 """The public names in the order in which their examples build on each other."""
 
 

@@ -20,6 +20,7 @@ from cotune.algorithms.collect import collect
 from cotune.cli.main import of_use
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider, completion, event, json_reply, serving
+from tests.integrations.provider import said as answered
 from tests.integrations.recorded import Recorded, Sink, episode
 
 USER = [{"role": "user", "content": "hello"}]
@@ -133,6 +134,35 @@ def test_the_application_sees_what_it_would_have_seen(shared: Provider, failure:
         partial = streamed and failure in ("error event", "cut off", "reset", "time-out")
         said = [(c.text, c.finish_reason) for c in call.candidates]
         assert said == ([("ab", "interrupted")] if partial else []), way
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_provider_that_fails_is_no_fault_of_the_policies(shared: Provider, failure: str):
+    """Nor is what the application makes of it, also after another call was answered where the client itself raised. A
+    refused request is their fault."""
+    reply, _ = FAILURES[failure]
+
+    async def main() -> None:
+        clients = Clients(shared.url, failure)
+        for way in WAYS:
+
+            async def run(task, way=way):
+                shared.reply = lambda body, number: reply(bool(body.get("stream")))
+                try:
+                    said = await getattr(clients, way)()
+                    raise RuntimeError("nothing in it") if len(said or "") < 3 else AssertionError
+                except Exception as error:
+                    if failure in ("429", "500", "400", "500 without JSON", "reset", "time-out"):
+                        shared.reply = answered
+                        await clients.openai_async()
+                    raise ValueError("no answer") from error
+
+            blame = (await episode(run)).episode.blame
+            assert blame == ("policy" if failure == "400" else "infrastructure"), way
+        clients.sync.close()
+        await clients.other.close()
+
+    asyncio.run(main())
 
 
 def test_no_failure_is_trained_on_and_each_is_counted_by_its_reason(shared: Provider, tmp_path):

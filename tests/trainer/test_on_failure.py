@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import io
 
+import httpx
+import openai
 import pytest
 from rich.console import Console
 
+import cotune
 from cotune.cli.show import show_run
 from cotune.errors import ConfigError, EngineLost
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
@@ -151,6 +154,28 @@ async def _unreachable(task):
         raise RuntimeError("the tool failed") from error
 
 
+async def _down(task):
+    try:
+        raise ConnectionRefusedError("the search service")
+    except OSError as error:
+        raise cotune.Outage("The search service is down.") from error
+
+
+async def _invented(task):
+    """A tool is sent to an address that the policy has made up, after a call that was answered."""
+    request = httpx.Request("GET", "http://shop.test/invented")
+    httpx.Response(404, request=request).raise_for_status()
+
+
+async def _engine(task):
+    """The application passes on what the SDK raises, and another call is answered meanwhile."""
+    try:
+        await ask("second", "engine")
+    except openai.APIStatusError as error:
+        await ask("first", "meanwhile")
+        raise RuntimeError("no answer") from error
+
+
 async def _swallowed(task):
     """The application says nothing of what the engine did."""
     with contextlib.suppress(Exception):
@@ -164,7 +189,10 @@ async def _swallowed(task):
         (_overflow, "policy"),
         (_bad_json, "policy"),
         (_slow_tool, "policy"),
-        (_unreachable, "infrastructure"),
+        (_unreachable, "policy"),
+        (_invented, "policy"),
+        (_down, "infrastructure"),
+        (_engine, "infrastructure"),
         (_swallowed, "infrastructure"),
     ],
 )
@@ -189,7 +217,7 @@ def test_whose_doing_a_failure_is(trainer, monkeypatch, fails, blame):
     store = SqliteStore.open(trainer.folder / "run", read_only=True)
     failed = [episode for episode in store.episodes(phase="train") if episode.status != "ok"]
     assert [(episode.task.id, episode.blame) for episode in failed] == [("c", blame)] * 2
-    assert summary.left_out.get("outage", 0) == {_unreachable: 2, _swallowed: 4}.get(fails, 0)
+    assert summary.left_out.get("outage", 0) == {_down: 2, _engine: 6, _swallowed: 4}.get(fails, 0)
     assert trainer.metrics()[0]["roles"]["first"]["samples"] == (6 if blame == "policy" else 4)
 
 

@@ -6,8 +6,9 @@ import httpx
 import openai
 import pytest
 
+import cotune
 from cotune.errors import EngineLost, RecordError, RequestRefused, SampleTimeout, WorkflowError
-from cotune.sampling.blame import blame
+from cotune.sampling.blame import blame, refused
 
 REQUEST = httpx.Request("POST", "http://tool.test")
 
@@ -21,34 +22,47 @@ def http_error(status: int) -> httpx.HTTPStatusError:
     return httpx.HTTPStatusError("said", request=REQUEST, response=httpx.Response(status, request=REQUEST))
 
 
-@pytest.mark.parametrize(
-    ("error", "whose"),
-    [
-        (ValueError("no JSON"), "policy"),
-        (RecursionError("too many calls"), "policy"),
-        (TimeoutError(), "policy"),
-        (RequestRefused("The prompt has 300 tokens."), "policy"),
-        (WorkflowError("It returned None, which is not a reward."), "policy"),
-        (status_error(400), "policy"),
-        (http_error(422), "policy"),
-        (EngineLost("gone"), "infrastructure"),
-        (SampleTimeout("300 s"), "infrastructure"),
-        (RecordError("ended"), "infrastructure"),
-        (ConnectionResetError(), "infrastructure"),
-        (httpx.ReadTimeout("slow"), "infrastructure"),
-        (openai.APIConnectionError(request=REQUEST), "infrastructure"),
-        (openai.APITimeoutError(request=REQUEST), "infrastructure"),
-        *((status_error(status), "infrastructure") for status in (401, 408, 429, 500, 503)),
-        (http_error(502), "infrastructure"),
-    ],
-)
-def test_an_error_and_what_an_application_makes_of_it(error: Exception, whose: str) -> None:
-    assert blame(error) == whose
+REFUSED = [RequestRefused("The prompt has 300 tokens."), status_error(400), status_error(422), http_error(413)]
+OUTAGES = [
+    ConnectionResetError(),
+    httpx.ReadTimeout("slow"),
+    openai.APIConnectionError(request=REQUEST),
+    openai.APITimeoutError(request=REQUEST),
+    *(status_error(status) for status in (401, 404, 408, 429, 500, 503)),
+    http_error(502),
+]
+
+
+def wrappings(error: Exception) -> list[BaseException]:
+    """The error, and what applications make of it."""
     wrapped = WorkflowError("The workflow raised.")
     wrapped.__cause__ = RuntimeError("the agent failed")
     wrapped.__cause__.__context__ = error
-    assert blame(wrapped) == whose
-    assert blame(ExceptionGroup("tasks", [KeyError("x"), error])) == whose
+    return [error, wrapped, ExceptionGroup("tasks", [KeyError("x"), error])]
+
+
+@pytest.mark.parametrize("error", [ValueError("no JSON"), RecursionError(), TimeoutError(), *REFUSED, *OUTAGES])
+def test_what_the_applications_code_raises_is_the_policys(error: Exception) -> None:
+    """A tool that cannot be reached or finds nothing may have been called with an invented address."""
+    assert [blame(found) for found in wrappings(error)] == ["policy"] * 3
+
+
+@pytest.mark.parametrize("error", OUTAGES)
+def test_the_same_from_a_call_to_a_model_is_the_infrastructures(error: Exception) -> None:
+    assert not refused(error)
+    assert [blame(found, [error]) for found in wrappings(error)] == ["infrastructure"] * 3
+
+
+@pytest.mark.parametrize("error", REFUSED)
+def test_a_request_that_a_provider_refuses_is_the_policys(error: Exception) -> None:
+    assert refused(error)
+
+
+@pytest.mark.parametrize(
+    "error", [EngineLost("gone"), SampleTimeout("300 s"), RecordError("ended"), cotune.Outage("the shop is down")]
+)
+def test_engines_stores_and_declared_outages_are_known_by_themselves(error: Exception) -> None:
+    assert [blame(found) for found in wrappings(error)] == ["infrastructure"] * 3
 
 
 def test_a_cause_that_was_replaced_on_purpose_does_not_count_and_a_circle_ends() -> None:

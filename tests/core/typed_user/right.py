@@ -143,6 +143,8 @@ async def hand_back(question: Question) -> None:
             await solve(question)
     except cotune.CotuneError as error:
         print(error)
+    except OSError as error:
+        raise cotune.Outage("The shop is down.") from error
 
 
 @cotune.recorded
