@@ -121,6 +121,8 @@ class OpenedRun:
     @property
     def state(self) -> str:
         """`finished`, `under way`, `failed` or `stopped` for a run; `recording` or `records` for a records file."""
+        if self.now is not None:
+            return "under way"
         steps, done = self.config.get("steps"), len(self.metrics)
         if self.is_run and isinstance(steps, int) and done and self.metrics[-1]["step"] + 1 >= steps:
             return "finished"

@@ -26,7 +26,7 @@ from cotune.integrations.viewer.access import guarded
 from cotune.integrations.viewer.curves import charts
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.integrations.viewer.overview import Prices, Totals, ending, facts, prices_of, total_cost, troubles
-from cotune.integrations.viewer.rendering import address, asset, hues, render
+from cotune.integrations.viewer.rendering import address, asset, doing, hues, plain, render
 from cotune.integrations.viewer.settings import settings
 from cotune.integrations.viewer.step_groups import MOST_EPISODES, ShownGroup, StepGroups, step_groups
 from cotune.integrations.viewer.tasks import tasks
@@ -320,9 +320,9 @@ class Viewer:
         )
 
     def changed(self, request: Request) -> Response:
-        """A text that changes when the run goes on."""
+        """A text that changes when the run goes on, and what it does at this moment."""
         run = self.run(request)
-        return json_response({"stamp": run.stamp, "state": run.state})
+        return json_response({"stamp": run.stamp, "state": run.state, "now": plain(doing(run.now))})
 
 
 def build_app(runs: list[OpenedRun], token: str | None = None, prices: Prices | None = None) -> Any:

@@ -14,6 +14,7 @@ import jinja2
 import msgspec
 
 from cotune.integrations.viewer.chat import first_line, pretty
+from cotune.reading.now import Now
 from cotune.tables import plural
 from cotune.terminal import harmless
 
@@ -53,6 +54,7 @@ def _templates() -> jinja2.Environment:
         "line": lambda value: plain(first_line(value)),
         "pretty": lambda value: plain(pretty(value)),
         "clock": clock,
+        "doing": doing,
         "builtins": msgspec.to_builtins,
     }
     made.globals |= {"address": address, "asset": asset, "cut": CUT}
@@ -110,6 +112,15 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, hours = seconds / 60, seconds / 3600
     return f"{minutes:.0f} min" if minutes < 100 else f"{hours:.1f} h"
+
+
+def doing(now: Now | None) -> str:
+    """What a run does at this moment, and how long it goes on; empty where it is not under way."""
+    if now is None:
+        return ""
+    step = f"step {now.step:,} of {now.steps:,}: " if now.step else ""
+    left = now.remaining()
+    return f"{step}{now.text}{'' if left is None else f' · about {duration(left)} to the end'}"
 
 
 def clock(seconds: float) -> str:

@@ -126,6 +126,7 @@ function follow() {
     if (document.hidden) return;
     const found = await fetch(address).then((answer) => answer.json()).catch(() => null);
     if (!found) return;
+    document.getElementById("now").textContent = found.now;
     const ended = !["under way", "recording"].includes(found.state);
     if (found.stamp !== known || ended) await refresh();
     known = found.stamp;

@@ -15,6 +15,9 @@ from cotune.integrations.viewer.report import write_report
 from cotune.integrations.viewer.server import viewing
 from cotune.recording.records import CallRecord, Episode, Task
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.config.train import convert
+from cotune.trainer.reporting.activity import Activity
+from cotune.trainer.run_folder import RunFolder
 from tests.integrations.viewer.conftest import STEPS
 
 PAGES = ("", "/curves", "/evaluations", "/episodes", "/groups", "/tasks", "/config")
@@ -152,6 +155,18 @@ def test_a_run_under_way_appears_by_itself(driver, tmp_path):
         store.write([Episode(id="E1", task=Task(id="t", input="x"), workflow="w")])
         store.flush()
         until(driver, lambda d: "episode/E1" in d.page_source)
+
+
+def test_the_phase_of_a_run_under_way_is_told_as_it_changes(driver, tmp_path):
+    folder = RunFolder.create(tmp_path / "r1", convert({"model": "m", "steps": 4}), workflow=None, tasks=None)
+    activity = Activity(4, folder.path)
+    activity.begin(0)
+    with viewing([folder.path]) as server, activity.phase("rollout"):
+        opened(driver, f"{server.url}/run/r1")
+        assert driver.find_element(By.ID, "now").text == "step 1 of 4: rollout"
+        with activity.phase("update", "writer"):
+            until(driver, lambda d: d.find_element(By.ID, "now").text == "step 1 of 4: update of writer")
+    folder.close()
 
 
 def test_a_script_in_a_message_is_text_on_every_page(driver, hostile):

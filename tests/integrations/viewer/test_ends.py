@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cotune.errors import RunError
@@ -12,6 +13,7 @@ from cotune.integrations.viewer.server import viewing
 from cotune.recording.records import Episode, Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.train import convert
+from cotune.trainer.reporting.activity import Activity
 from cotune.trainer.run_folder import RunFolder
 from tests.integrations.viewer.test_pages import text
 
@@ -97,3 +99,27 @@ def test_an_end_is_forgotten_when_the_run_goes_on(tmp_path: Path) -> None:
     with viewing([tmp_path / "r1"]) as server:
         said = text(server.url)
     assert "finished" in said and "It ended early: held-out success has not risen for 5 evaluations" in said
+
+
+def test_a_run_under_way_says_its_phase_and_the_time_to_the_end(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "r1")
+    activity = Activity(4, folder.path)
+    activity.begin(0)
+    with viewing([tmp_path / "r1"]) as server, activity.phase("rollout"):
+        activity.count(64)
+        for _ in range(64):
+            activity.advance()
+        assert "step 1 of 4: rollout, 64 of 64 episodes" in text(server.url)
+        activity.step(1)
+        with activity.phase("update", "writer"):
+            now = httpx.get(f"{server.url}/run/r1/changed").json()["now"]
+            assert now.startswith("step 2 of 4: update of writer · about ") and now.endswith(" to the end")
+            assert now.partition(" · ")[0] in text(f"{server.url}/?all=1")
+    activity.close()
+    folder.close()
+    with viewing([tmp_path / "r1"]) as server:
+        assert httpx.get(f"{server.url}/run/r1/changed").json() | {"stamp": ""} == {
+            "state": "stopped",
+            "stamp": "",
+            "now": "",
+        }
