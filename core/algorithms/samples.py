@@ -90,3 +90,8 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     advantages: tuple[float, ...] = ()
     privileged: tuple[int, ...] = ()
     images: tuple[bytes, ...] = ()
+
+    @property
+    def has_advantage(self) -> bool:
+        """Whether any of its tokens has one other than 0."""
+        return any(self.advantages) if self.advantages else bool(self.advantage)

@@ -61,6 +61,9 @@ def test_ties_change_nothing_and_the_run_goes_on_and_resumes(trainer: Trainer, r
     assert [line["left_out"].get("no_signal", 0) for line in lines] == [6, 6, 0, 6, 6]
     assert [line["groups"] > 0 for line in lines] == [False, False, True, False, False]
     assert lines[3]["stayed"] == {"first": "no signal", "rare": "no sample"}
+    assert (
+        all(line["roles"]["first"]["entropy"] > 0 for line in lines) and "clip_share" not in lines[3]["roles"]["first"]
+    )
     at = [trained(trainer.folder / "whole", step) for step in range(1, 6)]
     assert equal(at[0], at[1]) and not equal(at[1], at[2]) and equal(at[2], at[3]) and equal(at[3], at[4])
     assert load_checkpoint(run / "checkpoints")[0].versions == {}
@@ -99,7 +102,7 @@ def test_what_ties_beside_a_signal_is_counted_by_its_reason_and_not_passed_throu
     (line,) = trainer.metrics()
     assert (line["rows"], line["groups"], line["candidates"]) == (2, 1, 6) and line["updated"]
     assert line["left_out"] == summary.left_out == {"zero_advantage": 4} and line["staleness"] == {"0": 2}
-    assert line["roles"]["first"]["kept"] == 2
+    assert line["roles"]["first"]["kept"] == line["policies"]["first"]["rows"] == 2
     assert "left out: zero_advantage 4" in trainer.said
     assert main(["show", str(trainer.folder / "run"), "--groups"]) == 0
     shown = " ".join(capsys.readouterr().out.split())

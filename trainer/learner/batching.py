@@ -13,7 +13,7 @@ from torch import Tensor
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import GroupError
-from cotune.trainer.learner.loss import unmasked
+from cotune.trainer.learner.loss import Tokens, unmasked
 from cotune.trainer.learner.token_tree import cuts_within, even_cuts, in_order
 
 
@@ -64,6 +64,34 @@ def teacher_logprobs(rows: Sequence[TrainRow]) -> Tensor:
         if len(row.reference) != len(row.response_ids):
             raise GroupError(f"Row {row.id} of role {row.role!r} was scored by no teacher.", "Set distill.teacher.")
     return torch.from_numpy(np.concatenate([np.asarray(row.reference, np.float32) for row in rows]))
+
+
+def tokens_for_loss(
+    rows: Sequence[TrainRow],
+    counted: Tensor,
+    weight: Tensor,
+    *,
+    new: Tensor,
+    entropy: Tensor,
+    old: Tensor | None,
+    reference: Tensor | None,
+) -> Tokens:
+    """Those response tokens of a pass over `rows` that are `counted` (bool, [tokens], on the CPU), of which alone
+    `weight` is; the others are of all tokens, as `Tokens` names them."""
+    device, there = new.device, counted.to(new.device)
+    row = row_of_token(rows)[counted]
+    exploration = torch.tensor([r.exploration for r in rows], dtype=torch.float32)[row]
+    return Tokens(
+        new=new[there],
+        sampler=sampler_logprobs(rows)[counted].to(device),
+        advantage=token_advantages(rows)[counted].to(device),
+        exploration=exploration.to(device),
+        weight=weight.to(device),
+        row=row.to(device),
+        old=None if old is None else old[there],
+        entropy=entropy[there],
+        reference=None if reference is None else reference[there],
+    )
 
 
 def counted_tokens(rows: Sequence[TrainRow], loss: LossSpec, old: Sequence[Tensor] | None) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from cotune.trainer.learner.batching import (
     row_of_token,
     sampler_logprobs,
     teacher_logprobs,
-    token_advantages,
+    tokens_for_loss,
     tokens_of,
     trajectory_tokens,
 )
@@ -49,18 +49,22 @@ from cotune.trainer.learner.metric_sums import MetricSums
 from cotune.trainer.learner.mfu import model_utilization
 from cotune.trainer.learner.policy_model import PolicyModel
 
+Batches = Sequence[Sequence[int]]
+
 
 @dataclass(frozen=True)
 class _Update:
     """What the optimizer steps of one update share.
 
-    Of each row, `old` is log pi before the update of its response tokens (None where the loss does not need it yet),
+    Of each row, `passed` says whether it goes through the model: a row without an advantage only counts in the
+    denominators. `old` is log pi before the update of its response tokens (None where the loss does not need it yet),
     `counted` says which of them count (both [tokens of the row]), and `trajectories` [rows] how many count in its
     trajectory.
     """
 
     model: PolicyModel
     rows: Sequence[TrainRow]
+    passed: Sequence[bool]
     old: Sequence[Tensor] | None
     counted: Sequence[Tensor]
     trajectories: Tensor
@@ -119,17 +123,19 @@ class LocalLearner:
         """All epochs and mini-batches of one step. Raises as `check`, and LearnerError where nothing is trained.
 
         Where no token counts, the loss's mask having rejected them all, there is no optimizer step. A token that the
-        row's grammar forced does not count either.
+        row's grammar forced does not count either. Rows without an advantage count in the denominators of the loss; no
+        pass computes them, unless the loss learns from them (`LossSpec.moves_alone`).
 
-        Metrics are means over response tokens that count, over all optimizer steps: `loss` and `grad_norm` (before
-        clipping) over steps; `clip_share`, `tis_clipped_share`, `entropy` (nats), `ratio_mean`, `ratio_max`; `kl` to
-        the reference (k3, where the loss has that term); `sampler_gap_mean`, `sampler_gap_max` |log pi_train - log
+        Metrics are means over the response tokens of passes that count, over all optimizer steps: `loss` and
+        `grad_norm` (before clipping) over steps; `clip_share`, `tis_clipped_share`, `ratio_mean`, `ratio_max`;
+        `entropy` (nats), which is also over the rows that no pass computes, by the sampler's -log pi; `kl` to the
+        reference (k3, where the loss has that term); `sampler_gap_mean`, `sampler_gap_max` |log pi_train - log
         pi_sampler| and `sampler_kl` (k3) before the first optimizer step; `masked_share` of the tokens, rejected by the
-        loss's mask and in no other figure; `tokens`, `rows`, `steps`, `skipped_steps` (gradient not finite),
-        `idle_steps` (no gradient), `seconds`, `weight_norm`, `lr`; `pass_tokens`, the most tokens of a pass, and
-        `halved_passes`, how often memory ran out and halved it; `checkpointed_steps`, those with activation
-        checkpointing; `total_tokens` of all rows with their prompts, `computed_tokens` that went through the model for
-        them (fewer, as rows have beginnings in common), and `unshared_rows`, of which each was computed whole; on a
+        loss's mask and in no other figure; `tokens` and `rows` of passes; `steps`, `skipped_steps` (gradient not
+        finite), `idle_steps` (no gradient), `seconds`, `weight_norm`, `lr`; `pass_tokens`, the most tokens of a pass,
+        and `halved_passes`, how often memory ran out and halved it; `checkpointed_steps`, those with activation
+        checkpointing; `total_tokens` of these rows with their prompts, `computed_tokens` that went through the model
+        (fewer, as rows have beginnings in common), and `unshared_rows`, of which each was computed whole; on a
         known GPU `mfu`. Token means per role as `<role>/<metric>` where the rows are of several roles.
         """
         started = time.perf_counter()
@@ -140,27 +146,28 @@ class LocalLearner:
             epochs = [
                 mini_batches(rows, self._settings.mini_batch, self._order[policy]) for _ in range(self._settings.epochs)
             ]
+            passed = [self._loss.moves_alone or row.has_advantage for row in rows]
             halved = self._passes.halved
-            old = self._passes.fitting(partial(self._logprobs_before, model, rows, epochs), lambda: None)
+            old = self._passes.fitting(partial(self._logprobs_before, model, rows, epochs, passed), lambda: None)
             counted = counted_tokens(rows, self._loss, old)
-            found = {**masked_share(rows, counted), "rows": float(len(rows))}
-            used = [[i for i in batch if counted[i].any()] for epoch in epochs for batch in epoch]
-            batches = [batch for batch in used if batch]
+            found = {**masked_share(rows, counted), "rows": float(sum(passed))}
+            batches = [used for epoch in epochs for batch in epoch if (used := [i for i in batch if counted[i].any()])]
             if not batches:
                 return {**found, **dict.fromkeys(("steps", "skipped_steps", "idle_steps"), 0.0)}
             sums = MetricSums([row.role for row in rows])
-            update = _Update(model, rows, old, counted, trajectory_tokens(rows, counted), sums)
-            norms, losses, checkpointed = [], [], 0
+            update = _Update(model, rows, passed, old, counted, trajectory_tokens(rows, counted), sums)
+            norms, losses, checkpointed, first = [0.0] * len(batches), [0.0] * len(batches), 0, True
             for step, batch in enumerate(batches):
-                losses.append(
-                    self._passes.fitting(
-                        partial(self._backward, update, batch, first=step == 0), self._optimizers[policy].zero_grad
-                    )
-                )
+                self._skip(update, batch)
+                if not (any(passed[i] for i in batch) or self._settings.weight_decay):
+                    continue  # idle
+                backward = partial(self._backward, update, batch, first=first)
+                losses[step] = self._passes.fitting(backward, self._optimizers[policy].zero_grad)
                 checkpointed += self._passes.checkpointed
                 with self._tracer.span("optimizer"):
-                    moves = any(rows[i].advantage or rows[i].advantages for i in batch)
-                    norms.append(self._step(policy, lr_scale, moves=moves))
+                    moves = any(rows[i].has_advantage for i in batch)
+                    norms[step] = self._step(policy, lr_scale, moves=moves)
+                first = False
             losses = self._group.sum(torch.tensor(losses, dtype=torch.float64)).tolist()
             finite = [norm for norm in norms if np.isfinite(norm)]
             if not finite:
@@ -180,8 +187,8 @@ class LocalLearner:
                 "idle_steps": float(norms.count(0.0)) if self._settings.weight_decay == 0.0 else 0.0,
                 "weight_norm": total_norm(model.parameters().values()),
                 "pass_tokens": float(self._passes.tokens),
-                "total_tokens": float(sum(len(tokens_of(rows[i])) for batch in batches for i in batch)),
-                "unshared_rows": 0.0 if model.shares_prompts else float(len(rows)),
+                "total_tokens": float(sum(len(tokens_of(rows[i])) for batch in batches for i in batch if passed[i])),
+                "unshared_rows": 0.0 if model.shares_prompts else found["rows"],
                 "halved_passes": float(self._passes.halved - halved),
                 "checkpointed_steps": float(checkpointed),
                 "lr": learning_rate(model, self._settings) * lr_scale,
@@ -278,17 +285,21 @@ class LocalLearner:
         return passes(rows, batch, budget, shared=shared, rank=group.rank, size=group.size)
 
     def _logprobs_before(
-        self, model: PolicyModel, rows: Sequence[TrainRow], epochs: Sequence[Sequence[Sequence[int]]]
+        self, model: PolicyModel, rows: Sequence[TrainRow], epochs: Sequence[Batches], passed: Sequence[bool]
     ) -> list[Tensor] | None:
-        """log pi before the update, where it has to be known before the first optimizer step.
+        """log pi before the update, where it has to be known before the first optimizer step; of the other rows than
+        those `passed`, where the loss's mask asks.
 
         Computed in the passes of the first epoch: in bfloat16 other passes round otherwise.
         """
-        several = len(epochs) > 1 or len(epochs[0]) > 1
-        needed = self._settings.anchor == "trainer" and (several or self._loss.mask != "none")
-        return self._logprobs(model, rows, epochs[0]) if needed else None
+        masks, several = self._loss.mask != "none", len(epochs) > 1 or len(epochs[0]) > 1
+        if self._settings.anchor != "trainer" or not (several or masks):
+            return None
+        batches = [[i for i in batch if passed[i]] for batch in epochs[0]]
+        batches.append([i for i in range(len(rows)) if masks and not passed[i]])
+        return self._logprobs(model, rows, [batch for batch in batches if batch])
 
-    def _logprobs(self, model: PolicyModel, rows: Sequence[TrainRow], batches: Sequence[Sequence[int]]) -> list[Tensor]:
+    def _logprobs(self, model: PolicyModel, rows: Sequence[TrainRow], batches: Batches) -> list[Tensor]:
         """log pi_train of the response tokens of each row, in the passes of `batches`; each rank computes a part."""
         lengths = lengths_of(rows)
         found = torch.zeros(sum(lengths), device=model.device)
@@ -304,7 +315,7 @@ class LocalLearner:
         self,
         model: PolicyModel,
         rows: Sequence[TrainRow],
-        batches: Sequence[Sequence[int]],
+        batches: Batches,
         compute: Callable[[Sequence[TrainRow]], Tensor],
     ) -> Iterator[tuple[int, Tensor]]:
         """What `compute` makes of the response tokens of each row that is this rank's part, with the row's number."""
@@ -314,6 +325,14 @@ class LocalLearner:
                 values = compute(own)
             yield from zip(micro, values.split(lengths_of(own)) if micro else (), strict=True)
 
+    def _skip(self, update: _Update, batch: Sequence[int]) -> None:
+        """Count the rows of a mini-batch that no pass computes."""
+        skipped = [i for i in batch if not update.passed[i]]
+        if skipped and self._group.rank == 0:
+            rows, counted = [update.rows[i] for i in skipped], torch.cat([update.counted[i] for i in skipped])
+            logprobs = sampler_logprobs(rows)[counted].to(update.model.device)
+            update.sums.skip(skipped, row_of_token(rows)[counted], logprobs)
+
     def _backward(self, update: _Update, batch: Sequence[int], *, first: bool) -> float:
         """Gradients of one mini-batch (indices of rows); returns this rank's part of its loss."""
         model, counted = update.model, update.counted
@@ -321,7 +340,8 @@ class LocalLearner:
         weights = token_weights(self._loss, lengths, update.trajectories[torch.tensor(batch)])
         weight_of = dict(zip(batch, weights.split(lengths.tolist()), strict=True))
         total, done = 0.0, []
-        micros = self._micro_batches(model, update.rows, batch)
+        passed = [i for i in batch if update.passed[i]]
+        micros = self._micro_batches(model, update.rows, passed) if passed else [[]]
         for number, micro in enumerate(micros):
             model.logprob_model.reduce_next(number == len(micros) - 1)
             if not micro:  # no rows are left here, but FSDP's exchanges need every rank
@@ -335,7 +355,7 @@ class LocalLearner:
             with self._tracer.span("backward"):
                 parts.loss.backward()
             total += parts.loss.item()
-            done.append((micro, _without_graph(tokens), parts._replace(loss=parts.loss.detach())))
+            done.append((micro, tokens.detached(), parts._replace(loss=parts.loss.detach())))
         for micro, tokens, parts in done:
             computed = pass_tokens([update.rows[i] for i in micro], model.shares_prompts)
             update.sums.add(micro, tokens, parts, computed=computed, first=first)
@@ -344,31 +364,15 @@ class LocalLearner:
     def _tokens(self, update: _Update, micro: Sequence[int], weight: Tensor) -> Tokens:
         """The tokens of a micro-batch that count, after its forward pass; `weight` [tokens] is of these."""
         rows = [update.rows[i] for i in micro]
-        reference = None
-        if self._loss.needs_untrained:
-            reference = update.model.reference_logprobs(rows)
+        reference = update.model.reference_logprobs(rows) if self._loss.needs_untrained else None
         new, entropy = update.model.token_logprobs(rows)
         old = None
         if self._settings.anchor == "trainer":
             old = new.detach() if update.old is None else torch.cat([update.old[i] for i in micro])
-        count = torch.cat([update.counted[i] for i in micro])
-        row = row_of_token(rows)[count]
-        advantage = token_advantages(rows)[count]
-        exploration = torch.tensor([r.exploration for r in rows], dtype=torch.float32)[row]
         if self._loss.kl and self._loss.kl_to == "teacher":
             reference = teacher_logprobs(rows).to(new.device)
-        there = count.to(new.device)
-        return Tokens(
-            new=new[there],
-            sampler=sampler_logprobs(rows)[count].to(new.device),
-            advantage=advantage.to(new.device),
-            exploration=exploration.to(new.device),
-            weight=weight.to(new.device),
-            row=row.to(new.device),
-            old=None if old is None else old[there],
-            entropy=entropy[there],
-            reference=None if reference is None else reference[there],
-        )
+        counted = torch.cat([update.counted[i] for i in micro])
+        return tokens_for_loss(rows, counted, weight, new=new, entropy=entropy, old=old, reference=reference)
 
     def _step(self, policy: str, lr_scale: float, *, moves: bool) -> float:
         """One optimizer step on the gradients at hand; returns their norm. A non-finite one is not applied, nor one of
@@ -393,8 +397,3 @@ class LocalLearner:
         if policy not in self._policies:
             raise ConfigError("policy", policy, f"a trained policy: {sorted(self._policies)}")
         return self._policies[policy]
-
-
-def _without_graph(tokens: Tokens) -> Tokens:
-    entropy = None if tokens.entropy is None else tokens.entropy.detach()
-    return replace(tokens, new=tokens.new.detach(), entropy=entropy)

@@ -35,6 +35,11 @@ class Tokens:
     exploration: Tensor | None = None
     reference: Tensor | None = None
 
+    def detached(self) -> Tokens:
+        """The same without their graph, which holds the memory of the pass."""
+        entropy = None if self.entropy is None else self.entropy.detach()
+        return replace(self, new=self.new.detach(), entropy=entropy)
+
 
 class LossParts(NamedTuple):
     """The loss (a scalar), and of each token [N], detached: the ratio, whether the clip holds it, whether the

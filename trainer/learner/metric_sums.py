@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,10 +10,14 @@ from torch import Tensor
 from cotune.trainer.learner.dist import ProcessGroup
 from cotune.trainer.learner.loss import LossParts, Tokens
 
-MEANS = ("clip_share", "tis_clipped_share", "entropy", "ratio_mean", "kl")
-FIRST = ("sampler_gap_mean", "sampler_kl")
 MAXIMA = ("ratio_max", "sampler_gap_max")
-SUMS = ("tokens", "first_tokens", *MEANS, *FIRST)
+TOKENS_OF = {
+    **dict.fromkeys(("clip_share", "tis_clipped_share", "ratio_mean", "ratio_max", "kl"), "tokens"),
+    **dict.fromkeys(("sampler_gap_mean", "sampler_gap_max", "sampler_kl"), "first_tokens"),
+    "entropy": "entropy_tokens",
+}
+"""The count of the tokens that each figure is a mean, or the largest, of."""
+SUMS = ("tokens", "first_tokens", "entropy_tokens", *(name for name in TOKENS_OF if name not in MAXIMA))
 
 
 class MetricSums:
@@ -29,25 +33,34 @@ class MetricSums:
         """Count a pass over `rows` (indices into the roles), which put so many tokens through the model. `first`: no
         optimizer step has been taken yet."""
         self._computed += computed
-        owner = self._role[torch.tensor(rows)].to(tokens.row.device)[tokens.row]
         new = tokens.new.detach()
+        one = torch.ones_like(new)
         facts = {
-            "tokens": torch.ones_like(new),
+            "tokens": one,
             "clip_share": parts.clipped.float(),
             "tis_clipped_share": parts.truncated.float(),
             "ratio_mean": parts.ratio,
             "ratio_max": parts.ratio,
         }
         if tokens.entropy is not None:
-            facts["entropy"] = tokens.entropy.detach()
+            facts |= {"entropy": tokens.entropy.detach(), "entropy_tokens": one}
         if parts.kl is not None:
             facts["kl"] = parts.kl
         trainer = tokens.old if tokens.old is not None else new if first else None
         if trainer is not None:
             gap = trainer - tokens.sampler
-            facts["first_tokens"] = torch.ones_like(new)
+            facts["first_tokens"] = one
             facts["sampler_gap_mean"] = facts["sampler_gap_max"] = gap.abs()
             facts["sampler_kl"] = gap.exp() - gap - 1.0
+        self._add(self._role[torch.tensor(rows)].to(tokens.row.device)[tokens.row], facts)
+
+    def skip(self, rows: Sequence[int], row: Tensor, logprobs: Tensor) -> None:
+        """Count `rows` that no pass computes, by the sampler's log-probability of each of their tokens [N], which is of
+        the row with number `row` [N]: the mean of -log pi estimates the entropy."""
+        facts = {"entropy": -logprobs, "entropy_tokens": torch.ones_like(logprobs)}
+        self._add(self._role[torch.tensor(rows)][row].to(logprobs.device), facts)
+
+    def _add(self, owner: Tensor, facts: Mapping[str, Tensor]) -> None:
         for name, values in facts.items():
             if name in MAXIMA:
                 found = values.new_zeros(len(self._names)).scatter_reduce(0, owner, values, "amax")
@@ -58,8 +71,9 @@ class MetricSums:
                 self._sums[name] = self._sums[name] + found if name in self._sums else found
 
     def metrics(self, group: ProcessGroup) -> dict[str, float]:
-        """Means, maxima and token counts over all ranks; also per role, as `<role>/<name>`, where there are several.
-        And `computed_tokens`, what all ranks' passes put through the model."""
+        """Means, maxima and token counts over all ranks; also per role, as `<role>/<name>`, where there are several. Of
+        no tokens there is neither mean nor maximum. And `computed_tokens`, what all ranks' passes put through the
+        model."""
         sums = self._reduced(group)
         found = _means({name: _pool(name, values) for name, values in sums.items()})
         if len(self._names) > 1:
@@ -78,7 +92,7 @@ class MetricSums:
         sums = dict(zip(SUMS, group.sum(torch.stack([mine[name] for name in SUMS])), strict=True))
         maxima = dict(zip(MAXIMA, group.max(torch.stack([mine[name] for name in MAXIMA])), strict=True))
         found = {**sums, **maxima}
-        return {name: found[name] for name, any_rank in zip(known, counted, strict=True) if any_rank}
+        return {n: found[n] for n, any_rank in zip(known, counted, strict=True) if any_rank or n == "tokens"}
 
 
 def _pool(name: str, values: Tensor) -> float:
@@ -86,6 +100,8 @@ def _pool(name: str, values: Tensor) -> float:
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:
-    first = sums.pop("first_tokens", 0.0)
-    divisors = dict.fromkeys(MEANS, sums["tokens"]) | dict.fromkeys(FIRST, first)
-    return {name: value / max(divisors.get(name, 1.0), 1.0) for name, value in sums.items()}
+    found = {"tokens": sums["tokens"]}
+    for name in TOKENS_OF.keys() & sums.keys():
+        if count := sums.get(TOKENS_OF[name], 0.0):
+            found[name] = sums[name] if name in MAXIMA else sums[name] / count
+    return found

@@ -172,8 +172,9 @@ def stayed(
 def role_metrics(
     prepared: Prepared, collected: Collected, rows: Mapping[str, Sequence[TrainRow]], updates: Updates
 ) -> dict[str, dict[str, float]]:
-    """Per role: reward, group spread, zero-variance share, `tokens_mean` (length of its candidates) and
-    `prompt_tokens_mean`; where it was trained, also what its policy's update says of it (clip share, entropy, gap).
+    """Per role: reward, group spread, zero-variance share, `tokens_mean` (length of its candidates),
+    `prompt_tokens_mean`, and `entropy` by the sampler's -log pi; where it was trained, what its policy's update says of
+    it (clip share, entropy, gap).
 
     `rows` and `updates` are by policy. A figure that is not defined in this step is left out.
     """
@@ -183,7 +184,9 @@ def role_metrics(
         by_role[sample.role].append(sample)
     for role, figures in roles.items():
         samples = by_role[role]
-        figures["tokens_mean"] = sum(sample.tokens for sample in samples) / len(samples)
+        tokens = sum(sample.tokens for sample in samples)
+        figures["tokens_mean"] = tokens / len(samples)
+        figures["entropy"] = sum(sample.entropy * sample.tokens for sample in samples) / tokens
         figures["prompt_tokens_mean"] = sum(collected.calls[s.call].prompt_tokens for s in samples) / len(samples)
     for policy, update in updates.items():
         trained = sorted({row.role for row in rows[policy]})
