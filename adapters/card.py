@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cotune.adapters.background import Background
 from cotune.adapters.manifest import ExportedRole, Manifest
+from cotune.intervals import Interval
 from cotune.reading.words import change_text, interval_text
 from cotune.tables import figure, sparkline
 
@@ -116,14 +117,30 @@ def _evaluation(about: Background) -> Iterator[str]:
     if about.evaluated is None:
         return
     yield "## Evaluation"
-    yield "On held-out tasks, with 95% intervals. `base` is untrained, `swapped` gives each role another's policy."
+    yield (
+        "On held-out tasks, with 95% intervals and the number of tasks. `base` is untrained, `swapped` gives each role "
+        "another's policy. `reward` is what the policies were trained on."
+    )
+    found = about.evaluated.evaluations
+    plain = any(mode.outcome for mode in found.values())
     rows = [
-        (mode, interval_text(found.success, True), interval_text(found.reward), str(found.episodes))
-        for mode, found in about.evaluated.evaluations.items()
+        (
+            label,
+            _counted(mode.success, True),
+            _counted(mode.reward),
+            *([_counted(mode.outcome)] if plain else []),
+            str(mode.episodes),
+            str(mode.failures),
+        )
+        for label, mode in found.items()
     ]
-    yield _table(("", "success", "reward", "episodes"), rows)
+    yield _table(("", "success", "reward", *(["outcome"] if plain else []), "episodes", "failed"), rows)
     if verdicts := [f"- {compared.verdict}" for compared in about.evaluated.comparisons if compared.verdict]:
         yield "\n".join(verdicts)
+
+
+def _counted(found: Interval | None, percent: bool = False) -> str:
+    return f"{interval_text(found, percent)} of {found.n}" if found else ""
 
 
 def _bill(about: Background) -> Iterator[str]:

@@ -55,7 +55,7 @@ def export_run(
     evaluation: str | Path | None = None,
     model: str | None = None,
 ) -> Manifest:
-    """Export the newest checkpoint of a run, or each policy at its `best` held-out evaluation.
+    """Export the newest checkpoint of a run, or each policy at its `best` held-out evaluation, as far as it has one.
 
     With `merge` an adapter is added to its base model: each policy is a whole model. With `gguf` that model is one file
     for llama.cpp and Ollama, its matrices in this precision. The card has the figures of `evaluation`, a folder that

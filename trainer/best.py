@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 
 from cotune.storage.run_layout import Best, checkpoint_name, read_best, read_metrics, steps_of
 from cotune.trainer.checkpoint import write_best
+from cotune.trainer.held_out import AGAINST_UNTRAINED
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.run import Run
 
@@ -14,18 +16,21 @@ from cotune.trainer.run import Run
 def judged_figures(held_out: Mapping[str, float], policies: Mapping[str, list[str]], by: str) -> dict[str, float]:
     """What an evaluation says of each policy (by name; `policies` has their roles), as far as it says anything.
 
-    `by` is a figure of the evaluation, the same for all policies; empty for `success`, or else `reward`; `roles` for
-    the mean of the rewards that scorers give the policy's own roles.
+    `by` is empty for `success`, or the trained reward where that is not told; `reward` for each policy's mean of what
+    its roles are trained on; or another figure of the evaluation, the same for all policies. Roles that play against
+    each other are judged by what they win against the untrained model.
     """
-    if by != "roles":
-        figure = held_out.get(by or ("success" if "success" in held_out else "reward"))
-        return {} if figure is None else dict.fromkeys(policies, figure)
-    found = {}
-    for policy, roles in policies.items():
-        own = [value for name, value in held_out.items() if "/" in name and name.rpartition("/")[0] in roles]
-        if own:
-            found[policy] = sum(own) / len(own)
-    return found
+    game = any(name.startswith(f"{AGAINST_UNTRAINED}/") for name in held_out)
+    if not by and not game and "success" in held_out:
+        by = "success"
+    if by not in ("", "reward"):
+        return dict.fromkeys(policies, held_out[by]) if by in held_out else {}
+    kind = AGAINST_UNTRAINED if game else "reward"
+    found = {
+        name: [held_out[f"{kind}/{role}"] for role in of if f"{kind}/{role}" in held_out]
+        for name, of in policies.items()
+    }
+    return {name: fmean(values) for name, values in found.items() if values}
 
 
 def note_best(run: Run, held_out: Mapping[str, float], progress: Progress) -> bool:
@@ -34,12 +39,13 @@ def note_best(run: Run, held_out: Mapping[str, float], progress: Progress) -> bo
     config = run.config.evaluation
     if not held_out or not (config.keep_best or config.patience):
         return False
-    figures = _figures(run, held_out, run.state.steps)
+    figures = _figures(run, held_out)
     if not figures:
         known = ", ".join(name for name in held_out if name not in ("episodes", "failed")) or "none"
-        progress.say_once(
-            f"evaluation.best_by = {config.best_by!r} is no held-out figure, so no checkpoint is best; known: {known}"
-        )
+        what = f"evaluation.best_by = {config.best_by!r} is no held-out figure"
+        if config.best_by in ("", "reward"):
+            what = "the held-out episodes have no reward that is trained on"
+        progress.say_once(f"{what}, so no checkpoint is best; known: {known}")
         return False
     here = checkpoint_name(run.state.steps)
     better = {name: Best(here, x) for name, x in figures.items() if name not in run.best or x > run.best[name].figure}
@@ -65,7 +71,7 @@ def find_best(run: Run) -> list[str]:
     for line in read_metrics(run.folder.path):
         here = checkpoint_name(line["step"] + 1)
         if not config.keep_best or (folder / here).is_dir():
-            for name, figure in _figures(run, line.get("held_out") or {}, line["step"] + 1).items():
+            for name, figure in _figures(run, line.get("held_out") or {}).items():
                 if name not in found or figure > found[name].figure:
                     found[name] = Best(here, figure)
     run.best = found
@@ -84,9 +90,10 @@ def find_best(run: Run) -> list[str]:
     return notes
 
 
-def _figures(run: Run, held_out: Mapping[str, float], steps: int) -> dict[str, float]:
-    """What the evaluation after so many steps says of each policy that is trained then."""
+def _figures(run: Run, held_out: Mapping[str, float]) -> dict[str, float]:
+    """What an evaluation says of each policy, in the roles that it has in evaluations."""
     roles: dict[str, list[str]] = {}
-    for role, policy in run.trained_roles(steps).items():
+    for role, policy in run.evaluated_roles().items():
         roles.setdefault(policy, []).append(role)
-    return judged_figures(held_out, roles, run.config.evaluation.best_by)
+    by = run.config.evaluation.best_by
+    return judged_figures(held_out, roles, by or ("reward" if run.recipe.attribution.seats else ""))

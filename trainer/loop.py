@@ -55,7 +55,7 @@ async def train_steps(run: Run, progress: Progress) -> None:
                             updates = await update(run, batch.rows)
                     with report.phase("publish"):
                         await publish(run, batch.rows, updates)
-                    held_out = await evaluate_held_out(run, report)
+                    held_out = await evaluate_held_out(run, report, progress)
                     metrics = await report.write(batch, updates, held_out)
                     run.complete_step(collected, batch.prepared, metrics.roles)
                     better = note_best(run, held_out, progress)

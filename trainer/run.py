@@ -134,6 +134,11 @@ class Run:
         policies, past = self.policies_at(step), past_role(self.config.routing, step)
         return {role: name for role, name in policies.roles.items() if policies.specs[name].trained and role != past}
 
+    def evaluated_roles(self) -> dict[str, str]:
+        """The trained roles and their policies, as evaluations and the export have them, whatever a step swaps."""
+        policies = self.state.policies
+        return {role: name for role, name in policies.roles.items() if policies.specs[name].trained}
+
     @property
     def provider_roles(self) -> list[str]:
         """Roles that are left to the application's provider."""

@@ -34,6 +34,8 @@ def add_export(commands: Any) -> None:
         if a.best:
             kept = read_best(RunLayout(a.run_folder).checkpoints)
             tell("best: " + ", ".join(f"{name} of {b.checkpoint} ({b.figure:.3f})" for name, b in sorted(kept.items())))
+            for name in sorted({manifest.policy(role).name for role in trained} - kept.keys()):
+                tell(f"{name} has no best checkpoint, as no evaluation judged it: this is its newest one")
         elif steps is not None and done < steps:
             tell(f"the run is not finished: this is step {done} of {steps}")
         for role in sorted(kinds.keys() - set(trained)):

@@ -12,12 +12,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
+from cotune.algorithms.run_recipe import config_of
 from cotune.cli.show_groups import show_groups
 from cotune.errors import RecordError
 from cotune.policies import UNTRAINED
 from cotune.recording.images import content_text
 from cotune.recording.records import CallRecord, Episode, candidate_id
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
+from cotune.storage.outcomes import outcome_means
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tables import BAD, GOOD, NAME, QUIET, answer_line, cells, first_line, grid, plural, scores, snippet, warn
 
@@ -26,9 +28,6 @@ _REWARDS = 30
 CAUSES = 3
 """Causes of failed episodes that are shown."""
 
-_REWARDS_BY_PHASE = """
-    SELECT phase, name, avg(value) FROM episodes JOIN rewards ON target = episodes.id
-    GROUP BY phase, name ORDER BY name"""
 _REWARDS_BY_ROLE = """
     SELECT role, name, avg(value) FROM rewards JOIN calls ON calls.id = substr(target, 1, instr(target, '.') - 1)
     WHERE instr(target, '.') > 0 GROUP BY role, name ORDER BY name"""
@@ -84,7 +83,7 @@ def overview(store: SqliteStore) -> Iterable[RenderableType]:
     """Episodes by phase, calls by role, and what went wrong."""
     yield Text.assemble(("records ", "bold"), str(store.path), "\n", *_causes(store))
     means: dict[str, dict[str, float]] = {}
-    for phase, name, value in store.rows(_REWARDS_BY_PHASE):
+    for phase, name, value, _ in store.rows(outcome_means(config_of(store).on_failure)):
         means.setdefault(phase, {})[name] = value
     counts = grid("phase", "episodes>", "ok>", "error>", "cancelled>", "tasks>", "steps>", "seconds>", "mean reward")
     for phase, *numbers, seconds in store.rows(_EPISODES_BY_PHASE):

@@ -52,12 +52,14 @@ class ModeUse(msgspec.Struct, frozen=True, kw_only=True):
 class EvaluatedMode(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one mode: base, trained, greedy, swapped, ...
 
-    The count of an interval is its own: `reward.n` may be below `episodes`. `failed` counts episodes by cause.
+    `reward` is the one that is trained on, `outcome` the plain sum of the outcome where that is another. The count of
+    an interval is its own: `reward.n` may be below `episodes`. `failed` counts episodes by cause.
     """
 
     episodes: int
     success: Interval | None = None
     reward: Interval | None = None
+    outcome: Interval | None = None
     failed: dict[str, int] = {}
     endings: dict[str, TaskEnding] = {}
     """By task id; empty in files that do not have them."""
@@ -76,6 +78,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     against: str = ""
     success: Interval | None = None
     reward: Interval | None = None
+    outcome: Interval | None = None
     verdict: str = ""
 
 

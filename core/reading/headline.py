@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from cotune.algorithms.run_recipe import config_of
 from cotune.intervals import Interval, share
 from cotune.reading.evaluations import IN_TRAINING, EvaluatedMode, StoredEvaluation, read_evaluations
+from cotune.storage.outcomes import IS_OUTCOME, outcome_means
 from cotune.storage.run_layout import RECORDS, is_run, read_metrics
 from cotune.storage.sqlite_store import SqliteStore
 
@@ -70,16 +72,19 @@ def read_headline(path: Path | str) -> Headline:
     if not records.is_file():
         return headline(lines, evaluations)
     with SqliteStore.open(records, read_only=True) as store:
-        return headline(lines, evaluations, store.rows)
+        return headline(lines, evaluations, store.rows, config_of(store).on_failure)
 
 
-def headline(lines: Sequence[Line], evaluations: Sequence[StoredEvaluation], rows: Rows | None = None) -> Headline:
-    """The headline from the lines of metrics.jsonl, the run's evaluations (oldest first) and its records."""
+def headline(
+    lines: Sequence[Line], evaluations: Sequence[StoredEvaluation], rows: Rows | None = None, on_failure: str = "lowest"
+) -> Headline:
+    """The headline from the lines of metrics.jsonl, the run's evaluations (oldest first) and its records, whose failed
+    episodes count as `on_failure` says."""
     newest = next((found for found in reversed(evaluations) if compared_modes(found)), None)
     held_out = [*_evaluated(newest)] if newest else [*_held_out_lines(lines)]
     found = [*held_out, *_losses(lines), *role_rewards(lines), *_outcomes(lines)]
     if not found and rows is not None:
-        found = [*_recorded(rows)]
+        found = [*_recorded(rows, on_failure)]
     compared = newest.comparison(*compared_modes(newest)) if newest else None
     return Headline(changes=tuple(found), evaluation=newest, verdict=compared.verdict if compared else "")
 
@@ -127,7 +132,8 @@ def _evaluated(evaluation: StoredEvaluation) -> Iterator[Change]:
 
 _HELD_OUT = {
     "success": "share of held-out tasks solved, one sample each, nothing selected",
-    "reward": "mean reward on held-out tasks, one sample each, nothing selected",
+    "reward": "mean reward that is trained on, on held-out tasks, one sample each, nothing selected",
+    "outcome": "mean sum of the outcome on held-out tasks, one sample each, nothing selected",
 }
 
 
@@ -140,7 +146,10 @@ def _held_out_lines(lines: Sequence[Line]) -> Iterator[Change]:
     for name, what in _HELD_OUT.items():
         known = {
             line["step"] + 1: Interval(
-                mean=own[name], low=own.get(f"{name}_low"), high=own.get(f"{name}_high"), n=int(own.get("episodes", 0))
+                mean=own[name],
+                low=own.get(f"{name}_low"),
+                high=own.get(f"{name}_high"),
+                n=int(own.get(f"{name}_n", own.get("episodes", 0))),
             )
             for line in lines
             if name in (own := line.get("held_out") or {})
@@ -203,17 +212,14 @@ def _change(name: str, kind: Kind, what: str, known: Mapping[int, Interval]) -> 
     )
 
 
-_RECORDED = """
+_RECORDED = f"""
     SELECT phase, status, CASE WHEN json_valid(metrics) THEN CAST(json_extract(metrics, '$.success') AS REAL) END,
            count(*)
-    FROM episodes WHERE status != 'cancelled' AND phase != 'check' GROUP BY 1, 2, 3 ORDER BY min(id)"""
-_REWARDS = """
-    SELECT phase, name, avg(value), count(*) FROM episodes JOIN rewards ON target = episodes.id
-    WHERE phase != 'check' GROUP BY phase, name ORDER BY phase, name"""
+    FROM episodes WHERE {IS_OUTCOME} AND phase != 'check' GROUP BY 1, 2, 3 ORDER BY min(id)"""
 
 
-def _recorded(rows: Rows) -> Iterator[Change]:
-    """Success and rewards of recorded episodes, each phase by itself; failed episodes are no success."""
+def _recorded(rows: Rows, on_failure: str) -> Iterator[Change]:
+    """Success and rewards of recorded episodes, each phase by itself; failed ones count."""
     solved: dict[str, tuple[int, int]] = {}
     told: set[str] = set()
     for phase, status, success, count in rows(_RECORDED):
@@ -221,7 +227,8 @@ def _recorded(rows: Rows) -> Iterator[Change]:
             good, n = solved.get(phase, (0, 0))
             solved[phase] = (good + count * (status == "ok" and success >= 0.5), n + count)
             told |= {phase} if success is not None else set()
-    rewards = [(phase, name, value, n) for phase, name, value, n in rows(_REWARDS) if value is not None]
+    means = rows(outcome_means(on_failure))
+    rewards = [(phase, name, value, n) for phase, name, value, n in means if value is not None and phase != "check"]
     several = len(told | {phase for phase, *_ in rewards}) > 1
     for phase, (good, n) in solved.items():
         if phase in told and (found := share(good, n)):

@@ -95,7 +95,7 @@ class OpenedRun:
     @property
     def headline(self) -> Headline:
         """What the run comes to."""
-        return headline(self.metrics, self.evaluations, self.rows)
+        return headline(self.metrics, self.evaluations, self.rows, self.config.get("on_failure", "lowest"))
 
     @property
     def now(self) -> Now | None:

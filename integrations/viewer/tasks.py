@@ -8,6 +8,7 @@ import msgspec
 
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.integrations.viewer.queries import SUCCESS
+from cotune.storage.outcomes import IS_OUTCOME, LOWEST_SUM, outcome_sum
 
 PAGE = 60
 COLUMNS = 30
@@ -44,14 +45,13 @@ class TaskPage(msgspec.Struct, frozen=True, kw_only=True):
     after: str = ""
 
 
-_REWARD = "(SELECT sum(value) FROM rewards WHERE target = episodes.id)"
-
-
 def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "") -> TaskPage:
     """A page of tasks in the order of their ids. `kind` is `never`, `always`, `sometimes` or empty for all."""
     asked = run.rows(f"SELECT 1 FROM episodes WHERE phase = ? AND {SUCCESS} IS NOT NULL LIMIT 1", (phase,))
     measure = "success" if asked else "reward"
-    value = f"coalesce({SUCCESS}, 0)" if asked else _REWARD
+    lowest = run.rows(LOWEST_SUM, (phase,))[0][0] if run.store else 0.0
+    reward = outcome_sum(run.config.get("on_failure", "lowest"), lowest)
+    value = f"CASE WHEN {IS_OUTCOME} THEN coalesce({SUCCESS}, 0) END" if asked else reward
     sql = f"""WITH of_task AS MATERIALIZED (
                   SELECT task, count(*) AS n, avg(v) AS mean, min(v) AS low, max(v) AS high
                   FROM (SELECT task, {value} AS v FROM episodes WHERE phase = ? AND status != 'cancelled')
@@ -99,7 +99,7 @@ def _cells(
     if not names or not steps:
         return {}
     place = {step: at for at, (first, last) in enumerate(steps) for step in range(first, last + 1)}
-    sql = f"""SELECT task, training_step + 1, count(*), sum(v) FROM (
+    sql = f"""SELECT task, training_step + 1, count(v), sum(v) FROM (
                   SELECT task, training_step, {value} AS v FROM episodes
                   WHERE phase = ? AND status != 'cancelled' AND task IN ({",".join("?" * len(names))})
                   AND training_step IS NOT NULL) GROUP BY task, training_step"""

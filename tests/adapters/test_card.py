@@ -70,8 +70,8 @@ def test_the_card_tells_of_the_training_the_evaluation_and_the_bill(tmp_path: Pa
         "- held-out success: base 10.0% [5.5%, 17.4%] of 100, trained 64.0% [54.2%, 72.7%] of 100",
         "- reward of planner: 0.5 in step 1, 1.5 in step 2",
         "| Reward | planner | 0.5 | 1.5 | ▁█ |",
-        "| base | 10.0% [5.5%, 17.4%] |  | 100 |",
-        "| trained | 64.0% [54.2%, 72.7%] |  | 100 |",
+        "| base | 10.0% [5.5%, 17.4%] of 100 |  | 100 | 0 |",
+        "| trained | 64.0% [54.2%, 72.7%] of 100 |  | 100 | 0 |",
         "- trained is better than base",
         "| evaluation: base |  | 1,000 | 200 |  |",
         "| evaluation: trained |  | 1,000 | 200 | 0.05 (0.5 per 1,000 tasks) |",
@@ -92,7 +92,7 @@ def test_an_evaluation_elsewhere_is_named_and_must_be_one(
     given = ["--evaluation", str(tmp_path / "elsewhere")]
     assert main(["export", str(run), "--to", str(tmp_path / "out"), *given]) == 0
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| base | 30.0% [20.0%, 40.0%] |  | 100 |" in card and "64.0%" not in card
+    assert "| base | 30.0% [20.0%, 40.0%] of 100 |  | 100 | 0 |" in card and "64.0%" not in card
     assert "| cost |" not in card
     with pytest.raises(ConfigError, match=r"evaluation.*cotune eval --out.*Evaluate the run with --out"):
         export_run(run, tmp_path / "bad", evaluation=tmp_path)

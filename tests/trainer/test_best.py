@@ -52,7 +52,7 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(
     trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     app = application(Scripted([0.2, 0.8, 0.5, 0.8, 0.7]), first=letters, second=letters)
-    evaluation = held_out(trainer, keep_best=True, patience=2)
+    evaluation = held_out(trainer, keep_best=True, patience=2, best_by="outcome")
     settings = {"steps": 9, "keep_checkpoints": 1, "checkpoint_every": 3, "policies": "full"}
     summary = trainer(app, evaluation=evaluation, **settings)
     assert (summary.finished, summary.steps) == (True, 4)
@@ -61,7 +61,7 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(
     run = trainer.folder / "run"
     assert read_best(run / "checkpoints") == dict.fromkeys(("first", "second"), Best("step-000002", 0.8))
     assert steps_kept(trainer) == ["step-000002", "step-000004"]
-    assert [line["held_out"]["reward"] for line in trainer.metrics()] == [0.2, 0.8, 0.5, 0.8]
+    assert [line["held_out"]["outcome"] for line in trainer.metrics()] == [0.2, 0.8, 0.5, 0.8]
     assert [p.version for p in best_policies(run)] == [2, 2] and [p.version for p in latest_policies(run)] == [4, 4]
 
     assert main(["export", str(run), "--to", str(trainer.folder / "best"), "--best"]) == 0
@@ -91,7 +91,7 @@ def test_a_kill_while_the_former_best_is_removed_loses_no_best(
             raise Killed
 
     checkpoints = trainer.folder / "run" / "checkpoints"
-    evaluation = held_out(trainer, keep_best=True)
+    evaluation = held_out(trainer, keep_best=True, best_by="outcome")
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr("cotune.trainer.checkpoint.shutil.rmtree", killed)
         trainer(application(Scripted([0.2, 0.8]), first=letters), evaluation=evaluation, keep_checkpoints=1, steps=4)
@@ -119,7 +119,7 @@ def test_each_policy_may_have_a_best_checkpoint_of_its_own(trainer: Trainer) -> 
 
     app = application(Scripted([0.0] * 3), first=scripted("first"), second=scripted("second"))
     settings = {"steps": 3, "keep_checkpoints": 1, "policies": "full"}
-    trainer(app, evaluation=held_out(trainer, keep_best=True, best_by="roles"), **settings)
+    trainer(app, evaluation=held_out(trainer, keep_best=True, best_by="reward"), **settings)
     run = trainer.folder / "run"
     assert read_best(run / "checkpoints") == {"first": Best("step-000001", 0.9), "second": Best("step-000003", 0.8)}
     assert steps_kept(trainer) == ["step-000001", "step-000003"]
@@ -130,13 +130,16 @@ def test_each_policy_may_have_a_best_checkpoint_of_its_own(trainer: Trainer) -> 
 
 
 def test_what_an_evaluation_says_of_each_policy() -> None:
-    held = {"success": 0.5, "reward": 2.0, "a/local": 1.0, "b/x": 3.0, "b/y": 5.0, "episodes": 9.0}
+    held = {"success": 0.5, "reward": 2.0, "reward/a": 1.0, "reward/b": 4.0, "b/x": 3.0, "episodes": 9.0}
     policies = {"one": ["a", "b"], "two": ["b"], "three": ["c"]}
+    own = {"one": 2.5, "two": 4.0}
     assert judged_figures(held, policies, "") == dict.fromkeys(policies, 0.5)
-    assert judged_figures({"reward": 2.0}, policies, "") == dict.fromkeys(policies, 2.0)
+    assert judged_figures(held, policies, "reward") == own, "nothing is known of a policy without a call"
+    assert judged_figures({name: x for name, x in held.items() if name != "success"}, policies, "") == own
     assert judged_figures(held, policies, "b/x") == dict.fromkeys(policies, 3.0)
-    assert judged_figures(held, policies, "roles") == {"one": 3.0, "two": 4.0}
     assert judged_figures(held, policies, "none") == {}
+    game = {**held, "against_untrained/a": -1.0, "against_untrained/b": 0.0}
+    assert judged_figures(game, policies, "") == judged_figures(game, policies, "reward") == {"one": -0.5, "two": 0.0}
 
 
 def test_a_run_without_a_kept_checkpoint_has_no_best_one(trainer: Trainer) -> None:

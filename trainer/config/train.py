@@ -84,8 +84,9 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     keep_best: bool = False
     """Keep the checkpoint of the best evaluation beside the newest ones; `cotune export --best` takes it."""
     best_by: str = ""
-    """Held-out figure that says which is best: success (or else reward, without a value) | reward | ROLE/NAME, a reward
-    of a role's scorer | roles: each policy by what the scorers give its own roles."""
+    """Held-out figure that says which is best: success (without a value, or else reward) | reward, by which each policy
+    is judged by what the recipe trains its own roles on | outcome, the plain sum of the outcome | ROLE/NAME, a reward
+    of a role's scorer."""
     patience: int | None = None
     """End the run after so many evaluations without a better one."""
 

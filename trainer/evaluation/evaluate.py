@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from cotune.adapters.manifest import is_export
+from cotune.algorithms.goal import Goal, goal_of
 from cotune.errors import ConfigError
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.integrations.samplers.transformers.sampler import TransformersSampler
@@ -30,7 +31,7 @@ from cotune.storage.sqlite_store import SqliteStore
 from cotune.storage.whole_file import of_system
 from cotune.tasks import as_tasks
 from cotune.terminal import terminal
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.evaluation.modes import USUAL, EvaluationOptions, Prices, check_modes, lineups, pairs
 from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies
 from cotune.trainer.evaluation.recorded import beside, read_recorded
@@ -74,15 +75,16 @@ def evaluate(
     evaluated.check_base()
     trained = convert(read_run_json(source)["config"]) if of_run else None
     app = app.named_by(chosen.roles_by or (trained.roles_by if trained else None))
+    goal, note = _goal(trained, app, evaluated)
     prices = _all_prices({**(trained.prices if trained else {}), **chosen.prices}, evaluated)
     chosen = msgspec.structs.replace(chosen, prices=prices)
-    recorded = read_recorded(chosen.records, held_out, prices) if chosen.records is not None else None
+    recorded = read_recorded(chosen.records, held_out, prices, goal) if chosen.records is not None else None
     usual = trained.sampling.max_tokens if trained else SamplingParams().max_tokens
     with _whole(out, Path(source).absolute() if of_run else None) as (out, notes):
-        report = run_sync(_evaluate(app, held_out, evaluated, chosen, out, usual))
+        report = run_sync(_evaluate(app, held_out, evaluated, chosen, out, usual, goal))
     if recorded is not None:
         report = beside(report, *recorded)
-    report = msgspec.structs.replace(report, notes=(*report.notes, *notes))
+    report = msgspec.structs.replace(report, notes=(*report.notes, *notes, *([note] if note else [])))
     if out is not None:
         newest = newest_checkpoint(RunLayout(source).checkpoints) if of_run else None
         named = str(Path(tasks).absolute()) if isinstance(tasks, str | Path) else ""
@@ -99,6 +101,7 @@ async def _evaluate(
     options: EvaluationOptions,
     out: RunLayout | None,
     usual_max_tokens: int,
+    goal: Goal,
 ) -> EvaluationReport:
     console = terminal(stderr=True)
 
@@ -147,6 +150,7 @@ async def _evaluate(
             modes=options.modes,
             deployed_params=SamplingParams(max_tokens=options.max_tokens or context),
             prices=options.prices,
+            goal=goal,
             on_mode=shown,
         )
 
@@ -160,6 +164,7 @@ async def evaluate_modes(
     modes: Sequence[str] = USUAL,
     deployed_params: SamplingParams | None = None,
     prices: Prices | None = None,
+    goal: Goal | None = None,
     on_mode: OnMode = lambda mode: contextlib.nullcontext(),
 ) -> EvaluationReport:
     """Run `batch` in each mode, on the same tasks, and compare the modes pairwise.
@@ -180,13 +185,33 @@ async def evaluate_modes(
             episodes = msgspec.structs.replace(batch, phase=f"eval-{mode}", on_episode=on_episode)
             if lineup.temperature == 0:
                 episodes = msgspec.structs.replace(episodes, rollouts=1)
-            evaluations[mode] = await evaluate_episodes(workflow, episodes, player, label=mode, prices=prices)
+            evaluations[mode] = await evaluate_episodes(
+                workflow, episodes, player, label=mode, prices=prices, goal=goal
+            )
     sound = [mode for mode, found in evaluations.items() if found.all_failed is None]
     return EvaluationReport(
         evaluations=evaluations,
         comparisons=tuple(compare(evaluations[mode], evaluations[other]) for mode, other in pairs(sound)),
         notes=(*notes, *remarks(evaluations, responder)),
     )
+
+
+def _goal(config: TrainConfig | None, app: Workflow, evaluated: EvaluatedPolicies) -> tuple[Goal, str]:
+    """The reward that a run trained on, and a note where it is not known or trains nothing."""
+    if config is None:
+        return (
+            Goal(),
+            "An export does not say what it was trained on: rewards are the plain sum. Name the run for them.",
+        )
+    if config.from_records:
+        return goal_of(None, config.on_failure), ""
+    try:
+        recipe = config.resolve_plan(sorted(app.scorers))[1]
+    except ConfigError as error:
+        note = f"Rewards are the plain sum, as the run's recipe does not fit this workflow: {error}"
+        return goal_of(None, config.on_failure), note
+    roles = [role for policy in evaluated.policies if policy.name in evaluated.trained for role in policy.roles]
+    return goal_of(recipe, config.on_failure, roles), ""
 
 
 def _all_prices(prices: Prices, evaluated: EvaluatedPolicies) -> Prices:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from cotune.algorithms.goal import Goal
 from cotune.errors import ConfigError
 from cotune.judging.episodes import JUDGING
 from cotune.recording.recorder import Nowhere
@@ -24,7 +25,9 @@ COMPARED = ("trained", "greedy", "as_deployed")
 """Modes that are compared with what was recorded."""
 
 
-def read_recorded(path: str | Path, tasks: Sequence[Task], prices: Prices) -> tuple[Evaluation, str]:
+def read_recorded(
+    path: str | Path, tasks: Sequence[Task], prices: Prices, goal: Goal | None = None
+) -> tuple[Evaluation, str]:
     """The first recorded episode of each task of a records file, and a sentence that says which tasks those are.
 
     Of `tasks`, where any of them was recorded; else of all that were. Raises ConfigError where nothing was.
@@ -45,7 +48,7 @@ def read_recorded(path: str | Path, tasks: Sequence[Task], prices: Prices) -> tu
             found = store.rewards([episode.id]).get(episode.id, {})
             rewards = [RewardRecord(episode.id, name, value) for name, value in found.items()]
             sink.write([*rewards, msgspec.structs.replace(episode, rollout=0)])
-        evaluation = summarise(RECORDED, sink, time.perf_counter() - started, prices)
+        evaluation = summarise(RECORDED, sink, time.perf_counter() - started, prices, goal)
     if shared:
         return evaluation, f"{RECORDED}: {len(shared)} of {len(tasks)} tasks are in {path}."
     return evaluation, f"{RECORDED}: none of the tasks is in {path}; the figures are of its own {len(episodes)} tasks."

@@ -21,6 +21,10 @@ from cotune.trainer.evaluation.verdict import tasks_for_share, verdict_on_reward
 
 SHOWN = 3
 """Reasons of failure shown for each evaluation."""
+OPPOSED = (
+    "nothing to compare between {} and {}: the rewards of {roles} add up to the same in every episode, so one role's "
+    "gain is another's loss"
+)
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,9 +33,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     against: str
     success: Interval | None
-    """Newcombe's interval for paired shares."""
     reward: Interval | None
-    """Paired Student's t interval."""
+    """Of the trained reward."""
+    outcome: Interval | None = None
+    """Of the plain sum of the outcome, where that is not the trained reward."""
     verdict: str = ""
 
 
@@ -72,17 +77,61 @@ class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(after: Evaluation, before: Evaluation) -> Comparison:
-    """Paired differences of success and reward over the shared tasks. The verdict is on success where it is told."""
-    success = paired_shares(after.successes, before.successes)
-    reward = paired_difference(after.rewards, before.rewards)
+    """Paired differences of success and rewards over the shared tasks. The verdict is on success where it is told, else
+    on the trained reward, or the plain outcome where one of both has none; it names failures that differ.
+
+    Nothing is compared where one role's gain is another's loss.
+    """
     names = (after.label, before.label)
+    if roles := after.opposed or before.opposed:
+        return Comparison(
+            label=after.label,
+            against=before.label,
+            success=None,
+            reward=None,
+            verdict=OPPOSED.format(*names, roles=", ".join(roles)),
+        )
+    success = paired_shares(after.successes, before.successes)
+    reward = _difference(after, before, "reward", min(after.floor, before.floor))
+    outcome = _difference(after, before, "outcome", min(after.outcome_floor, before.outcome_floor))
+    told = reward or outcome
     if success is not None:
         verdict = verdict_on_success(*names, success, tasks_for_share(after.successes, before.successes))
-    elif reward is not None:
-        verdict = verdict_on_reward(*names, reward)
+    elif told is not None:
+        verdict = verdict_on_reward(*names, told)
     else:
         verdict = f"nothing to compare between {after.label} and {before.label}: no task ended with a reward in both"
-    return Comparison(label=after.label, against=before.label, success=success, reward=reward, verdict=verdict)
+    return Comparison(
+        label=after.label,
+        against=before.label,
+        success=success,
+        reward=reward,
+        outcome=outcome if after.outcome or before.outcome else None,
+        verdict=verdict + _failures_differ(after, before),
+    )
+
+
+def _difference(after: Evaluation, before: Evaluation, name: str, floor: float) -> Interval | None:
+    """Of `reward` or `outcome`; a failed episode counts the same `floor` on both sides."""
+
+    def values(found: Evaluation) -> dict[str, float]:
+        given = {task: getattr(ending, name) for task, ending in found.endings.items()}
+        low = "floored" if name == "reward" else "outcome_floored"
+        given |= dict.fromkeys((task for task, ending in found.endings.items() if getattr(ending, low)), floor)
+        return {task: value for task, value in given.items() if value is not None}
+
+    return paired_difference(values(after), values(before))
+
+
+def _failures_differ(after: Evaluation, before: Evaluation) -> str:
+    """How many episodes of each side failed, where the shares differ."""
+    failed, other = sum(after.failed.values()), sum(before.failed.values())
+    if failed * before.episodes == other * after.episodes:
+        return ""
+    return (
+        f"; failed episodes: {failed} of {after.episodes} of {after.label}, {other} of {before.episodes} of "
+        f"{before.label}"
+    )
 
 
 def remarks(evaluations: Mapping[str, Evaluation], responder: PolicyResponder) -> Iterator[str]:
@@ -148,10 +197,12 @@ def _failures(label: str, counts: dict[str, int]) -> list[str]:
 
 
 def _results(report: EvaluationReport) -> Table:
-    columns = ("success>", "reward>", "episodes>", "failed>", "seconds>")
-    table = grid("", *columns, title="Results, 95% intervals")
+    plain = any(e.outcome for e in report.evaluations.values())
+    columns = ("success>", "reward>", *(["outcome>"] if plain else []), "episodes>", "failed>", "seconds>")
+    table = grid("", *columns, title="Results, 95% intervals, number of tasks")
     for label, e in report.evaluations.items():
-        cells = (_percent(e.success), _number(e.reward), str(e.episodes), str(sum(e.failed.values())))
+        rewards = [_on(e.reward, _number(e.reward)), *([_on(e.outcome, _number(e.outcome))] if plain else [])]
+        cells = (_on(e.success, _percent(e.success)), *rewards, str(e.episodes), str(sum(e.failed.values())))
         table.add_row(label, *cells, f"{e.seconds:.1f}")
     return table
 
@@ -161,20 +212,21 @@ def _pass_at(report: EvaluationReport) -> list[Table]:
     ks = sorted({k for e in report.evaluations.values() for k in e.pass_at})
     if not ks:
         return []
-    title = "At least one of k episodes succeeds, 95% intervals"
+    title = "At least one of k episodes succeeds, 95% intervals, number of tasks"
     table = grid("", *(f"pass@{k}>" for k in ks), title=title)
     for label, e in report.evaluations.items():
         if e.pass_at:
-            table.add_row(label, *(_percent(e.pass_at.get(k)) for k in ks))
+            table.add_row(label, *(_on(found := e.pass_at.get(k), _percent(found)) for k in ks))
     return [table]
 
 
 def _differences(report: EvaluationReport) -> Table:
-    title = "Differences on the same tasks, 95% intervals"
-    table = grid("", "success>", "reward>", "tasks>", title=title)
+    plain = any(c.outcome for c in report.comparisons)
+    title = "Differences on the same tasks, 95% intervals, number of tasks"
+    table = grid("", "success>", "reward>", *(["outcome>"] if plain else []), title=title)
     for c in report.comparisons:
-        shared = c.success or c.reward
-        cells = (_percent(c.success, "+"), _number(c.reward, "+"), str(shared.n if shared else 0))
+        rewards = [c.reward, *([c.outcome] if plain else [])]
+        cells = (_on(c.success, _percent(c.success, "+")), *(_on(found, _number(found, "+")) for found in rewards))
         table.add_row(f"{c.label} - {c.against}", *cells)
     return table
 
@@ -208,6 +260,11 @@ def _use(report: EvaluationReport) -> Table:
             money += f" ({e.use.unpriced} calls without a price)"
         table.add_row(label, f"{e.use.calls / n:.1f}", tokens, _number(e.use.seconds), *([money] if cost else []))
     return table
+
+
+def _on(found: Interval | None, text: str) -> str:
+    """A figure with the number of tasks that it is of."""
+    return f"{text} of {found.n}" if found else text
 
 
 def _percent(interval: Interval | None, sign: str = "") -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 import msgspec
 
+from cotune.algorithms.collect import is_outcome
+from cotune.algorithms.goal import Goal, worth
 from cotune.intervals import Interval, share
 from cotune.recording.rollout import EpisodeBatch, rollout
 from cotune.sampling.responder import PolicyResponder
@@ -20,14 +23,17 @@ from cotune.workflows import Workflow
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Results over the tasks: `success`, `reward` and `endings` of the first episode of each, the rest of all.
 
-    `success` counts a failed episode as no success; it is None where the workflow reports no `success`. `reward`
-    is over the episodes that ended with one. `failed` counts failed episodes by reason.
+    `success` counts a failed episode as no success; it is None where the workflow reports no `success`. `reward` is the
+    one that is trained on, `outcome` the plain sum of the outcome's components, None where that is the same; both count
+    a failed episode as `on_failure` says in training. Episodes that the infrastructure has failed are in none of them.
+    `failed` counts failed episodes by reason.
     """
 
     label: str
     episodes: int
     success: Interval | None
     reward: Interval | None
+    outcome: Interval | None = None
     roles: dict[str, RoleStatistics]
     failed: dict[str, int]
     seconds: float
@@ -37,6 +43,11 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Calls by role that has no policy."""
     pass_at: dict[int, Interval] = {}
     """By k, the chance that one of k episodes of a task succeeds; empty for single episodes."""
+    opposed: tuple[str, ...] = ()
+    """Trained roles of which one's gain is another's loss: `reward` and `success` say nothing of their policies."""
+    floor: float = 0.0
+    """The reward of a failed episode where it is the lowest."""
+    outcome_floor: float = 0.0
     endings: dict[str, Ending] = {}
     """By task id; what paired comparisons are made of."""
 
@@ -49,8 +60,13 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rewards(self) -> dict[str, float]:
-        """Reward by task, of the episodes that have one."""
+        """The trained reward by task, of the episodes that have one."""
         return {task: e.reward for task, e in self.endings.items() if e.reward is not None}
+
+    @property
+    def outcomes(self) -> dict[str, float]:
+        """The plain sum of the outcome's components by task, of the episodes that have one."""
+        return {task: e.outcome for task, e in self.endings.items() if e.outcome is not None}
 
     @property
     def successes(self) -> dict[str, bool]:
@@ -65,6 +81,7 @@ async def evaluate_episodes(
     *,
     label: str,
     prices: Prices | None = None,
+    goal: Goal | None = None,
 ) -> Evaluation:
     """Run a batch, answered by `responder`, or by the application's own provider without one.
 
@@ -73,29 +90,65 @@ async def evaluate_episodes(
     sink = EvaluationSink(batch.sink)
     started = time.perf_counter()
     await rollout(workflow, msgspec.structs.replace(batch, sink=sink), responder)
-    found = summarise(label, sink, time.perf_counter() - started, prices or {})
+    found = summarise(label, sink, time.perf_counter() - started, prices or {}, goal)
     if responder is None:
         return found
     errors, unlisted = dict(responder.scorer_errors), dict(responder.unlisted)
     return msgspec.structs.replace(found, scorer_errors=errors, unlisted=unlisted)
 
 
-def summarise(label: str, sink: EvaluationSink, seconds: float, prices: Prices) -> Evaluation:
-    """Intervals and counts of the episodes that a sink has counted."""
-    endings, ended = sink.endings, [ending for samples in sink.samples.values() for ending in samples]
+def summarise(label: str, sink: EvaluationSink, seconds: float, prices: Prices, goal: Goal | None = None) -> Evaluation:
+    """Intervals and counts of the episodes that a sink has counted; rewards go by `goal`."""
+    goal = goal or Goal()
+    played = sink.played
+    trained = worth(played, goal)
+    plain = worth([msgspec.structs.replace(one, samples=()) for one in played], Goal(on_failure=goal.on_failure))
+    ended = [
+        Ending(
+            status=one.episode.status,
+            reward=trained.reward[i],
+            success=told if (told := one.episode.metrics.get("success")) is None else told >= 0.5,
+            error=one.episode.error,
+            seconds=one.episode.latency,
+            known=is_outcome(one.episode),
+            outcome=plain.reward[i],
+            floored=trained.failed[i],
+            outcome_floored=plain.failed[i],
+        )
+        for i, one in enumerate(played)
+    ]
+    samples: dict[str, list[Ending]] = {}
+    for one, ending in zip(played, ended, strict=True):
+        samples.setdefault(one.episode.task.id, []).append(ending)
+    first = [i for i, one in enumerate(played) if one.episode.rollout == 0]
+    endings = {played[i].episode.task.id: ended[i] for i in first}
     succeeded = successes(endings)
+    reward = [e.reward for i in first if (e := ended[i]).reward is not None]
+    outcome = [e.outcome for i in first if (e := ended[i]).outcome is not None]
     return Evaluation(
         label=label,
         episodes=len(ended),
         success=share(sum(succeeded.values()), len(succeeded)),
-        reward=mean([e.reward for e in endings.values() if e.reward is not None]),
-        roles=sink.roles(),
+        reward=mean(reward),
+        outcome=mean(outcome) if outcome != reward else None,
+        roles=sink.roles(_mean_by_role([trained.by_role[i] for i in first])),
         failed=dict(Counter(reason for e in ended if (reason := failure(e)))),
-        pass_at=_pass_at(list(sink.samples.values())) if succeeded else {},
+        pass_at=_pass_at(list(samples.values())) if succeeded else {},
         seconds=seconds,
         use=total_use(sink.answered, [e.seconds for e in ended if e.status == "ok"], prices),
+        opposed=trained.opposed,
+        floor=trained.floor,
+        outcome_floor=plain.floor,
         endings=endings,
     )
+
+
+def _mean_by_role(rewards: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for by_role in rewards:
+        for role, value in by_role.items():
+            found.setdefault(role, []).append(value)
+    return {role: fmean(values) for role, values in found.items()}
 
 
 def _pass_at(samples: Sequence[Sequence[Ending]]) -> dict[int, Interval]:
@@ -116,7 +169,9 @@ def successes(endings: Mapping[str, Ending]) -> dict[str, bool]:
 
 
 def _known(ending: Ending) -> bool:
-    return ending.status != "ok" or ending.success is not None or ending.reward is not None
+    if ending.status != "ok":
+        return ending.known
+    return ending.success is not None or ending.outcome is not None
 
 
 def failure(ending: Ending) -> str | None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from cotune.algorithms.goal import Played, single_sample
+from cotune.algorithms.samples import Sample
 from cotune.intervals import Interval
 from cotune.recording.recorder import Sink
 from cotune.recording.records import CallRecord, Episode, Record, RewardRecord, candidate_id
@@ -66,16 +68,27 @@ class RoleStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Who answered: `name@version`, or `provider`."""
     rewards: dict[str, float] = {}
     """Mean of each reward component of its answers; empty for a role without a scorer."""
+    reward: float | None = None
+    """Mean over episodes of the reward that it is trained on; None for a role that is not trained, or has none."""
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """How one episode ended, after how many seconds. `reward` is the sum of its components, None where it has none."""
+    """How one episode ended, after how many seconds.
+
+    `reward` is the trained one, `outcome` the sum of the outcome's components; None where it has none that is known.
+    `floored` and `outcome_floored` say that it failed and counts the lowest of its evaluation.
+    """
 
     status: str
     reward: float | None
     success: bool | None
     error: str | None = None
     seconds: float = 0.0
+    known: bool = True
+    """Whether it says something of the policies: not where the infrastructure failed, or it was cancelled."""
+    outcome: float | None = None
+    floored: bool = False
+    outcome_floored: bool = False
 
 
 class EvaluationSink:
@@ -83,47 +96,59 @@ class EvaluationSink:
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
-        self.endings: dict[str, Ending] = {}
-        """Of the first episode of each task."""
-        self.samples: dict[str, list[Ending]] = {}
-        """Of all episodes of each task."""
+        self.played: list[Played] = []
+        """The episodes that have ended."""
         self.answered: dict[str, TokenCounts] = {}
         """What answered calls, by the name of the policy, or of the model that the provider was asked for."""
         self._roles: dict[str, _RoleCount] = {}
         self._rewards: dict[str, dict[str, float]] = {}
+        self._samples: defaultdict[str, list[Sample]] = defaultdict(list)
+        self._timed_out: defaultdict[str, set[str]] = defaultdict(set)
         self._lock = threading.Lock()
 
     def write(self, records: Sequence[Record]) -> None:
         """Count and pass on. A chosen candidate's rewards count when they come with its call."""
         with self._lock:
-            chosen: dict[str, _RoleCount] = {}
+            chosen: dict[str, tuple[_RoleCount, CallRecord, dict[str, float]]] = {}
             for record in records:
                 match record:
                     case CallRecord():
                         self._call(record, chosen)
                     case RewardRecord() if record.target in chosen:
-                        chosen[record.target].rewards[record.name].append(record.value)
+                        role, _, own = chosen[record.target]
+                        role.rewards[record.name].append(record.value)
+                        own[record.name] = record.value
                     case RewardRecord() if "." not in record.target:
                         self._rewards.setdefault(record.target, {})[record.name] = record.value
                     case Episode():
-                        ended = ending(record, self._rewards.pop(record.id, {}))
-                        self.samples.setdefault(record.task.id, []).append(ended)
-                        if record.rollout == 0:
-                            self.endings[record.task.id] = ended
+                        self.played.append(self._played(record))
+            for _, call, own in chosen.values():
+                self._samples[call.episode].append(single_sample(call, own))
         self.sink.write(records)
 
-    def roles(self) -> dict[str, RoleStatistics]:
-        """Statistics by role, in alphabetical order."""
+    def roles(self, rewards: Mapping[str, float] | None = None) -> dict[str, RoleStatistics]:
+        """Statistics by role, in alphabetical order; `rewards` are the trained ones."""
+        given = rewards or {}
         with self._lock:
-            return {name: self._roles[name].statistics() for name in sorted(self._roles)}
+            return {name: self._roles[name].statistics(given.get(name)) for name in sorted(self._roles)}
 
-    def _call(self, call: CallRecord, chosen: dict[str, _RoleCount]) -> None:
+    def _played(self, episode: Episode) -> Played:
+        return Played(
+            episode=episode,
+            outcome=self._rewards.pop(episode.id, {}),
+            samples=self._samples.pop(episode.id, ()),
+            timed_out=self._timed_out.pop(episode.id, ()),
+        )
+
+    def _call(self, call: CallRecord, chosen: dict[str, tuple[_RoleCount, CallRecord, dict[str, float]]]) -> None:
         role = self._roles.setdefault(call.role, _RoleCount())
         role.add(call)
         if call.status == "ok":
             self.answered.setdefault(call.policy.name if call.policy else call.model, TokenCounts()).add(call)
-        if call.chosen is not None:
-            chosen[candidate_id(call.id, call.chosen)] = role
+        if call.status == "timeout":
+            self._timed_out[call.episode].add(call.role)
+        if call.status == "ok" and call.chosen is not None:
+            chosen[candidate_id(call.id, call.chosen)] = (role, call, {})
 
 
 @dataclass
@@ -147,7 +172,7 @@ class _RoleCount:
         self.truncated += call.candidates[call.chosen].finish_reason == "length"
         self.policies.add(str(call.policy) if call.policy else "provider")
 
-    def statistics(self) -> RoleStatistics:
+    def statistics(self, reward: float | None) -> RoleStatistics:
         answered = max(self.tokens.calls, 1)
         return RoleStatistics(
             calls=self.calls,
@@ -158,19 +183,8 @@ class _RoleCount:
             truncated=self.truncated / answered,
             policies=tuple(sorted(self.policies)),
             rewards={name: sum(values) / len(values) for name, values in sorted(self.rewards.items())},
+            reward=reward,
         )
-
-
-def ending(episode: Episode, rewards: Mapping[str, float]) -> Ending:
-    """`success` is the metric of that name that the workflow returned; true from 0.5 on."""
-    told = episode.metrics.get("success")
-    return Ending(
-        status=episode.status,
-        reward=sum(rewards.values()) if rewards else None,
-        success=None if told is None else told >= 0.5,
-        error=episode.error,
-        seconds=episode.latency,
-    )
 
 
 def total_use(answered: Mapping[str, TokenCounts], latencies: Sequence[float], prices: Prices) -> Use:

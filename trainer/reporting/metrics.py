@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.algorithms.collect import Collected
+from cotune.algorithms.collect import Collected, is_outcome
 from cotune.algorithms.prepare import Prepared
 from cotune.algorithms.samples import Sample, TrainRow
 from cotune.policies import Policies
@@ -131,8 +131,9 @@ def outcome_means(
 ) -> dict[str, float]:
     """Mean of each outcome component and metric over the episodes that ended, well or not.
 
-    A failed episode is no `success`; of a reward it has what `failed` says where that is a number, else 0 or the lowest
-    of the others where that is below 0. Other metrics are of the episodes that ended well.
+    A failed episode is no `success`; of a reward it has what `failed` says: a number, `lowest` (0, or the lowest of the
+    others where that is below 0), or `exclude` (none). One that the infrastructure has failed counts in none of them.
+    Other metrics are of the episodes that ended well.
     """
     values: dict[str, list[float]] = defaultdict(list)
     reward_names: set[str] = set()
@@ -142,11 +143,11 @@ def outcome_means(
             reward_names.update(own)
             for name, value in {**own, **episode.metrics}.items():
                 values[name].append(value)
-    count = sum(episode.status == "error" for episode in episodes)
+    count = sum(episode.status != "ok" and is_outcome(episode) for episode in episodes)
     for name, found in values.items():
         if name == "success":
             found += [0.0] * count
-        elif name in reward_names:
+        elif name in reward_names and failed != "exclude":
             found += [failed if isinstance(failed, float) else min(0.0, *found)] * count
     return {name: sum(found) / len(found) for name, found in sorted(values.items())}
 

@@ -202,7 +202,7 @@ def reward_parts(metrics: StepMetrics) -> list[str]:
         parts.append(f"all candidates: reward {metrics.candidate_reward:.3f}")
     held_out = "  ".join(
         f"{name} {metrics.held_out[name]:.3f}{_ends(metrics.held_out, name)}"
-        for name in ("success", "reward")
+        for name in ("success", "reward", "outcome")
         if name in metrics.held_out
     )
     if not held_out:

@@ -88,7 +88,7 @@ def test_overview_and_list(run):
     assert lines[0] == f"records {path}/records.db"
     assert lines[1] == "1 episode of train failed: ValueError: no answer"
     text = "\n".join(lines)
-    assert re.search(r"^train 3 2 1 0 3 1 \d\.\d\d team 0\.5$", text, re.M)
+    assert re.search(r"^train 3 2 1 0 3 1 \d\.\d\d team 0\.333$", text, re.M), "the failed episode counts 0"
     assert re.search(r"^navigator 4 1 1 5 9 10 \d\.\d{3} local 0\.8$", text, re.M)
     assert re.search(r"^driver 2 0 1 4 6 8 \d\.\d{3} local -0\.5$", text, re.M)
     assert "1 unfinished episode · 0 records lost · 1 late reward refused" in lines

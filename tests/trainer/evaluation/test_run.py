@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.goal import goal_of
 from cotune.context import current_episode
-from cotune.errors import ConfigError, WorkflowError
+from cotune.errors import ConfigError, Outage, WorkflowError
 from cotune.intervals import Interval
 from cotune.policies import UNTRAINED
 from cotune.recording.pending_call import CallerContext
@@ -111,7 +113,8 @@ def test_success_reward_and_roles_of_one_evaluation() -> None:
     found = asyncio.run(evaluate_episodes(workflow, batch, responder(workflow, TRAINED, Scripted()), label="x"))
     assert found.episodes == 4
     assert found.success is not None and (found.success.mean, found.success.n) == (0.75, 4)
-    assert found.reward == Interval(mean=3.0, low=3.0, high=3.0, n=3)
+    assert found.reward is not None and (found.reward.mean, found.reward.n) == (2.25, 4), "a failed episode counts 0"
+    assert found.outcome is None, "which is the same"
     assert list(found.failed.values()) == [1] and "boom" in next(iter(found.failed))
     assert sorted(found.roles) == ["ask", "solve"]
     ask_role, solve_role = found.roles["ask"], found.roles["solve"]
@@ -224,6 +227,98 @@ def test_the_report_as_json_and_as_tables() -> None:
     assert text.splitlines()[-1].strip() == (
         "trained is better than base by 75.0 points of success, 95% interval 8.5 to 95.4, on 4 tasks"
     )
+
+
+async def crashing(task: Mapping[str, Any]) -> float:
+    """Half a reward by the untrained model; the trained one is better where it does not crash."""
+    said = await ask("solve", "2+2")
+    if said == "four" and int(task["id"]) % 4:
+        raise ValueError("boom")
+    return 0.85 if said == "four" else 0.5
+
+
+def test_failed_episodes_count_and_a_verdict_names_them() -> None:
+    its_tasks = [Task(id=str(i), input={"id": str(i)}) for i in range(16)]
+    workflow = Workflow("crashing", crashing)
+    options = {"modes": ["base", "trained"]}
+    report = modes(workflow, its_tasks, {"solve": SOLVER}, **options)
+    base, trained = report.evaluations["base"], report.evaluations["trained"]
+    assert base.reward.mean == 0.5 and trained.reward.mean == pytest.approx(4 * 0.85 / 16)
+    assert trained.reward.n == 16 and list(trained.failed.values()) == [12]
+    (verdict,) = [comparison.verdict for comparison in report.comparisons]
+    assert "trained is worse than base by 0.287 of reward" in verdict
+    assert verdict.endswith("failed episodes: 12 of 16 of trained, 0 of 16 of base")
+    left_out = modes(workflow, its_tasks, {"solve": SOLVER}, goal=goal_of(None, "exclude"), **options)
+    assert left_out.evaluations["trained"].reward.n == 4
+    assert left_out.comparisons[0].reward.n == 4 and "12 of 16 of trained" in left_out.comparisons[0].verdict
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render(left_out))
+    rows = [line for line in console.export_text().splitlines() if line.split()[:1] == ["trained"]]
+    assert "of 4" in rows[0] and "of 4" in rows[1], "the number of tasks that a figure is of"
+
+
+async def late_crash(task: Mapping[str, Any]) -> float:
+    """The untrained model is fined, and the trained one crashes where it is."""
+    said = await ask("solve", "2+2")
+    if int(task["id"]) < 2:
+        if said == "four":
+            raise ValueError("boom")
+        return -4.0
+    return 0.5
+
+
+def test_a_crash_is_no_better_than_the_worst_reward_of_the_other_side() -> None:
+    its_tasks = [Task(id=str(i), input={"id": str(i)}) for i in range(8)]
+    (found,) = modes(Workflow("late", late_crash), its_tasks, {"solve": SOLVER}, modes=["base", "trained"]).comparisons
+    assert found.reward.mean == 0.0
+
+
+async def outage(task: Mapping[str, Any]) -> dict[str, float]:
+    await ask("solve", "2+2")
+    if task["id"] == "0":
+        raise Outage("no network")
+    return {"success": True}
+
+
+def test_an_outage_says_nothing_of_the_policies() -> None:
+    its_tasks = [Task(id=str(i), input={"id": str(i)}) for i in range(4)]
+    report = modes(Workflow("outage", outage), its_tasks, {"solve": SOLVER}, modes=["base"])
+    assert report.evaluations["base"].success.mean == 1.0 and report.evaluations["base"].success.n == 3
+    assert sum(report.evaluations["base"].failed.values()) == 1
+
+
+def test_the_verdict_goes_by_the_mixed_reward() -> None:
+    """Right answers that take too long: the plain sum praises them, the recipe that is trained with does not."""
+
+    async def slow(task: Mapping[str, Any]) -> dict[str, float]:
+        trained = await ask("solve", "2+2") == "four"
+        return {
+            "correct": float(trained) * (int(task["id"]) % 2),
+            "minutes": 3.0 + int(task["id"]) % 3 if trained else 1.0,
+        }
+
+    its_tasks = [Task(id=str(i), input={"id": str(i)}) for i in range(12)]
+    chosen = recipe("dr_mas", weights={"correct": 1.0, "minutes": -0.5})
+    options = {"modes": ["base", "trained"], "goal": goal_of(chosen, "lowest", ["solve"])}
+    report = modes(Workflow("slow", slow), its_tasks, {"solve": SOLVER}, **options)
+    trained, (found,) = report.evaluations["trained"], report.comparisons
+    assert trained.reward.mean == pytest.approx(0.5 - 0.5 * 4.0) and trained.outcome.mean == pytest.approx(4.5)
+    assert found.verdict.startswith("trained is worse than base by 1.000 of reward") and found.outcome.mean == 3.5
+    assert trained.roles["solve"].reward == trained.reward.mean
+
+
+def test_a_game_of_the_trained_roles_against_each_other_is_not_judged() -> None:
+    async def duel(task: Mapping[str, Any]) -> dict[str, float]:
+        await ask("ask", "2+2")
+        await ask("solve", "2+2")
+        won = 1.0 if int(task["id"]) % 2 else -1.0
+        return {"ask": won, "solve": -won, "success": won > 0}
+
+    its_tasks = [Task(id=str(i), input={"id": str(i)}) for i in range(4)]
+    goal = goal_of(recipe("spiral"), "lowest", ["ask", "solve"])
+    (found,) = modes(Workflow("duel", duel), its_tasks, TRAINED, modes=["base", "trained"], goal=goal).comparisons
+    assert found.success is found.reward is None
+    assert found.verdict.startswith("nothing to compare between trained and base: the rewards of ask, solve add up")
 
 
 @pytest.mark.parametrize("wrong", [["bsae"], []])

@@ -1,0 +1,166 @@
+"""What an evaluation goes by: the reward that a run trains on, of single samples, failed episodes included."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean
+
+import msgspec
+
+from cotune.algorithms.attribution import attribute
+from cotune.algorithms.collect import OnFailure, failure_of, failure_reward, is_outcome
+from cotune.algorithms.recipes import PROMPT_KEY, Attribution, Recipe
+from cotune.algorithms.samples import Sample
+from cotune.recording.records import CallRecord, Episode, PolicyRef, candidate_id
+
+NO_ROLE = ""
+"""Stands for the role of an episode without an answered call."""
+
+
+class Goal(msgspec.Struct, frozen=True, kw_only=True):
+    """The reward that counts, by default the plain sum of the outcome, and for which roles (None: all).
+
+    `on_failure` is what a failed episode counts, as in training.
+    """
+
+    attribution: Attribution = Attribution(horizon="terminal")
+    key: tuple[str, ...] = PROMPT_KEY
+    on_failure: OnFailure = "lowest"
+    roles: Collection[str] | None = None
+
+
+class Played(msgspec.Struct, frozen=True, kw_only=True):
+    """An episode of an evaluation: the components of its outcome, and its answered calls (`single_sample`)."""
+
+    episode: Episode
+    outcome: Mapping[str, float]
+    samples: Sequence[Sample] = ()
+    timed_out: Collection[str] = ()
+    """Roles of which a call timed out."""
+
+
+class Worth(msgspec.Struct, frozen=True, kw_only=True):
+    """What some episodes are worth, aligned with them.
+
+    `reward` is the mean over an episode's trained roles of what each has in `by_role`; None where it has none.
+    `failed` marks the episodes that count the lowest reward of the others or 0, which is `floor`. `opposed` names the
+    trained roles whose rewards add up to the same in every episode: one's gain is another's loss, and their mean says
+    nothing.
+    """
+
+    reward: list[float | None]
+    by_role: list[dict[str, float]]
+    failed: list[bool]
+    floor: float
+    opposed: tuple[str, ...] = ()
+
+
+def goal_of(recipe: Recipe | None, on_failure: str, roles: Collection[str] | None = None) -> Goal:
+    """What a run with this recipe goes by; the plain sum without one, and where it learns from a teacher."""
+    failed = failure_reward(on_failure)
+    if recipe is None or recipe.loss.kl_to == "teacher":
+        return Goal(on_failure=failed)
+    return Goal(attribution=recipe.attribution, key=recipe.key, on_failure=failed, roles=roles)
+
+
+def single_sample(call: CallRecord, rewards: Mapping[str, float]) -> Sample:
+    """The chosen answer of a call as a sample, whoever gave it. `worth` adds what its episode tells."""
+    assert call.chosen is not None
+    candidate = call.candidates[call.chosen]
+    return Sample(
+        id=candidate_id(call.id, call.chosen),
+        task="",
+        rollout=call.episode,
+        role=call.role,
+        turn=call.turn,
+        step=call.step,
+        branch=call.id,
+        prompt=call.id,
+        policy=call.policy or PolicyRef(call.model),
+        tokens=len(candidate.token_ids) or call.usage.completion_tokens,
+        rewards=rewards,
+        limit=call.sampling.get("max_tokens"),
+        truncated=candidate.finish_reason == "length",
+    )
+
+
+def worth(played: Sequence[Played], goal: Goal) -> Worth:
+    """What each episode is worth.
+
+    Nobody knows it of an episode that the infrastructure has failed, or that was cancelled, nor does a failed one count
+    where `on_failure` is `exclude`. Each role has its mean over the calls of an episode, or its whole return where
+    rewards are summed up to the end.
+    """
+    samples = [sample for one in played if _counts(one.episode, goal) for sample in _samples(one, goal)]
+    found = _by_role(samples, goal)
+    sound = [found[one.episode.id] for one in played if one.episode.status == "ok" and one.episode.id in found]
+    floor = min([0.0, *(fmean(by_role.values()) for by_role in sound)])
+    failed = {sample.rollout for sample in samples if sample.failure == "lowest"} & found.keys()
+    for id in failed:
+        if NO_ROLE in found[id]:
+            found[id] = {NO_ROLE: floor}
+    ids = [one.episode.id for one in played]
+    return Worth(
+        reward=[fmean(found[id].values()) if id in found else None for id in ids],
+        by_role=[found.get(id, {}) for id in ids],
+        failed=[id in failed for id in ids],
+        floor=floor,
+        opposed=_opposed(sound, goal.attribution, sorted({name for one in played for name in one.outcome})),
+    )
+
+
+def _by_role(samples: Sequence[Sample], goal: Goal) -> dict[str, dict[str, float]]:
+    """The reward of each role that counts, by episode."""
+    values: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    for sample, value in zip(samples, attribute(samples, goal.attribution, goal.key).tolist(), strict=True):
+        if math.isfinite(value) and (goal.roles is None or sample.role in (*goal.roles, NO_ROLE)):
+            values[sample.rollout][sample.role].append((sample.turn, value))
+    whole = goal.attribution.horizon in ("reward_to_go", "mean_to_go")
+    return {
+        id: {role: min(of)[1] if whole else fmean(value for _, value in of) for role, of in by_role.items()}
+        for id, by_role in values.items()
+    }
+
+
+def _counts(episode: Episode, goal: Goal) -> bool:
+    return episode.status == "ok" or (is_outcome(episode) and goal.on_failure != "exclude")
+
+
+def _samples(one: Played, goal: Goal) -> list[Sample]:
+    """The samples of an episode with what it tells; one for its outcome alone where it has no answered call."""
+    episode = one.episode
+    place = episode.id
+    nobody = Sample(
+        id=f"{place}.0", task="", rollout=place, role=NO_ROLE, turn=0, step=0, branch=place, prompt=place,
+        policy=PolicyRef(NO_ROLE), tokens=0,
+    )  # fmt: skip
+    return [
+        msgspec.structs.replace(
+            sample,
+            task=episode.task.id,
+            outcome=one.outcome,
+            failure=failure_of(episode, goal.on_failure),
+            timed_out=any(goal.roles is None or role in goal.roles for role in one.timed_out),
+        )
+        for sample in one.samples or [nobody]
+    ]
+
+
+def _names(by_role: Sequence[Mapping[str, float]]) -> list[str]:
+    return sorted({role for found in by_role for role in found})
+
+
+def _opposed(sound: Sequence[Mapping[str, float]], how: Attribution, names: Sequence[str]) -> tuple[str, ...]:
+    """The roles whose rewards always add up to the same, although the outcome weighs differently for each."""
+    roles = _names(sound)
+    weights = {tuple(how.weight(name, role, outcome=True) for name in names) for role in roles}
+    if len(weights) < 2 or not how.takes_outcome or how.scope != "own":
+        return ()
+    totals = [sum(by_role.values()) for by_role in sound]
+    size = max(abs(value) for by_role in sound for value in by_role.values())
+    nothing = max(map(abs, totals)) <= 1e-9 * size
+    steady = len(sound) > 1 and max(totals) - min(totals) <= 1e-9 * size
+    unlike = any(len(set(by_role.values())) > 1 for by_role in sound)
+    return tuple(roles) if nothing or (steady and unlike) else ()
