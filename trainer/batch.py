@@ -60,6 +60,7 @@ def collect_samples(run: Run, episodes: Sequence[Episode]) -> Collected:
         on_failure=failure_reward(run.config.on_failure),
         continuations=run.config.replay.continuations,
         rewarded=run.recipe.takes_rewards,
+        others=run.recipe.joins_calls,
     )
 
 
@@ -67,7 +68,14 @@ def group_and_weigh(run: Run, episodes: Sequence[Episode], collected: Collected)
     """Samples in groups, with advantages, as rows by policy. Raises GroupError where faults have left nothing."""
     decays = run.config.learner.weight_decay > 0
     policies = run.policies_at(run.state.steps)
-    prepared = prepare(collected.samples, run.recipe, run.state.advantages, consumed=run.consumed, decays=decays)
+    prepared = prepare(
+        collected.samples,
+        run.recipe,
+        run.state.advantages,
+        consumed=run.consumed,
+        decays=decays,
+        others=collected.others,
+    )
     rows: dict[str, list[TrainRow]] = {}
     for role, its_rows in train_rows(prepared, collected, run.store, run.recipe.loss.entropy_by).items():
         rows.setdefault(policies.of(role).name, []).extend(its_rows)

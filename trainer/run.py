@@ -108,7 +108,7 @@ class Run:
         state.silent = self.silent(collected)
         state.advantages = prepared.state
         state.metrics = metrics
-        state.rewards.update(task_rewards(collected.samples, self.recipe))
+        state.rewards.update(task_rewards(collected, self.recipe))
         state.ledger.update({group.id: state.steps for group in prepared.groups})
         if self.plan.kind != "tree":  # under a tree plan a group is a call, by its id
             state.members.update({group.id: tuple(s.id for s in group.samples) for group in prepared.groups})

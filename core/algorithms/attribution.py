@@ -62,7 +62,9 @@ def attribute(samples: Sequence[Sample], attribution: Attribution, key: tuple[st
     else:
         value = mine + shared
     reward = np.where(some, value, np.nan)
-    return reward if attribution.scope == "own" else _over_roles(samples, reward, mean=attribution.scope == "mean")
+    if attribution.scope == "own":
+        return reward
+    return _over_roles(samples, reward, some, mean=attribution.scope == "mean")
 
 
 def lacking(
@@ -240,11 +242,12 @@ def _reward_to_go(samples: Sequence[Sample], own: Floats, outcome: Floats, gamma
     return returns
 
 
-def _over_roles(samples: Sequence[Sample], reward: Floats, *, mean: bool) -> Floats:
-    """Sum or mean over the roles that act in the same turn of an episode: own reward, the others' as chosen."""
+def _over_roles(samples: Sequence[Sample], reward: Floats, some: Bools, *, mean: bool) -> Floats:
+    """Sum or mean over the roles that act in a turn of an episode and have `some` reward: own reward, the others' as
+    chosen."""
     moment, _ = codes([(s.rollout, s.turn) for s in samples])
     part, _ = codes([(s.rollout, s.turn, s.role) for s in samples])
-    went_on = np.array([s.chosen for s in samples], np.bool_)
+    went_on = some & np.array([s.chosen for s in samples], np.bool_)
     chosen_reward = np.where(went_on, reward, 0.0)
     others = np.bincount(moment, chosen_reward)[moment] - np.bincount(part, chosen_reward)[part]
     count = 1 + np.bincount(moment, went_on)[moment] - np.bincount(part, went_on)[part]

@@ -9,10 +9,12 @@ from typing import Literal, cast
 
 import msgspec
 
+from cotune.algorithms.attribution import Floats, attribute
+from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.samples import Failure, Sample
 from cotune.errors import RecordError
 from cotune.recording.images import prompt_id
-from cotune.recording.records import CallRecord, Candidate, Episode, candidate_id
+from cotune.recording.records import CallRecord, Candidate, Episode, PolicyRef, candidate_id
 from cotune.sampling.plans import PlanKind
 from cotune.storage.protocol import Store
 
@@ -26,6 +28,8 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
     """Samples of a step, the calls that they answer (by id), and the number of candidates left out by reason."""
 
     samples: list[Sample]
+    others: list[Sample] = []
+    """The chosen answers of all other calls of their episodes: for their rewards, not to train on."""
     calls: Mapping[str, CallRecord]
     left_out: Mapping[str, int]
     roles: frozenset[str] = frozenset()
@@ -45,6 +49,7 @@ def collect(
     on_failure: OnFailure = "lowest",
     continuations: bool = False,
     rewarded: bool = True,
+    others: bool = False,
 ) -> Collected:
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
 
@@ -55,7 +60,7 @@ def collect(
     Under a tree plan all candidates of a call are samples and need rewards of their own; under independent rollouts
     only the chosen one is, and the episode's outcome will do. Unless `rewarded`, none needs a reward. `roles` are the
     trained roles (None: all); where they are mapped to the policies that play them, what another one has answered is
-    not trained on. `versions`
+    not trained on. With `others` the rewards of calls that are not trained on are read too. `versions`
     is the version of each policy that is trained now; a candidate from more than `max_lag` versions before it, or
     from a version after it (of a run that was rolled back), is stale.
 
@@ -68,6 +73,7 @@ def collect(
     usable: list[tuple[Episode, CallRecord]] = []
     timed_out: set[str] = set()
     seen: set[str] = set()
+    around: list[tuple[Episode, CallRecord]] = []
     images: dict[str, bytes] = {}
     episodes = list(episodes)
     trunk_calls = {e.fork.at: e.fork.call for e in episodes if e.fork is not None}
@@ -78,6 +84,8 @@ def collect(
             left_out["diverged"] += 1
             continue
         for call in store.calls(episode.id):
+            if others and call.status == "ok" and call.chosen is not None:
+                around.append((episode, call))
             if call.replayed is not None:
                 continue
             turns[call.id] = call.turn
@@ -95,6 +103,7 @@ def collect(
                 left_out[reason] += max(1, len(call.candidates))
     targets = list(dict.fromkeys(episode.id for episode, _ in usable))
     targets += [candidate_id(call.id, c.index) for _, call in usable for c in call.candidates]
+    targets += [candidate_id(call.replayed or call.id, call.chosen or 0) for _, call in around]
     rewards = store.rewards(targets)
     samples: list[Sample] = []
     for episode, call in usable:
@@ -116,7 +125,24 @@ def collect(
             else:
                 left_out[reason] += 1
     calls = {call.id: call for _, call in usable}
-    return Collected(samples=samples, calls=calls, left_out=dict(left_out), roles=frozenset(seen), images=images)
+    taken, trained = {sample.id for sample in samples}, {sample.rollout for sample in samples}
+    rest: list[Sample] = []
+    for episode, call in around:
+        chosen = next((c for c in call.candidates if c.index == call.chosen), None)
+        if chosen is not None and episode.id in trained and candidate_id(call.id, chosen.index) not in taken:
+            own = rewards.get(candidate_id(call.replayed or call.id, chosen.index)) or {}
+            outcome, failure = rewards.get(episode.id) or {}, failure_of(episode, on_failure)
+            late = episode.id in timed_out
+            rest.append(_sample(episode, call, chosen, own, outcome, failure, plan, timed_out=late))
+    return Collected(
+        samples=samples, others=rest, calls=calls, left_out=dict(left_out), roles=frozenset(seen), images=images
+    )
+
+
+def attributed(collected: Collected, attribution: Attribution, key: tuple[str, ...]) -> Floats:
+    """[n] reward of each sample (`attribute`), with those of other calls that have a part in it."""
+    every = [*collected.samples, *collected.others]
+    return attribute(every, attribution, key)[: len(collected.samples)]
 
 
 def temperature(call: CallRecord) -> float:
@@ -223,8 +249,7 @@ def _sample(
     *,
     timed_out: bool,
 ) -> Sample:
-    assert call.prompt is not None and call.policy is not None
-    prompt = prompt_id(call.prompt, call.sampling.get("images") or ())
+    prompt = prompt_id(call.prompt, call.sampling.get("images") or ()) if call.prompt else ""
     return Sample(
         id=candidate_id(call.id, candidate.index),
         task=episode.task.id,
@@ -234,10 +259,10 @@ def _sample(
         step=call.step,
         branch=episode.id if plan == "tree" else prompt,
         prompt=prompt,
-        policy=call.policy,
+        policy=call.policy or PolicyRef(""),
         tokens=len(candidate.token_ids),
         observation=call.messages[-1] if call.messages else "",
-        entropy=-sum(candidate.logprobs) / len(candidate.logprobs),
+        entropy=-sum(candidate.logprobs) / max(1, len(candidate.logprobs)),
         rewards=own,
         outcome=outcome,
         failure=failure,

@@ -66,17 +66,20 @@ def prepare(
     *,
     consumed: Container[str] = (),
     decays: bool = False,
+    others: Sequence[Sample] = (),
 ) -> Prepared:
     """Attribute rewards, build groups, filter, compute advantages, filter again; count whatever is left out.
 
-    `consumed` holds the ids of groups that were trained on before. A policy whose advantages are all zero has no
-    signal: its samples are left out, unless the loss or weight decay (`decays`) moves it all the same. Raises
-    GroupError when candidates of different prompts meet in a group that must share one, and when more than half of
-    the candidates of independent rollouts stand alone under a recipe that compares candidates of one prompt.
+    `consumed` holds the ids of groups that were trained on before, `others` what else was answered in the episodes
+    (`Collected.others`). A policy whose advantages are all zero has no signal: its samples are left out, unless the
+    loss or weight decay (`decays`) moves it all the same. Raises GroupError when candidates of different prompts meet
+    in a group that must share one, and when more than half of the candidates of independent rollouts stand alone under
+    a recipe that compares candidates of one prompt.
     """
     state = state or AdvantageState()
     left_out: Counter[str] = Counter()
-    returns = [attribute(samples, term.attribution, term.key) for term in recipe.terms]
+    every = [*samples, *others]
+    returns = [attribute(every, term.attribution, term.key)[: len(samples)] for term in recipe.terms]
     shown = returns[0]
     if not recipe.takes_rewards:
         returns = [np.nan_to_num(values) for values in returns]
@@ -91,7 +94,7 @@ def prepare(
     left_out.update(built.left_out)
     warnings = [
         *_missing(samples, complete),
-        *(_lacking(samples, recipe) if recipe.takes_rewards else ()),
+        *(_lacking(every, recipe) if recipe.takes_rewards else ()),
         *_alone(recipe, left_out["group_of_one"], len(rewarded)),
     ]
 

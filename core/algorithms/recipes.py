@@ -321,6 +321,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         return self.terms[0].attribution
 
     @property
+    def joins_calls(self) -> bool:
+        """Whether rewards of other calls of its episode are part of a candidate's."""
+        how = [term.attribution for term in self.terms]
+        return any(one.scope != "own" or one.horizon in ("reward_to_go", "mean_to_go") for one in how)
+
+    @property
     def takes_rewards(self) -> bool:
         """Whether candidates need a reward: not where a teacher alone says what is learned."""
         return self.loss.kl_to != "teacher"

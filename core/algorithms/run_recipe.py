@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 
 from cotune.algorithms.advantages import FLAT
-from cotune.algorithms.attribution import Floats, attribute
+from cotune.algorithms.attribution import Floats
 from cotune.algorithms.catalogue import recipe
-from cotune.algorithms.collect import Collected, collect, failure_reward
+from cotune.algorithms.collect import Collected, attributed, collect, failure_reward
 from cotune.algorithms.groups import Group, build_groups
 from cotune.algorithms.prepare import Prepared, prepare
 from cotune.algorithms.recipes import USUAL, Recipe
@@ -56,12 +56,15 @@ def regroup(
         on_failure=failure_reward(config.on_failure),
         continuations=config.replay.continuations,
         rewarded=chosen.takes_rewards,
+        others=chosen.joins_calls,
     )
     samples, left_out = collected.samples, Counter(collected.left_out)
     candidates = len(samples) + left_out.total()
     own = [term.advantage for term in chosen.terms if term.advantage]
     try:
-        prepared = prepare(samples, _without_own(chosen), decays=config.learner.weight_decay > 0)
+        prepared = prepare(
+            samples, _without_own(chosen), decays=config.learner.weight_decay > 0, others=collected.others
+        )
     except GroupError as error:
         return Regrouped(
             collected=collected,
@@ -81,7 +84,7 @@ def regroup(
         )
         problems = (*problems, f"Advantages are those of {', '.join(own)}, which is not run here: they are not shown.")
     left_out.update(prepared.left_out)
-    rewards = attribute(samples, chosen.attribution, chosen.key).tolist()
+    rewards = attributed(collected, chosen.attribution, chosen.key).tolist()
     reward = dict(zip((s.id for s in samples), rewards, strict=True))
     built = build_groups([s for s in samples if reward[s.id] == reward[s.id] and not s.continues], chosen).groups
     return Regrouped(

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from cotune.algorithms.attribution import attribute, codes
+from cotune.algorithms.attribution import codes
+from cotune.algorithms.collect import Collected, attributed
 from cotune.algorithms.recipes import Recipe
-from cotune.algorithms.samples import Sample
 from cotune.errors import ConfigError
 from cotune.recording.records import Task
 from cotune.sampling.plans import Plan
@@ -67,10 +67,10 @@ def check_curriculum(config: CurriculumConfig, plan: Plan, tasks: Sequence[Task]
         raise ConfigError("curriculum.k_easy", config.k_easy, f"at most plan.k ({plan.k})")
 
 
-def task_rewards(samples: Sequence[Sample], recipe: Recipe) -> dict[str, float]:
+def task_rewards(collected: Collected, recipe: Recipe) -> dict[str, float]:
     """Mean reward of each task's samples, as the recipe mixes it; tasks without one are left out."""
-    reward = attribute(samples, recipe.attribution, recipe.key)
-    task, names = codes([sample.task for sample in samples])
+    reward = attributed(collected, recipe.attribution, recipe.key)
+    task, names = codes([sample.task for sample in collected.samples])
     having = ~np.isnan(reward)
     counts = np.bincount(task, having, minlength=len(names))
     sums = np.bincount(task, np.nan_to_num(reward), minlength=len(names))

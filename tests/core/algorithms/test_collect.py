@@ -8,11 +8,12 @@ import time
 import pytest
 
 from cotune.algorithms.attribution import attribute, attribute_outcomes
-from cotune.algorithms.collect import collect, failure_reward, temperature
+from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.collect import attributed, collect, failure_reward, temperature
 from cotune.algorithms.filters import REASONS
-from cotune.algorithms.recipes import Attribution
+from cotune.algorithms.recipes import PROMPT_KEY, Attribution
 from cotune.ids import segment_id
-from cotune.recording.records import PolicyRef, RewardRecord
+from cotune.recording.records import Fork, PolicyRef, RewardRecord
 
 
 def left_out(book, **options):
@@ -269,3 +270,63 @@ def test_what_on_failure_means(text, reward):
 def test_what_on_failure_cannot_be(text):
     with pytest.raises(ValueError):
         failure_reward(text)
+
+
+def joined(book, attribution, **options):
+    """The reward of each sample by its id, where those of all calls count."""
+    collected = collect(book.store, book.store.episodes(), others=True, **options)
+    rewards = attributed(collected, attribution, PROMPT_KEY)
+    return dict(zip((s.id for s in collected.samples), rewards.tolist(), strict=True)), dict(collected.left_out)
+
+
+@pytest.mark.parametrize(("scope", "reward"), [("sum", 1.0 + 10.0 + 100.0), ("mean", 111.0 / 3)])
+def test_roles_that_are_not_trained_count_in_the_sum_and_mean_of_the_roles(book, scope, reward):
+    """In turn 0 act a, which is trained, b played by a past opponent, c by a provider, and d, which has no reward."""
+    book.episode("e")
+    book.call("a", "e", rewards=[1.0])
+    book.call("b", "e", role="b", rewards=[5.0, 10.0], chosen=1, policy=PolicyRef("b", 1))
+    book.call("c", "e", role="c", rewards=[100.0], policy=None, unknown_prompt=True)
+    book.call("d", "e", role="d", policy=None, candidates=[book.candidate(0, token_ids=(), logprobs=())])
+    book.call("later", "e", role="b", turn=1, rewards=[1000.0])
+    book.call("failed", "e", role="b", status="error", candidates=[])
+    found, left_out = joined(book, Attribution(scope=scope), roles={"a": "a", "b": "other"}, versions={"a": 3})
+    assert found == {"a.0": pytest.approx(reward)}
+    assert left_out == {"untrained_role": 5, "failed_call": 1}
+
+
+def test_the_leader_of_cory_answers_for_its_observer_too(book):
+    """Outcomes by seat, 1 and 2, and the observer is frozen in this step: 1 + 2."""
+    book.episode("e", outcome={"pioneer": 1.0, "observer": 2.0})
+    book.call("p", "e", role="pioneer")
+    book.call("o", "e", role="observer")
+    how = recipe("cory").attribution
+    assert joined(book, how, plan="independent", roles=["pioneer"])[0] == {"p.0": 3.0}
+
+
+def test_later_rewards_of_a_trunk_count_as_those_of_its_branches(book):
+    """To go at the fork: trunk 0.5 + 5.5 + outcome 1 = 7, branch 0.25 + 2 + outcome 3 = 5.25. With continuations left
+    out all the same. The first turn, which the branch repeats, is before both."""
+    book.episode("t", outcome={"team": 1.0})
+    book.call("t0", "t", rewards=[40.0])
+    book.call("t1", "t", turn=1, rewards=[0.5], prompt=(1, 3))
+    book.call("t2", "t", turn=2, rewards=[5.5], prompt=(1, 4))
+    book.episode("z", outcome={"team": 3.0}, fork=Fork(trunk="t", call="t1", at="z1"))
+    book.call("z0", "z", replayed="t0")
+    book.call("z1", "z", turn=1, rewards=[0.25], prompt=(1, 3))
+    book.call("z2", "z", turn=2, rewards=[2.0], prompt=(1, 5))
+    to_go = Attribution(horizon="reward_to_go")
+    found, left_out = joined(book, to_go, plan="replay")
+    assert (found, left_out) == ({"t1.0": 7.0, "z1.0": 5.25}, {"not_forked": 3})
+    found, left_out = joined(book, to_go, plan="replay", continuations=True)
+    assert (found, left_out) == ({"t1.0": 7.0, "z1.0": 5.25, "z2.0": 5.0}, {"not_forked": 2})
+
+
+def test_what_a_branch_repeats_counts_for_the_roles_of_its_turn(book):
+    """The leader's 10 of the turn was answered from the record in the branch: 10 + 1 against 10 + 2."""
+    book.episode("t")
+    book.call("lead", "t", role="b", rewards=[10.0])
+    book.call("t1", "t", rewards=[1.0], step=1)
+    book.episode("z", fork=Fork(trunk="t", call="t1", at="z1"))
+    book.call("again", "z", role="b", replayed="lead")
+    book.call("z1", "z", rewards=[2.0], step=1)
+    assert joined(book, Attribution(scope="sum"), plan="replay", roles=["a"])[0] == {"t1.0": 11.0, "z1.0": 12.0}
