@@ -44,6 +44,8 @@ class Checkpoint(msgspec.Struct, kw_only=True):
 
     steps: int = 0
     """Steps done."""
+    timeline: int = 0
+    """Rollbacks that the run had made before."""
     versions: dict[str, int] = {}
     """The served version of each policy that has been published."""
     policies: Policies

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cotune.storage.run_layout import checkpoint_name, latest_in, read_metrics, steps_of
+from cotune.storage.run_layout import Rollback, checkpoint_name, read_metrics, steps_of
 from cotune.trainer.config.guard import GuardConfig
+from cotune.trainer.restore import go_back
 from cotune.trainer.run import Run
-from cotune.trainer.run_folder import write_atomically
 
 NOISE = 4.0
 """Standard errors that a fall must exceed."""
@@ -70,10 +71,13 @@ def safe_checkpoint(run: Run) -> str | None:
 
 
 def roll_back(run: Run) -> None:
-    """After a collapse: let `latest` name the checkpoint of the run's best time, which export and --resume take."""
-    safe = safe_checkpoint(run)
-    if run.collapsed and safe is not None:
-        write_atomically(latest_in(run.folder.checkpoints), safe.encode())
+    """After a collapse: go back to the checkpoint of the run's best time, which export and --resume take. The steps
+    after it are abandoned."""
+    safe = safe_checkpoint(run) if run.collapsed else None
+    if safe is not None:
+        state = run.state
+        back = Rollback(steps_of(Path(safe)), state.steps, run.ended, dict(state.versions))
+        go_back(run.folder, run.store, back)
         run.ended = f"{run.ended}; rolled back to {safe}"
 
 

@@ -63,7 +63,7 @@ async def train_steps(run: Run, progress: Progress) -> None:
                     with report.phase("checkpoint"):
                         await commit(run, due=better)
         await commit(run, due=True)
-        roll_back(run)
+    roll_back(run)
 
 
 async def roll_out(run: Run, progress: Progress, step: int) -> list[Episode]:

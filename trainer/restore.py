@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
@@ -11,12 +12,24 @@ import msgspec
 
 from cotune.errors import LearnerLost
 from cotune.recording.records import PolicyRef
+from cotune.storage.protocol import Store
+from cotune.storage.run_layout import (
+    Rollback,
+    checkpoint_name,
+    latest_in,
+    newest_checkpoint,
+    read_identity,
+    read_run,
+)
+from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.best import find_best
-from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
+from cotune.trainer.checkpoint import Checkpoint, load_checkpoint, remove_checkpoint
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.rollout.episodes import RolloutPipeline
 from cotune.trainer.run import Run
-from cotune.trainer.updates import publish_version
+from cotune.trainer.run_folder import RunFolder, write_atomically
+from cotune.trainer.schedules.opponents import drop_opponents
+from cotune.trainer.updates import OPPONENTS, publish_version
 from cotune.trainer.warm_start import warm_start
 
 
@@ -30,16 +43,70 @@ async def restore(run: Run, checkpoint: Checkpoint, path: Path) -> list[str]:
         name, _, version = served.rpartition("@")
         await run.sampler.retire(PolicyRef(name, int(version)))
     run.published.clear()
+    timeline, versions = _timeline(run, checkpoint)
     mark_consumed(run, checkpoint)
     consumed = run.store.consumed().items()
     run.consumed = {group for group, step in consumed if step < checkpoint.steps} | checkpoint.ledger.keys()
-    run.state = msgspec.structs.replace(checkpoint, policies=policies, ledger={}, members={}, new_roles=())
+    now = {"policies": policies, "versions": versions, "timeline": timeline}
+    run.state = msgspec.structs.replace(checkpoint, **now, ledger={}, members={}, new_roles=())
     run.committed = checkpoint.steps
     run.folder.truncate_metrics(checkpoint.steps)
     notes = find_best(run)
-    for policy, number in checkpoint.versions.items():
+    for policy, number in versions.items():
         await publish_version(run, policy, number)
     return notes
+
+
+def _timeline(run: Run, checkpoint: Checkpoint) -> tuple[int, dict[str, int]]:
+    """How many rollbacks the run has made, and the versions that the policies of the checkpoint have now: after a
+    rollback new ones, as those after them are taken. What was kept of abandoned steps is removed."""
+    rollbacks, versions = read_run(run.folder.path).rollbacks, dict(checkpoint.versions)
+    for path in run.folder.checkpoints.glob("step-*"):
+        if read_identity(path).abandoned(rollbacks):
+            remove_checkpoint(path)
+    taken = [rollback.versions for rollback in rollbacks]
+    run.abandoned_versions = {name: max(of.get(name, 0) for of in taken) for name in set().union(*taken)}
+    if checkpoint.timeline < len(rollbacks):
+        for name, last in run.abandoned_versions.items():
+            drop_opponents(run.folder.path / OPPONENTS, PolicyRef(name, versions.get(name, 0)))
+            if name in run.state.policies.specs:
+                versions[name] = last + 1
+    return len(rollbacks), versions
+
+
+def go_back(folder: RunFolder, store: Store, rollback: Rollback) -> None:
+    """Go back to an earlier checkpoint of a run, and abandon the steps after it."""
+    described = folder.described
+    rollbacks = [*described.get("rollbacks", ()), msgspec.to_builtins(rollback)]
+    folder.describe_as({**described, "rollbacks": rollbacks})
+    _abandon(folder, store, rollback, len(rollbacks))
+
+
+def finish_going_back(folder: RunFolder) -> None:
+    """Finish a rollback that run.json tells of where it broke off."""
+    rollbacks, newest = read_run(folder.path).rollbacks, newest_checkpoint(folder.checkpoints)
+    if newest is not None and read_identity(newest).abandoned(rollbacks):
+        with SqliteStore.open(folder.records) as store:
+            _abandon(folder, store, rollbacks[-1], len(rollbacks))
+
+
+def _abandon(folder: RunFolder, store: Store, rollback: Rollback, number: int) -> None:
+    """Mark what belongs to the steps after those that a rollback keeps. Done again, it changes nothing."""
+    why = f"the run was rolled back to step {rollback.to}"
+    for step in itertools.count(rollback.to):
+        found = list(store.episodes(training_step=step))
+        if not found and step > rollback.steps:
+            break
+        store.write(
+            [
+                msgspec.structs.replace(e, status="abandoned", error=f"{why}; {e.error}" if e.error else why)
+                for e in found
+                if e.status != "abandoned"
+            ]
+        )
+    store.flush()
+    folder.abandon_metrics(rollback.to, number)
+    write_atomically(latest_in(folder.checkpoints), checkpoint_name(rollback.to).encode())
 
 
 async def begin_from(run: Run, source: str, names: Collection[str] | None = None) -> list[str]:
@@ -49,7 +116,7 @@ async def begin_from(run: Run, source: str, names: Collection[str] | None = None
     """
     begun, notes = await warm_start(source, run.config.model, run.state.policies, run.learner, names)
     for name in begun:
-        await publish_version(run, name, 1)
+        await publish_version(run, name, run.next_version(name))
     return notes
 
 

@@ -13,7 +13,7 @@ from cotune.algorithms.prepare import Prepared
 from cotune.algorithms.recipes import Recipe
 from cotune.policies import Policies
 from cotune.recording.records import PolicyRef, Task
-from cotune.sampling.plans import Plan
+from cotune.sampling.plans import Plan, seed_of
 from cotune.sampling.protocol import ChatFormat, Sampler
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import Best
@@ -66,8 +66,20 @@ class Run:
     collapsed: bool = False
     best: dict[str, Best] = field(default_factory=dict)
     """By policy, the checkpoint of its best evaluation."""
+    abandoned_versions: dict[str, int] = field(default_factory=dict)
+    """By policy, the last version that was served before a rollback."""
     learner_restarts: int = 0
     _working: asyncio.Future[Any] | None = None
+
+    @property
+    def seed(self) -> int:
+        """What the run draws from: after a rollback other numbers, so that what was abandoned is not repeated."""
+        timeline = self.state.timeline
+        return seed_of(self.config.seed, "timeline", timeline) if timeline else self.config.seed
+
+    def next_version(self, policy: str) -> int:
+        """The version after all that a policy ever had, those that a rollback has abandoned included."""
+        return max(self.state.versions.get(policy, 0), self.abandoned_versions.get(policy, 0)) + 1
 
     @property
     def finished(self) -> bool:
@@ -153,5 +165,5 @@ class Run:
         found = players(self.policies_at(step), self.state.versions)
         if past := past_role(routing, step):
             versions = {0, *(proof.policy.version for proof in self.published.get(found[past].name, ()))}
-            found[past] = opponent(routing, step, found[past], versions, self.config.seed)
+            found[past] = opponent(routing, step, found[past], versions, self.seed)
         return found

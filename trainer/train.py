@@ -36,6 +36,7 @@ from cotune.trainer.privileged import check_privileged
 from cotune.trainer.reporting.loggers import Loggers
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.summary import RunSummary, sum_up
+from cotune.trainer.restore import finish_going_back
 from cotune.trainer.resume import apply_changes, base_digests, check_base, check_tasks, tasks_digest
 from cotune.trainer.run import Run
 from cotune.trainer.run_folder import RunFolder
@@ -124,6 +125,7 @@ def resume(
         flow, listed = _resumed_app(folder, described, workflow, tasks)
         check_tasks(described, listed)
         tidy_checkpoints(folder.checkpoints)
+        finish_going_back(folder)
         saved = load_checkpoint(folder.checkpoints)
         done = saved[0].steps if saved else 0
         was = _as_started(described, folder.path)

@@ -60,7 +60,7 @@ async def publish(run: Run, rows: Mapping[str, Sequence[TrainRow]], updates: Upd
     """Publish the next version of every policy that has moved."""
     for name in moved(updates):
         probe = probe_prompts(row.prompt_ids for row in rows[name])
-        await publish_version(run, name, run.state.versions.get(name, 0) + 1, probe=probe)
+        await publish_version(run, name, run.next_version(name), probe=probe)
 
 
 async def publish_version(run: Run, policy: str, version: int, *, probe: Sequence[Sequence[int]] = ()) -> None:

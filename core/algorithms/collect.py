@@ -177,6 +177,8 @@ def failure_of(episode: Episode, on_failure: OnFailure) -> Failure | None:
 def _episode_reason(episode: Episode, plan: PlanKind, on_failure: OnFailure) -> str | None:
     if episode.status == "ok":
         return None
+    if episode.status == "abandoned":
+        return "abandoned"
     if episode.status == "cancelled" or on_failure == "exclude":
         return "failed_episode"
     return "outage" if plan != "tree" and not is_outcome(episode) else None

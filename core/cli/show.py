@@ -20,6 +20,7 @@ from cotune.recording.images import content_text
 from cotune.recording.records import CallRecord, Episode, candidate_id
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 from cotune.storage.outcomes import outcome_means
+from cotune.storage.run_layout import is_run, read_run
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tables import BAD, GOOD, NAME, QUIET, answer_line, cells, first_line, grid, plural, scores, snippet, warn
 
@@ -30,10 +31,11 @@ CAUSES = 3
 
 _REWARDS_BY_ROLE = """
     SELECT role, name, avg(value) FROM rewards JOIN calls ON calls.id = substr(target, 1, instr(target, '.') - 1)
-    WHERE instr(target, '.') > 0 GROUP BY role, name ORDER BY name"""
+    WHERE instr(target, '.') > 0 AND episode NOT IN (SELECT id FROM episodes WHERE status = 'abandoned')
+    GROUP BY role, name ORDER BY name"""
 _EPISODES_BY_PHASE = """
     SELECT phase, count(*), sum(status = 'ok'), sum(status = 'error'), sum(status = 'cancelled'),
-           count(DISTINCT task), count(DISTINCT training_step),
+           sum(status = 'abandoned'), count(DISTINCT task), count(DISTINCT training_step),
            coalesce(avg(json_extract(body, '$.latency')), 0)
     FROM episodes GROUP BY phase ORDER BY min(id)"""
 _CALLS_BY_ROLE = """
@@ -85,11 +87,15 @@ def overview(store: SqliteStore) -> Iterable[RenderableType]:
     means: dict[str, dict[str, float]] = {}
     for phase, name, value, _ in store.rows(outcome_means(config_of(store).on_failure)):
         means.setdefault(phase, {})[name] = value
-    counts = grid("phase", "episodes>", "ok>", "error>", "cancelled>", "tasks>", "steps>", "seconds>", "mean reward")
-    for phase, *numbers, seconds in store.rows(_EPISODES_BY_PHASE):
-        total, good, errors, cancelled, tasks, steps = numbers
-        row = (phase, total, good, warn(errors), warn(cancelled), tasks, steps or "", f"{seconds:.2f}")
-        counts.add_row(*cells(row), scores(means.get(phase, {})))
+    phases = store.rows(_EPISODES_BY_PHASE)
+    back = ["abandoned>"] if any(abandoned for *_, abandoned, _, _, _ in phases) else []
+    ends = ("ok>", "error>", "cancelled>", *back)
+    counts = grid("phase", "episodes>", *ends, "tasks>", "steps>", "seconds>", "mean reward")
+    for phase, total, good, errors, cancelled, abandoned, tasks, steps, seconds in phases:
+        ended = (good, warn(errors), warn(cancelled), *([warn(abandoned)] if back else []))
+        counts.add_row(
+            *cells((phase, total, *ended, tasks, steps or "", f"{seconds:.2f}")), scores(means.get(phase, {}))
+        )
     yield counts
     yield ""
     own: dict[str, dict[str, float]] = {}
@@ -106,7 +112,11 @@ def overview(store: SqliteStore) -> Iterable[RenderableType]:
 
 
 def _causes(store: SqliteStore) -> Iterable[tuple[str, str]]:
-    """Why episodes failed, the commonest causes first, and the roles that the untrained model stands in for."""
+    """Rollbacks of the run, why episodes failed, the commonest causes first, and the roles that the untrained model
+    stands in for."""
+    for back in read_run(store.path.parent).rollbacks if is_run(store.path.parent) else ():
+        steps = f"steps {back.to + 1} to {back.steps}" if back.steps > back.to + 1 else f"step {back.steps}"
+        yield f"{steps} abandoned: rolled back to step {back.to}, as {back.why}\n", "yellow"
     for phase, cause, times in store.rows(_CAUSES, (CAUSES,)):
         yield f"{plural(times, 'episode')} of {phase} failed: {first_line(cause)}\n", BAD
     for role, calls in store.rows(_STOOD_IN, (UNTRAINED.name,)):

@@ -15,7 +15,8 @@ from cotune.ids import unpack_ids
 from cotune.sampling.blame import Blame
 
 CallStatus = Literal["ok", "error", "timeout", "cancelled", "malformed"]
-EpisodeStatus = Literal["ok", "error", "cancelled"]
+EpisodeStatus = Literal["ok", "error", "cancelled", "abandoned"]
+"""`abandoned` are episodes of steps that a rollback of their run has taken back."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):

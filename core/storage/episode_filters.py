@@ -6,6 +6,9 @@ from typing import Any
 
 import msgspec
 
+COUNTED = "status NOT IN ('cancelled', 'abandoned')"
+"""The condition of SQL that an episode counts in figures: it came to an end, and no rollback has taken it back."""
+
 
 class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
     """What is empty or None does not matter. `role` had a call in the episode; `low` and `high` bound the sum of its

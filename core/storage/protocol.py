@@ -13,7 +13,7 @@ class Store(Protocol):
 
     def write(self, records: Sequence[Record]) -> None:
         """Queue records, in order, to be committed together. The first of an id stands, but that an episode may be
-        written again as cancelled, which withdraws it. Never raises for a full disk: see `lost`."""
+        written again as cancelled or abandoned, which withdraws it. Never raises for a full disk: see `lost`."""
         ...
 
     def flush(self) -> None:

@@ -4,6 +4,7 @@ RUN/run.json           what is needed to repeat the run: config, workflow, tasks
 RUN/records.db         every episode, call, candidate and reward
 RUN/judge.db           what judges have answered and cost
 RUN/metrics.jsonl      one line per step
+RUN/abandoned.jsonl    the lines of steps that a rollback has abandoned
 RUN/end.json           why the run ended, where that was before its last step
 RUN/checkpoints/       step-000012/, `latest`, the name of the newest complete one, and best.json
 RUN/profile/           where the time of steps went that were profiled: step-000012.json, step-000012.trace.json.gz
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -35,6 +36,8 @@ RECORDS = "records.db"
 """Name of the records file in a run folder."""
 POLICIES = "policies.json"
 """Name of the file in a checkpoint that describes its policies."""
+CHECKPOINT = "checkpoint.json"
+"""Name of the file in a checkpoint that holds the state of the run."""
 BEST = "best.json"
 """Name of the file in the folder of checkpoints that names the best one of each policy."""
 _RUN = "run.json"
@@ -79,13 +82,37 @@ class Held(msgspec.Struct, frozen=True):
     base: dict[str, str] = {}
 
 
-class RunDescription(msgspec.Struct, frozen=True):
-    """What of run.json is read again. `model` is a folder or Hugging Face id, `workflow` where the workflow is."""
+class Rollback(msgspec.Struct, frozen=True):
+    """A return to the checkpoint after the first `to` of `steps` steps, and why; `versions` were those served then."""
 
+    to: int
+    steps: int
+    why: str = ""
+    versions: dict[str, int] = {}
+
+
+class RunDescription(msgspec.Struct, frozen=True):
+    """What of run.json is read again. `model` is a folder or Hugging Face id, `workflow` where the workflow is, and
+    `rollbacks` are those that the run has made, oldest first."""
+
+    id: str = ""
     model: str | None = None
     held: Held = Held()
     workflow: str | None = None
     config: RunConfig = RunConfig()
+    rollbacks: tuple[Rollback, ...] = ()
+
+
+class CheckpointIdentity(msgspec.Struct, frozen=True):
+    """What a checkpoint says of itself: its run by id, its steps, and how many rollbacks the run had made before."""
+
+    run: str = ""
+    steps: int | None = None
+    timeline: int = 0
+
+    def abandoned(self, rollbacks: Sequence[Rollback]) -> bool:
+        """Whether one of these rollbacks, those of its run, has abandoned it."""
+        return any((self.steps or 0) > rollback.to for rollback in rollbacks[self.timeline :])
 
 
 class SavedPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +165,7 @@ class RunLayout:
         self.run_json = self.path / _RUN
         self.records = self.path / RECORDS
         self.metrics = self.path / "metrics.jsonl"
+        self.abandoned = self.path / "abandoned.jsonl"
         self.end = self.path / "end.json"
         self.checkpoints = self.path / "checkpoints"
         self.profiles = self.path / "profile"
@@ -241,6 +269,14 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
     if not latest.is_file():
         return None
     return checkpoints / Path(latest.read_text(errors="replace").strip() or "?").name
+
+
+def read_identity(checkpoint: Path) -> CheckpointIdentity:
+    """What a checkpoint says of itself; nothing where that cannot be read."""
+    try:
+        return msgspec.json.decode((checkpoint / CHECKPOINT).read_bytes(), type=CheckpointIdentity)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return CheckpointIdentity()
 
 
 def read_best(checkpoints: Path) -> dict[str, Best]:

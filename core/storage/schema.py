@@ -98,7 +98,7 @@ _episodes = msgspec.json.Decoder(Episode)
 CONFLICTS = {
     **dict.fromkeys(("images", "messages", "segments", "calls"), "ON CONFLICT (id) DO NOTHING"),
     "episodes": "ON CONFLICT (id) DO UPDATE SET status = excluded.status, body = excluded.body "
-    "WHERE excluded.status = 'cancelled'",
+    "WHERE excluded.status IN ('cancelled', 'abandoned')",
     "rewards": "ON CONFLICT (target, name) DO UPDATE SET value = excluded.value, at = excluded.at",
 }
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -20,7 +20,7 @@ from cotune.integrations.http.requests import RequestError
 from cotune.integrations.openai.forms import Form
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode, Sink
-from cotune.recording.records import Episode, EpisodeStatus, RewardRecord, Task
+from cotune.recording.records import Episode, RewardRecord, Task
 
 log = logging.getLogger("cotune.gateway")
 
@@ -51,7 +51,7 @@ class EndEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     rewards: dict[Name, float] = {}
     metrics: dict[Name, float] = {}
-    status: EpisodeStatus = "ok"
+    status: Literal["ok", "error", "cancelled"] = "ok"
     error: Annotated[str, msgspec.Meta(max_length=10_000)] | None = None
 
 

@@ -155,8 +155,8 @@ class _Reading:
         ends = [self.root.end, *(chat.end for chat in self.chats)]
         metrics = decoded(found.get(names.METRICS))
         status: EpisodeStatus = "ok" if self.root.failed is None else "error"
-        if found.get(names.STATUS) == "cancelled":
-            status = "cancelled"
+        if (known := found.get(names.STATUS)) in ("cancelled", "abandoned"):
+            status = known
         task = Task(id=str(found.get(names.TASK) or self.root.trace), input=decoded(found.get(names.TASK_INPUT)))
         return Episode(
             id=self.id,

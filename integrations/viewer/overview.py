@@ -98,14 +98,17 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     judge_cost: float
     created: str
     episodes: int
+    abandoned: int
+    """Episodes of steps that a rollback has taken back."""
     calls: int
 
 
 def facts(run: OpenedRun) -> Facts:
     """What a run is, from its configuration and its metrics."""
     config, lines = run.config, run.metrics
-    counts = run.rows("SELECT (SELECT count(*) FROM episodes), (SELECT count(*) FROM calls)")
-    episodes, calls = counts[0] if counts else (0, 0)
+    abandoned = "(SELECT count(*) FROM episodes WHERE status = 'abandoned')"
+    counts = run.rows(f"SELECT (SELECT count(*) FROM episodes), {abandoned}, (SELECT count(*) FROM calls)")
+    episodes, abandoned, calls = counts[0] if counts else (0, 0, 0)
     kind = (config.get("plan") or {}).get("kind") or _plan_of(lines)
     usual = {str(plan): recipe for plan, recipe in USUAL.items()}
     total = config.get("steps")
@@ -119,6 +122,7 @@ def facts(run: OpenedRun) -> Facts:
         judge_cost=sum(line.get("counters", {}).get("judge.cost", 0.0) for line in lines),
         created=str(run.description.get("created") or ""),
         episodes=episodes,
+        abandoned=abandoned,
         calls=calls,
     )
 

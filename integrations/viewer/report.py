@@ -19,6 +19,7 @@ from cotune.integrations.viewer.rendering import asset, hues, render
 from cotune.reading.evaluations import StoredEvaluation
 from cotune.reading.headline import compared_modes
 from cotune.recording.records import Episode
+from cotune.storage.episode_filters import COUNTED
 from cotune.storage.whole_file import whole_file
 
 EPISODES = 5
@@ -96,14 +97,14 @@ def before_and_after(run: OpenedRun, evaluation: StoredEvaluation | None) -> tup
     if evaluation is not None and (pairs := _evaluated(run, evaluation)):
         return pairs, f"The same held-out tasks in {evaluation.name}: the first by their ids, whatever came of them."
     for phase, what in (("eval", "held-out"), ("train", "training")):
-        sql = """SELECT task, min(training_step), max(training_step) FROM episodes
-                 WHERE phase = ? AND status != 'cancelled' AND training_step >= 0
+        sql = f"""SELECT task, min(training_step), max(training_step) FROM episodes
+                 WHERE phase = ? AND {COUNTED} AND training_step >= 0
                  GROUP BY task HAVING min(training_step) < max(training_step)
                  ORDER BY max(training_step) - min(training_step) DESC, task LIMIT ?"""
         if found := run.rows(sql, (phase, EPISODES)):
             pairs = [_of_steps(run, phase, *row) for row in found]
             return pairs, f"The same {what} tasks in an early and a late step, whatever came of them."
-    latest = run.rows("SELECT id FROM episodes WHERE status != 'cancelled' ORDER BY id DESC LIMIT ?", (EPISODES,))
+    latest = run.rows(f"SELECT id FROM episodes WHERE {COUNTED} ORDER BY id DESC LIMIT ?", (EPISODES,))
     pairs = [Pair(task="", before=None, after=_told(run, id, "episode")) for (id,) in latest]
     if not run.is_run or not latest:
         return pairs, "The latest episodes."
@@ -130,7 +131,7 @@ def _evaluated(run: OpenedRun, evaluation: StoredEvaluation) -> list[Pair]:
 
 
 def _of_steps(run: OpenedRun, phase: str, task: str, first: int, last: int) -> Pair:
-    sql = "SELECT min(id) FROM episodes WHERE phase = ? AND task = ? AND training_step = ? AND status != 'cancelled'"
+    sql = f"SELECT min(id) FROM episodes WHERE phase = ? AND task = ? AND training_step = ? AND {COUNTED}"
     ids = [run.rows(sql, (phase, task, step))[0][0] for step in (first, last)]
     before, after = (
         _told(run, id, f"{when}: step {step + 1}")

@@ -8,6 +8,7 @@ import msgspec
 
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.integrations.viewer.queries import SUCCESS
+from cotune.storage.episode_filters import COUNTED
 from cotune.storage.outcomes import IS_OUTCOME, LOWEST_SUM, outcome_sum
 
 PAGE = 60
@@ -54,7 +55,7 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "") -> TaskPa
     value = f"CASE WHEN {IS_OUTCOME} THEN coalesce({SUCCESS}, 0) END" if asked else reward
     sql = f"""WITH of_task AS MATERIALIZED (
                   SELECT task, count(*) AS n, avg(v) AS mean, min(v) AS low, max(v) AS high
-                  FROM (SELECT task, {value} AS v FROM episodes WHERE phase = ? AND status != 'cancelled')
+                  FROM (SELECT task, {value} AS v FROM episodes WHERE phase = ? AND {COUNTED})
                   GROUP BY task)
               """
     counts = run.rows(
@@ -87,7 +88,8 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "") -> TaskPa
 
 def _columns(run: OpenedRun, phase: str) -> tuple[tuple[int, int], ...]:
     """First and last step of each column."""
-    sql = "SELECT DISTINCT training_step + 1 FROM episodes WHERE phase = ? AND training_step IS NOT NULL ORDER BY 1"
+    sql = f"""SELECT DISTINCT training_step + 1 FROM episodes WHERE phase = ? AND {COUNTED}
+              AND training_step IS NOT NULL ORDER BY 1"""
     steps = [step for (step,) in run.rows(sql, (phase,))]
     width = max(1, -(-len(steps) // COLUMNS))
     return tuple((steps[i], steps[min(i + width, len(steps)) - 1]) for i in range(0, len(steps), width))
@@ -101,7 +103,7 @@ def _cells(
     place = {step: at for at, (first, last) in enumerate(steps) for step in range(first, last + 1)}
     sql = f"""SELECT task, training_step + 1, count(v), sum(v) FROM (
                   SELECT task, training_step, {value} AS v FROM episodes
-                  WHERE phase = ? AND status != 'cancelled' AND task IN ({",".join("?" * len(names))})
+                  WHERE phase = ? AND {COUNTED} AND task IN ({",".join("?" * len(names))})
                   AND training_step IS NOT NULL) GROUP BY task, training_step"""
     sums: dict[str, list[list[float]]] = {name: [[0, 0.0] for _ in steps] for name in names}
     for task, step, n, total in run.rows(sql, (phase, *names)):

@@ -35,7 +35,11 @@ def read_recorded(
     with SqliteStore.open(path, read_only=True) as store:
         episodes: dict[str, Episode] = {}
         for episode in store.episodes():
-            if episode.fork is None and not episode.phase.startswith(("eval", "check", JUDGING)):
+            if (
+                episode.fork is None
+                and episode.status != "abandoned"
+                and not episode.phase.startswith(("eval", "check", JUDGING))
+            ):
                 episodes.setdefault(episode.task.id, episode)
         if not episodes:
             raise ConfigError("records", str(path), "records with finished episodes", "Record some with cotune trace.")

@@ -99,6 +99,8 @@ def _recorded(run: Run, step: int) -> tuple[list[Span], list[Span]]:
     """Episodes of the step, as spans of the application, and their calls."""
     episodes, calls = [], []
     for episode in run.store.episodes(training_step=step):
+        if episode.status == "abandoned":
+            continue
         episodes.append(Span("application", episode.started, episode.started + episode.latency))
         for call in run.store.calls(episode.id):
             calls.append(Span("answering", call.started, call.started + call.latency))

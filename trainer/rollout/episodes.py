@@ -50,7 +50,7 @@ def answering(run: Run, plan: Plan | None, policies: Mapping[str, PolicyRef], st
         override={"temperature": config.sampling.temperature, **UNSHAPED},
         provider_roles=tuple(run.provider_roles),
         others=stand_in(config.other_roles),
-        seed=config.seed,
+        seed=config.seed if stream else run.seed,
         stream=stream,
     )
 

@@ -39,7 +39,7 @@ def forks_of(run: Run, trunk: Episode) -> Forks:
     able = [call for call in calls if _trainable(call, roles)]
     forkable = [call for call in able if repeatable(calls, call)]
     config = run.config.replay
-    seed = seed_of(run.config.seed, "forks", trunk.training_step, trunk.task.id)
+    seed = seed_of(run.seed, "forks", trunk.training_step, trunk.task.id)
     chosen = choose_forks(forkable, fork_rule(config.forks), config.forks_per_episode, seed)
     return Forks(chosen, len(able) - len(forkable), budget(calls, chosen, run.plan.k))
 

@@ -27,6 +27,13 @@ def keep_opponent(folder: Path, routing: RoutingConfig, policy: PolicyRef, weigh
         old.unlink()
 
 
+def drop_opponents(folder: Path, present: PolicyRef) -> None:
+    """Remove the kept versions of a policy after `present`, which a rollback has abandoned."""
+    for file in folder.glob(f"{present.name}@*.safetensors"):
+        if int(file.stem.rpartition("@")[2]) > present.version:
+            file.unlink()
+
+
 async def publish_opponents(
     sampler: Sampler, folder: Path, routing: RoutingConfig, present: PolicyRef, lora: LoraSpec | None
 ) -> list[Proof]:
