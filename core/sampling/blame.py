@@ -41,7 +41,7 @@ def refusal(status: int) -> bool:
 
 
 def _ours(error: BaseException) -> bool:
-    return isinstance(error, CotuneError) and not isinstance(error, WorkflowError | RequestRefused)
+    return isinstance(error, CotuneError) and not isinstance(error, WorkflowError | RequestRefused | ReplayDiverged)
 
 
 def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 import cotune
-from cotune.errors import EngineLost, RecordError, RequestRefused, SampleTimeout, WorkflowError
+from cotune.errors import EngineLost, RecordError, ReplayDiverged, RequestRefused, SampleTimeout, WorkflowError
 from cotune.sampling.blame import blame, refused
 
 REQUEST = httpx.Request("POST", "http://tool.test")
@@ -53,8 +53,8 @@ def test_the_same_from_a_call_to_a_model_is_the_infrastructures(error: Exception
     assert [blame(found, [error]) for found in wrappings(error)] == ["infrastructure"] * 3
 
 
-@pytest.mark.parametrize("error", REFUSED)
-def test_a_request_that_a_provider_refuses_is_the_policys(error: Exception) -> None:
+@pytest.mark.parametrize("error", [*REFUSED, ReplayDiverged("a", 0, "It asks something else.")])
+def test_a_request_that_is_refused_is_no_outage(error: Exception) -> None:
     assert refused(error)
 
 
