@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from cotune.integrations.viewer.curves import Chart, charts
+from cotune.integrations.viewer.curves import FIRST, Chart, charts, first_charts
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.integrations.viewer.overview import Totals, Use, facts, prices_of
 from cotune.reading.evaluations import StoredEvaluation, read_evaluation
@@ -36,8 +36,12 @@ def read_background(run: Path, evaluation: Path | None = None) -> Background:
     named = read_evaluation(evaluation) if evaluation else None
     opened = OpenedRun(run, run.name)
     try:
-        about, found = facts(opened), charts([opened])
-        told = headline(opened.metrics, [named], opened.rows) if named else opened.headline
+        about, found = facts(opened), first_charts(charts([opened]), most=len(FIRST))
+        told = (
+            headline(opened.metrics, [named], opened.rows, recipe=opened.config.get("recipe"))
+            if named
+            else opened.headline
+        )
         chosen = [next((c for c in found if c.section == section), None) for section in ("Outcome", "Roles")]
         return Background(
             recipe=about.recipe,

@@ -16,7 +16,7 @@ from cotune.algorithms.run_recipe import config_of
 from cotune.intervals import Interval, share
 from cotune.reading.evaluations import IN_TRAINING, EvaluatedMode, StoredEvaluation, read_evaluations
 from cotune.storage.outcomes import IS_OUTCOME, outcome_means
-from cotune.storage.run_layout import RECORDS, is_run, read_metrics
+from cotune.storage.run_layout import RECORDS, is_run, read_metrics, read_run_json
 from cotune.storage.sqlite_store import SqliteStore
 
 Kind = Literal["held_out", "role", "loss", "training", "selected", "recorded"]
@@ -24,6 +24,8 @@ Line = Mapping[str, Any]
 Rows = Callable[[str], Sequence[tuple[Any, ...]]]
 """Rows of a SELECT on the records of a run."""
 
+DISTILL = "distill"
+"""The recipe whose roles learn from a teacher; their rewards count for nothing."""
 SINGLE = "single samples"
 """The `path` of a step whose episodes are played as the policies play them."""
 PLAYED = (("trained", "base"), ("as_deployed", "base_as_deployed"), ("greedy", "base_greedy"))
@@ -67,33 +69,41 @@ def read_headline(path: Path | str) -> Headline:
     """The headline of a run folder, or of records. Raises RunError where the records cannot be opened."""
     folder = Path(path)
     lines = [*read_metrics(folder)] if is_run(folder) else []
+    recipe = (read_run_json(folder).get("config") or {}).get("recipe") if is_run(folder) else None
     evaluations = read_evaluations(folder) if folder.is_dir() else []
     records = folder / RECORDS if folder.is_dir() else folder
     if not records.is_file():
-        return headline(lines, evaluations)
+        return headline(lines, evaluations, recipe=recipe)
     with SqliteStore.open(records, read_only=True) as store:
-        return headline(lines, evaluations, store.rows, config_of(store).on_failure)
+        return headline(lines, evaluations, store.rows, config_of(store).on_failure, recipe=recipe)
 
 
 def headline(
-    lines: Sequence[Line], evaluations: Sequence[StoredEvaluation], rows: Rows | None = None, on_failure: str = "lowest"
+    lines: Sequence[Line],
+    evaluations: Sequence[StoredEvaluation],
+    rows: Rows | None = None,
+    on_failure: str = "lowest",
+    *,
+    recipe: str | None = None,
 ) -> Headline:
     """The headline from the lines of metrics.jsonl, the run's evaluations (oldest first) and its records, whose failed
     episodes count as `on_failure` says."""
     newest = next((found for found in reversed(evaluations) if compared_modes(found)), None)
     held_out = [*_evaluated(newest)] if newest else [*_held_out_lines(lines)]
-    found = [*held_out, *_losses(lines), *role_rewards(lines), *_outcomes(lines)]
+    taught = [*_distances(lines)] if recipe == DISTILL else []
+    rewards = role_rewards(lines, trained=recipe != DISTILL)
+    found = [*held_out, *_losses(lines), *taught, *rewards, *_outcomes(lines)]
     if not found and rows is not None:
         found = [*_recorded(rows, on_failure)]
     compared = newest.comparison(*compared_modes(newest)) if newest else None
     return Headline(changes=tuple(found), evaluation=newest, verdict=compared.verdict if compared else "")
 
 
-def role_rewards(lines: Sequence[Line]) -> Iterator[Change]:
+def role_rewards(lines: Sequence[Line], *, trained: bool = True) -> Iterator[Change]:
     """Mean reward of all candidates of each role, chosen or not, in the first and the last step that has any."""
     for role in sorted({role for line in lines for role in line.get("roles", {})}):
-        known = _by_step(lines, lambda line, role=role: line.get("roles", {}).get(role, {}).get("reward"))  # type: ignore[misc]
-        yield from _change(f"reward of {role}", "role", "mean reward of all the role's candidates", known)
+        what = f"mean reward of all the role's candidates{'' if trained else ', which nothing is trained on'}"
+        yield from _change(f"reward of {role}", "role", what, _of_role(lines, role, "reward"))
 
 
 def compared_modes(evaluation: StoredEvaluation) -> tuple[str, str] | tuple[()]:
@@ -158,15 +168,32 @@ def _held_out_lines(lines: Sequence[Line]) -> Iterator[Change]:
 
 
 def _losses(lines: Sequence[Line]) -> Iterator[Change]:
-    """Losses of roles that learn from records: held-out ones where there are any."""
-    roles = sorted({role for line in lines for role in line.get("roles", {})})
-    texts = {"held_out_loss": "loss on records that are not trained on", "loss": "loss on the records of a step"}
-    for role in roles:
-        for figure, what in texts.items():
-            known = _by_step(lines, lambda line, role=role, figure=figure: line["roles"].get(role, {}).get(figure))  # type: ignore[misc]
-            if known:
-                yield from _change(f"{figure.replace('held_out_', 'held-out ')} of {role}", "loss", what, known)
-                break
+    """Of roles that learn from records: the held-out loss whose weights are kept, else the loss; and the share of pairs
+    that are ranked right."""
+    for role in sorted({role for line in lines for role in line.get("roles", {})}):
+        held_out, loss, accuracy = (_of_role(lines, role, name) for name in ("held_out_loss", "loss", "accuracy"))
+        if held_out:
+            best = min(held_out, key=lambda step: (held_out[step].mean, step))
+            until = {step: found for step, found in held_out.items() if step <= best}
+            what = "lowest loss on records that are not trained on: the policy ends with these weights"
+            yield from _change(f"held-out loss of {role}", "loss", what, until)
+        else:
+            yield from _change(f"loss of {role}", "loss", "loss on the records of a step", loss)
+        what = "share of a step's pairs in which the better answer is the likelier one"
+        yield from _change(f"pairs of {role} ranked right", "loss", what, accuracy, percent=True)
+
+
+def _distances(lines: Sequence[Line]) -> Iterator[Change]:
+    """Of roles that learn from a teacher: how far they are from it."""
+    for role in sorted({role for line in lines for role in line.get("roles", {})}):
+        what = (
+            "divergence from the teacher on what the role samples, in nats per token: what is trained, lower is nearer"
+        )
+        yield from _change(f"distance of {role} from the teacher", "loss", what, _of_role(lines, role, "kl"))
+
+
+def _of_role(lines: Sequence[Line], role: str, name: str) -> dict[int, Interval]:
+    return _by_step(lines, lambda line: line.get("roles", {}).get(role, {}).get(name))
 
 
 def _outcomes(lines: Sequence[Line]) -> Iterator[Change]:
@@ -194,7 +221,9 @@ def _by_step(lines: Sequence[Line], of: Callable[[Line], float | None]) -> dict[
     return {line["step"] + 1: Interval(mean=value) for line in lines if (value := of(line)) is not None}
 
 
-def _change(name: str, kind: Kind, what: str, known: Mapping[int, Interval]) -> Iterator[Change]:
+def _change(
+    name: str, kind: Kind, what: str, known: Mapping[int, Interval], *, percent: bool = False
+) -> Iterator[Change]:
     """From the first to the last of a figure's values by step, if there are any."""
     steps = sorted(known)
     if not steps:
@@ -208,7 +237,7 @@ def _change(name: str, kind: Kind, what: str, known: Mapping[int, Interval]) -> 
         first_of=f"step {first}" if first != last else "",
         last=known[last],
         last_of=f"step {last}",
-        percent="success" in name.split(),
+        percent=percent or "success" in name.split(),
     )
 
 

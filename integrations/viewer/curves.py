@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from cotune.integrations.viewer.opened import OpenedRun
-from cotune.reading.headline import SINGLE
+from cotune.reading.headline import DISTILL, SINGLE
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +80,17 @@ BY_ROLE = (
     Metric("accuracy", "Pairs ranked right", "Share of pairs in which the better answer is the more likely one.", True),
     Metric("margin", "Margin of pairs", "How much more likely the better answer of a pair is, in nats."),
 )
+TAUGHT = {
+    "kl": Metric(
+        "kl",
+        "Distance from the teacher",
+        "Divergence from the teacher on what the role samples, in nats per token: what is trained. Should fall.",
+    ),
+    "reward": Metric(
+        "reward", "Reward", "Mean reward of the role's candidates. With a teacher nothing is trained on it."
+    ),
+}
+"""Figures that tell something else where roles learn from a teacher."""
 BY_POLICY = (
     Metric("loss", "Loss", "What the update lowers; its level says little, a jump much."),
     Metric("grad_norm", "Gradient norm", "Length of the gradient before it is bounded. Spikes are a bad sign."),
@@ -95,7 +106,10 @@ def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
         _held_out(runs, "reward", "Reward on held-out tasks", False),
         *_outcomes(runs, selected=False),
     ]
-    found += [_by_name(runs, "roles", metric, "Roles") for metric in BY_ROLE]
+    taught = all(run.config.get("recipe") == DISTILL for run in runs)
+    found += [
+        _by_name(runs, "roles", TAUGHT.get(metric.name, metric) if taught else metric, "Roles") for metric in BY_ROLE
+    ]
     found += [_by_name(runs, "policies", metric, "Policies") for metric in BY_POLICY]
     found += _outcomes(runs, selected=True)
     found += [
@@ -112,6 +126,18 @@ def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
         _figure(runs, "rows", "Candidates trained on", "Rows of the update."),
     ]
     return [chart for chart in found if chart is not None]
+
+
+FIRST = (
+    "Success on held-out tasks", "Reward on held-out tasks", "Held-out loss", "Distance from the teacher", "Reward",
+    "Pairs ranked right", "Loss", "Entropy",
+)  # fmt: skip
+"""Titles of the charts that say most of a run, the most telling first; nothing selected is among them."""
+
+
+def first_charts(found: Sequence[Chart], most: int = 3) -> list[Chart]:
+    """The most telling ones of a run's charts."""
+    return sorted((chart for chart in found if chart.title in FIRST), key=lambda c: FIRST.index(c.title))[:most]
 
 
 def _chart(lines: Iterable[tuple[str, OpenedRun, Mapping[int, Any]]], **about: Any) -> Chart | None:

@@ -95,7 +95,8 @@ class OpenedRun:
     @property
     def headline(self) -> Headline:
         """What the run comes to."""
-        return headline(self.metrics, self.evaluations, self.rows, self.config.get("on_failure", "lowest"))
+        on_failure, recipe = self.config.get("on_failure", "lowest"), self.config.get("recipe")
+        return headline(self.metrics, self.evaluations, self.rows, on_failure, recipe=recipe)
 
     @property
     def now(self) -> Now | None:

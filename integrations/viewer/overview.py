@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import USUAL
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.reading.causes import FAILED, Cause, causes
@@ -93,6 +94,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     plan: str
     model: str
     workflow: str
+    teacher: str
     steps: str
     seconds: float
     judge_cost: float
@@ -103,13 +105,45 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
 
 
+class Learned(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run learned from that samples nothing: the recorded answers of `path`. `answers` and their mean `tokens`
+    are by role, over all steps; `left_out` counts answers by reason."""
+
+    path: str
+    answers: dict[str, int]
+    tokens: dict[str, float]
+    left_out: dict[str, int]
+
+
+def learned(run: OpenedRun) -> Learned | None:
+    """None for a run that samples its answers itself."""
+    if run.config.get("recipe") not in FROM_RECORDS:
+        return None
+    answers: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()
+    for line in run.metrics:
+        left_out.update(line["left_out"])
+        for role, figures in line.get("roles", {}).items():
+            answers[role] += int(figures.get("rows", 0))
+            tokens[role] += figures.get("rows", 0) * figures.get("tokens_mean", 0.0)
+    records = run.config.get("records")
+    return Learned(
+        path=str(records.get("path", "")) if isinstance(records, dict) else "",
+        answers=dict(sorted(answers.items())),
+        tokens={role: tokens[role] / count if count else 0.0 for role, count in answers.items()},
+        left_out=dict(left_out.most_common()),
+    )
+
+
 def facts(run: OpenedRun) -> Facts:
     """What a run is, from its configuration and its metrics."""
     config, lines = run.config, run.metrics
     abandoned = "(SELECT count(*) FROM episodes WHERE status = 'abandoned')"
     counts = run.rows(f"SELECT (SELECT count(*) FROM episodes), {abandoned}, (SELECT count(*) FROM calls)")
     episodes, abandoned, calls = counts[0] if counts else (0, 0, 0)
-    kind = (config.get("plan") or {}).get("kind") or _plan_of(lines)
+    recorded = config.get("recipe") in FROM_RECORDS
+    kind = "" if recorded else (config.get("plan") or {}).get("kind") or _plan_of(lines)
     usual = {str(plan): recipe for plan, recipe in USUAL.items()}
     total = config.get("steps")
     return Facts(
@@ -117,6 +151,7 @@ def facts(run: OpenedRun) -> Facts:
         plan=str(kind),
         model=str(run.description.get("model") or config.get("model") or ""),
         workflow=str(run.description.get("workflow") or ""),
+        teacher=str((config.get("distill") or {}).get("teacher") or ""),
         steps=f"{len(lines)} of {total}" if total else str(len(lines) or ""),
         seconds=sum(sum(line.get("seconds", {}).values()) for line in lines),
         judge_cost=sum(line.get("counters", {}).get("judge.cost", 0.0) for line in lines),

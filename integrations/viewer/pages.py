@@ -23,15 +23,16 @@ from cotune.integrations.viewer import episode as episodes_of
 from cotune.integrations.viewer import evaluations as evaluated
 from cotune.integrations.viewer import queries
 from cotune.integrations.viewer.access import guarded
-from cotune.integrations.viewer.curves import charts
+from cotune.integrations.viewer.curves import charts, first_charts
 from cotune.integrations.viewer.opened import OpenedRun
-from cotune.integrations.viewer.overview import Prices, Totals, ending, facts, prices_of, total_cost, troubles
+from cotune.integrations.viewer.overview import Prices, Totals, ending, facts, learned, prices_of, total_cost, troubles
 from cotune.integrations.viewer.rendering import address, asset, doing, hues, plain, render
 from cotune.integrations.viewer.settings import settings
 from cotune.integrations.viewer.step_groups import MOST_EPISODES, ShownGroup, StepGroups, step_groups
 from cotune.integrations.viewer.tasks import tasks
 from cotune.integrations.viewer.timeline import timeline
 from cotune.integrations.viewer.tokens import shown_tokens
+from cotune.reading.headline import DISTILL
 
 ASSETS = {
     "viewer.css": "text/css",
@@ -94,6 +95,7 @@ class Viewer:
             "run": run,
             "state": run.state if run else "",
             "here": template.removesuffix(".html"),
+            "samples": run is None or learned(run) is None,
         }
         stamp = run.stamp if run else ""
         return HTMLResponse(render(template, **about, stamp=stamp, **values))
@@ -108,7 +110,6 @@ class Viewer:
     def overview(self, request: Request) -> Response:
         """What a run comes to."""
         run = self.run(request)
-        found = charts([run])
         return self.page(
             "overview.html",
             run,
@@ -116,10 +117,8 @@ class Viewer:
             headline=run.headline,
             troubles=troubles(run),
             ending=ending(run),
-            charts=[
-                *found[:1],
-                *(chart for chart in found[1:] if chart.title in ("Reward", "Entropy", "Held-out loss")),
-            ][:3],
+            charts=first_charts(charts([run])),
+            learned=learned(run),
             latest=queries.episodes(run, queries.Filters()).rows[:8],
         )
 
@@ -264,6 +263,7 @@ class Viewer:
             run,
             steps=steps,
             step=step,
+            taught=run.config.get("recipe") == DISTILL,
             found=found,
             left_out=line["left_out"] if line else found.left_out,
             candidates=line["rows"] + sum(line["left_out"].values()) if line else found.candidates,
@@ -367,7 +367,9 @@ def _failed(viewer: Viewer, request: Request, error: Exception) -> Response:
         else f"The server failed: {type(error).__name__}. Its log says more."
     )
     text = error.detail if isinstance(error, HTTPException) else known
-    page = render("error.html", runs=viewer.runs, run=None, state="", here="", stamp="", text=text, status=status)
+    page = render(
+        "error.html", runs=viewer.runs, run=None, state="", here="", samples=True, stamp="", text=text, status=status
+    )
     return HTMLResponse(page, status)
 
 

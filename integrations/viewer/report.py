@@ -13,7 +13,7 @@ from cotune.integrations.viewer.curves import charts
 from cotune.integrations.viewer.episode import ShownCall
 from cotune.integrations.viewer.evaluations import chosen, episodes_of_modes, show_evaluation
 from cotune.integrations.viewer.opened import OpenedRun, open_runs
-from cotune.integrations.viewer.overview import Prices, Totals, ending, facts, prices_of, total_cost, troubles
+from cotune.integrations.viewer.overview import Prices, Totals, ending, facts, learned, prices_of, total_cost, troubles
 from cotune.integrations.viewer.queries import roles
 from cotune.integrations.viewer.rendering import asset, hues, render
 from cotune.reading.evaluations import StoredEvaluation
@@ -79,6 +79,7 @@ def report(run: OpenedRun, prices: Prices) -> str:
         styles=styles,
         facts=facts(run),
         headline=found,
+        learned=learned(run),
         evaluated=show_evaluation(run, evaluation, size=TASKS) if evaluation else None,
         troubles=troubles(run),
         ending=ending(run),
