@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,21 +14,26 @@ from cotune.trainer.config.guard import GuardConfig
 from cotune.trainer.restore import go_back
 from cotune.trainer.run import Run
 
+Line = Mapping[str, Any]
+Watched = Literal["each", "together", "none"]
+
 NOISE = 4.0
 """Standard errors that a fall must exceed."""
 
 
-def collapse(lines: Sequence[Mapping[str, Any]], config: GuardConfig) -> str | None:
+def collapse(lines: Sequence[Line], config: GuardConfig, rewards: Watched = "each") -> str | None:
     """What has collapsed in the last `window` steps of these metrics, in one sentence; None where nothing has.
 
     A reward has where its mean over the window is below that of the best window by more than `reward_drop` of what the
     run had gained since its first window (or of half the best, if that is more), and by more than four standard errors
-    of both. The rewards watched are the mean outcome of each name, and each role's.
+    of both. Watched is what each role is trained on, or its mean over the roles where they are taken `together`, as one
+    may gain what another loses.
     """
     if len(lines) < config.window:
         return None
-    for name in sorted({name for line in lines for name in _rewards(line)}):
-        series = [value for line in lines if (value := _rewards(line).get(name)) is not None]
+    watched = [_watched(line, rewards) for line in lines]
+    for name in sorted({name for own in watched for name in own}):
+        series = [own[name] for own in watched if name in own]
         if said := _fallen(name, series, config):
             return said
     for role in sorted({role for line in lines for role in line["roles"]}):
@@ -42,19 +47,26 @@ def collapse(lines: Sequence[Mapping[str, Any]], config: GuardConfig) -> str | N
     return None
 
 
-def best_window(lines: Sequence[Mapping[str, Any]], window: int) -> int | None:
-    """Steps done at the end of the window whose mean reward, of all names together, was the best; None without one."""
-    totals = [sum(_rewards(line).values()) for line in lines]
+def best_window(lines: Sequence[Line], window: int) -> int | None:
+    """Steps done at the end of the window whose mean reward, over all roles, was the best; None without one."""
+    totals = [(line["step"] + 1, mean) for line in lines if math.isfinite(mean := _mean([*_rewards(line).values()]))]
     if len(totals) < window:
         return None
-    means = np.convolve(totals, np.full(window, 1 / window), "valid")
-    return int(lines[int(np.argmax(means)) + window - 1]["step"]) + 1
+    means = np.convolve([mean for _, mean in totals], np.full(window, 1 / window), "valid")
+    return int(totals[int(np.argmax(means)) + window - 1][0])
+
+
+def of_one_level(lines: Sequence[Line], level: Callable[[int], int]) -> list[Line]:
+    """The lines since the tasks last became harder or easier, by the `level` of a step: only these compare."""
+    return [line for line in lines if level(line["step"]) == level(lines[-1]["step"])]
 
 
 def watch(run: Run) -> None:
     """End the run where training has collapsed."""
     if run.config.guard.action != "off":
-        said = collapse(list(read_metrics(run.folder.path)), run.config.guard)
+        how = run.recipe.attribution
+        rewards: Watched = "together" if how.seats or any("/" in name for name in how.weights) else "each"
+        said = collapse(_lines(run), run.config.guard, "none" if run.recipe.loss.kl_to == "teacher" else rewards)
         if said is not None:
             run.ended = f"the guard: {said}"
             run.collapsed = True
@@ -64,10 +76,19 @@ def safe_checkpoint(run: Run) -> str | None:
     """Name of the newest checkpoint that is no younger than the best window's end; None where there is none."""
     if run.config.guard.action != "roll_back":
         return None
-    end = best_window(list(read_metrics(run.folder.path)), run.config.guard.window)
+    lines = _lines(run)
+    end = best_window(lines, run.config.guard.window)
+    if end is None and lines and lines[0]["step"]:
+        end = lines[0]["step"]  # before these tasks
     there = [steps_of(path) for path in run.folder.checkpoints.glob("step-*")]
     before = [steps for steps in [*there, run.state.steps] if end is not None and steps <= end]
     return checkpoint_name(max(before)) if before else None
+
+
+def _lines(run: Run) -> list[Line]:
+    """The metrics of the steps that compare with the last one."""
+    lines = list(read_metrics(run.folder.path))
+    return of_one_level(lines, run.schedule.level) if lines else []
 
 
 def roll_back(run: Run) -> None:
@@ -95,10 +116,16 @@ def _fallen(name: str, series: Sequence[float], config: GuardConfig) -> str | No
     return f"{name} fell from {means[best]:.3f} to {means[-1]:.3f} (means over {window} steps)"
 
 
-def _rewards(line: Mapping[str, Any]) -> dict[str, float]:
-    outcome = {f"the outcome {name}": value for name, value in line["outcome"].items() if value is not None}
-    roles = line["roles"].items()
-    return outcome | {f"the reward of role {role}": own["reward"] for role, own in roles if "reward" in own}
+def _watched(line: Line, rewards: Watched) -> dict[str, float]:
+    own = _rewards(line)
+    if rewards == "each":
+        return {f"the reward of role {role}": value for role, value in own.items()}
+    return {"the mean reward of all roles": _mean([*own.values()])} if own and rewards == "together" else {}
+
+
+def _rewards(line: Line) -> dict[str, float]:
+    """What each role is trained on, each task once: fewer episodes of easy tasks change nothing."""
+    return {role: own["task_reward"] for role, own in line["roles"].items() if "task_reward" in own}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
+from statistics import fmean
 
 import msgspec
 import numpy as np
@@ -24,10 +26,11 @@ from cotune.storage.protocol import Store
 class RoleStats(msgspec.Struct, frozen=True, kw_only=True):
     """One role in one step. Rewards are the recipe's mixed ones.
 
-    `reward` is the mean over all samples that have one, kept or not. `groups` counts groups of two or more,
-    `group_spread` is the mean of their standard deviations (population), `zero_variance` the share whose rewards
-    are all equal. `kept` counts the samples that are trained on. `truncated` is the share of all samples that were cut
-    at their length limit, `overlong` of those that lose reward by their length.
+    `reward` is the mean over all samples that have one, kept or not, and `task_reward` that of the means of each task,
+    which does not move where some tasks get more samples than others. `groups` counts groups of two or more,
+    `group_spread` is the mean of their standard deviations (population), `zero_variance` the share whose rewards are
+    all equal. `kept` counts the samples that are trained on. `truncated` is the share of all samples that were cut at
+    their length limit, `overlong` of those that lose reward by their length.
     """
 
     samples: int
@@ -38,6 +41,7 @@ class RoleStats(msgspec.Struct, frozen=True, kw_only=True):
     zero_variance: float
     truncated: float = 0.0
     overlong: float = 0.0
+    task_reward: float = math.nan
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,6 +270,7 @@ def _role_stats(
     totals = np.bincount(role, minlength=len(names))
     having = np.bincount(role, ~np.isnan(reward), minlength=len(names))
     sums = np.bincount(role, np.nan_to_num(reward), minlength=len(names))
+    by_task = _means_by_task(samples, reward)
     kept = Counter(s.role for s in trained)
     cut = np.bincount(role, [s.truncated for s in samples], minlength=len(names))
     long = np.bincount(role, overlong(samples, attribution) > 0, minlength=len(names))
@@ -286,5 +291,19 @@ def _role_stats(
             zero_variance=float(stats.flat[own].mean()) if own else 0.0,
             truncated=float(cut[i] / totals[i]),
             overlong=float(long[i] / totals[i]),
+            task_reward=fmean(by_task[str(name)]) if str(name) in by_task else math.nan,
         )
     return result
+
+
+def _means_by_task(samples: Sequence[Sample], reward: Floats) -> dict[str, list[float]]:
+    """The mean reward of each task that has one, by role."""
+    place, pairs = codes([(s.role, s.task) for s in samples])
+    having = np.bincount(place, ~np.isnan(reward), minlength=len(pairs))
+    sums = np.bincount(place, np.nan_to_num(reward), minlength=len(pairs))
+    found: dict[str, list[float]] = {}
+    for i, pair in enumerate(pairs):
+        assert isinstance(pair, tuple)
+        if having[i]:
+            found.setdefault(pair[0], []).append(float(sums[i] / having[i]))
+    return found

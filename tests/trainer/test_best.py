@@ -166,10 +166,9 @@ def test_settings_that_do_not_fit(trainer: Trainer, settings: dict[str, Any], fi
 
 
 def lines(rewards: Sequence[float], **figures: Sequence[float]) -> list[dict[str, Any]]:
-    """Metrics of steps with these outcomes, and these figures of the role `a`."""
-    roles = [{name: values[i] for name, values in figures.items()} for i in range(len(rewards))]
+    """Metrics of steps with these rewards, and these figures, of the role `a`."""
     return [
-        {"step": i, "outcome": {"team": reward}, "roles": {"a": roles[i]}, "held_out": {}}
+        {"step": i, "roles": {"a": {"task_reward": reward, **{name: of[i] for name, of in figures.items()}}}}
         for i, reward in enumerate(rewards)
     ]
 
@@ -182,13 +181,13 @@ GUARD = GuardConfig(action="stop", window=2)
     [
         # gained 0.75 from 0.25; half of that is lost at once, but 4 standard errors of (1, 0) are 2
         ([0.0, 0.5, 1.0, 1.0, 0.0], None),
-        ([0.0, 0.5, 1.0, 1.0, 0.0, 0.0], "the outcome team fell from 1.000 to 0.000 (means over 2 steps)"),
+        ([0.0, 0.5, 1.0, 1.0, 0.0, 0.0], "the reward of role a fell from 1.000 to 0.000 (means over 2 steps)"),
         # 0.375 is half of what was gained
         ([0.0, 0.5, 1.0, 1.0, 0.65, 0.65], None),
-        ([0.0, 0.5, 1.0, 1.0, 0.6, 0.6], "the outcome team fell from 1.000 to 0.600 (means over 2 steps)"),
+        ([0.0, 0.5, 1.0, 1.0, 0.6, 0.6], "the reward of role a fell from 1.000 to 0.600 (means over 2 steps)"),
         # nothing gained: half of half the best is 0.225
         ([0.9, 0.9, 0.7, 0.7], None),
-        ([0.9, 0.9, 0.6, 0.6], "the outcome team fell from 0.900 to 0.600 (means over 2 steps)"),
+        ([0.9, 0.9, 0.6, 0.6], "the reward of role a fell from 0.900 to 0.600 (means over 2 steps)"),
         ([0.9, 0.1], None),
         ([0.5] * 9, None),
     ],
@@ -225,7 +224,7 @@ def test_a_run_that_collapses_ends_and_may_go_back_to_its_best_time(trainer: Tra
     summary = trainer(application(fading), guard={"action": action, "window": 2}, **settings)
     run: Path = trainer.folder / "run"
     back = "; rolled back to step-000004" if action == "roll_back" else ""
-    assert summary.ended == f"the guard: the outcome team fell from 1.000 to 0.000 (means over 2 steps){back}"
+    assert summary.ended == f"the guard: the reward of role first fell from 1.000 to 0.000 (means over 2 steps){back}"
     assert summary.steps == 6 and newest_checkpoint(run / "checkpoints") == run / "checkpoints" / latest
     ran[0] = 6 * 3
     again = trainer.resume(application(fading), guard={"action": "off"}, steps=7)

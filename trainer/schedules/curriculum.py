@@ -39,8 +39,12 @@ class Curriculum:
 
     def of(self, step: int) -> list[Task]:
         """The tasks of `step`."""
-        level = min(step // self._level_steps, len(self._parts) - 1)
+        level = self.level(step)
         return self._parts[level].of(step - level * self._level_steps)
+
+    def level(self, step: int) -> int:
+        """The number of the level that `step` takes its tasks from; the last one is all of them."""
+        return min(step // self._level_steps, len(self._parts) - 1)
 
 
 def schedule_of(

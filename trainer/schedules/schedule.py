@@ -20,6 +20,10 @@ class Schedule(Protocol[Item]):
         """What `step` (from 0) takes."""
         ...
 
+    def level(self, step: int) -> int:
+        """Equal for steps that take from the same tasks."""
+        ...
+
 
 class TaskSchedule(Generic[Item]):
     """The tasks (or recorded episodes) of each step (from 0): passes over all, each in a new random order.
@@ -44,6 +48,10 @@ class TaskSchedule(Generic[Item]):
         while (at := len(self._drawn)) <= step:
             self._drawn.append(self._draw([count for first, count in self._counts if first <= at][-1]))
         return [self._tasks[index] for index in self._drawn[step]]
+
+    def level(self, step: int) -> int:
+        """All steps take from the same tasks."""
+        return 0
 
     def _draw(self, count: int) -> list[int]:
         if count >= len(self._tasks):

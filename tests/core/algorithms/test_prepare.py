@@ -55,8 +55,8 @@ def test_a_step_of_two_roles():
     assert prepared.left_out == {"zero_variance": 2, "missing_reward": 1, "group_of_one": 1}
     assert set(prepared.left_out) <= set(REASONS)
     assert prepared.roles == {
-        "a": RoleStats(samples=5, kept=2, reward=2.8, groups=2, group_spread=0.25, zero_variance=0.5),
-        "b": RoleStats(samples=3, kept=2, reward=2.0, groups=1, group_spread=1.0, zero_variance=0.0),
+        "a": RoleStats(samples=5, kept=2, reward=2.8, groups=2, group_spread=0.25, zero_variance=0.5, task_reward=2.8),
+        "b": RoleStats(samples=3, kept=2, reward=2.0, groups=1, group_spread=1.0, zero_variance=0.0, task_reward=2.0),
     }
     assert prepared.reward == pytest.approx(18 / 7)
     assert prepared.warnings == (
