@@ -161,7 +161,9 @@ async def _open(
         sampler = await starting
         info = await sampler.info()
     except BaseException:
-        await (await starting).aclose()
+        starting.cancel()
+        if starting.done() and not starting.cancelled() and starting.exception() is None:
+            await starting.result().aclose()
         raise
     return LocalPolicies(Restarting(opened, sampler), chat, served, left, info.max_model_len)
 

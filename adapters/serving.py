@@ -153,8 +153,8 @@ def serving_local(
 
 
 def serve(source: str | Path, say: Callable[[str], None], **options: Any) -> None:
-    """Serve until Ctrl-C or SIGTERM; `options` are those of `serving`, `say` receives what to show."""
-    with stopped_by_signals(), serving(source, **options) as endpoint:
+    """Serve until Ctrl-C, SIGTERM or SIGHUP; `options` are those of `serving`, `say` receives what to show."""
+    with serving(source, **options) as endpoint, stopped_by_signals():
         say(f"Serving {source} at {endpoint.url}")
         local = endpoint.local
         for name, entry in local.served.items():

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests import ends_with
 from tests.ports import free_port
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -83,7 +84,7 @@ class Reader:
 
     def serve(self, words: list[str], port: int) -> None:
         """Start a server as in a second terminal, until it listens."""
-        self._server = subprocess.Popen(words, **self._how())
+        self._server = subprocess.Popen(words, preexec_fn=ends_with.this_process, **self._how())
         self._until_open(port)
 
     def run(self, command: str) -> tuple[int, str]:

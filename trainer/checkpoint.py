@@ -151,7 +151,7 @@ def commit_checkpoint(
         first = "Free some space" if is_full(error) else "Put that right"
         raise RunError(
             f"The checkpoint after {checkpoint.steps} steps cannot be written: {error}.",
-            f"{first}, then go on with: cotune train --resume {folder.path}",
+            f"{first}, then {folder.way_on}",
         ) from error
 
 

@@ -84,7 +84,8 @@ async def open_run(
         learner: Learner
         if cluster is None:
             say(f"loading the weights to train: {', '.join(trained)} ...")
-            runner, learner = LocalRunner(workflow, sampler, chat), _local_learner(config, policies, loss)
+            learner = await asyncio.to_thread(_local_learner, config, policies, loss)
+            runner = LocalRunner(workflow, sampler, chat)
         else:
             sampler = await cluster.complete(policies, sampler)
             say(f"loading the weights to train: {', '.join(trained)} ...")
@@ -182,20 +183,15 @@ async def _open_model(
     say(f"loading the model {config.model} ..." if cluster is None else f"starting Ray ({config.cluster.address}) ...")
     loading = asyncio.get_running_loop().run_in_executor(None, _load_chat, config.model, config.tool_format)
     if cluster is not None:
-        try:
-            cluster.open_ray()
-        finally:
-            chat = await loading
-        return await cluster.open_sampler(), chat
-    try:
-        sampling = config.sampling
-        sampler = await TransformersSampler.open(
-            config.model, threads=sampling.threads, prefix_cache=sampling.prefix_bytes()
-        )
-        stack.push_async_callback(sampler.aclose)
-    finally:
+        cluster.open_ray()
         chat = await loading
-    return sampler, chat
+        return await cluster.open_sampler(), chat
+    sampling = config.sampling
+    sampler = await TransformersSampler.open(
+        config.model, threads=sampling.threads, prefix_cache=sampling.prefix_bytes()
+    )
+    stack.push_async_callback(sampler.aclose)
+    return sampler, await loading
 
 
 def _load_chat(model: str, tool_format: str) -> ChatFormat:

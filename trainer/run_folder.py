@@ -93,6 +93,11 @@ class RunFolder(RunLayout):
         found: str | None = self.described["workflow"]
         return found
 
+    @property
+    def way_on(self) -> str:
+        """What to do after a failure: of a run without a checkpoint nothing is kept."""
+        return f"go on with: cotune train --resume {self.path}" if self.latest.exists() else "start the run again"
+
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         with self.metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -150,15 +155,15 @@ class RunFolder(RunLayout):
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        then = f"go on with: cotune train --resume {self.path}"
         try:
             yield
         except (CotuneError, OSError) as error:
             if not self.run_json.exists():
                 cause = f"The run folder {self.path} was removed or moved while the run wrote to it."
-                raise RunError(cause, f"Put it back and {then}; or start a new run.") from error
+                back = f"Put it back and go on with: cotune train --resume {self.path}; or start a new run."
+                raise RunError(cause, back) from error
             if isinstance(error, OSError) and is_full(error):
-                raise RunError(of_system(error, then)) from error
+                raise RunError(of_system(error, self.way_on)) from error
             raise
 
     def close(self) -> None:

@@ -254,7 +254,7 @@ async def _train(
         try:
             run, make_steps = await _open(stack, folder, config, flow, split, progress)
         except BaseException:
-            await asyncio.gather(base, return_exceptions=True)
+            base.cancel()
             raise
         if not base.done():
             progress.say("hashing the base model's files ...")
@@ -276,7 +276,7 @@ async def _train(
             try:
                 await make_steps()
             except (CotuneError, OSError):
-                if folder.run_json.exists():
+                if folder.latest.exists():
                     progress.say(f"failed in step {run.state.steps + 1}. {go_on_with}")
                 raise
             if ended := run.ended if isinstance(run, Run) else "":

@@ -33,7 +33,6 @@ def add_command(
     example: str,
     *,
     extra: str | None = None,
-    writes: bool = False,
 ) -> Any:
     """Add a command to `commands`, what `add_subparsers` returned; its parser, to add arguments to.
 
@@ -42,7 +41,6 @@ def add_command(
         text: one line of help, without a capital or a full stop.
         example: a command line, shown by `--help`.
         extra: the extra of cotune that brings the packages it needs, where the base install does not.
-        writes: whether it writes files of its own, which a SIGTERM must not leave half-written.
     """
     command = commands.add_parser(
         name,
@@ -50,7 +48,7 @@ def add_command(
         description=f"{text[0].upper()}{text[1:]}.\n\nExample:\n  {example}",
         formatter_class=Formatter,
     )
-    command.set_defaults(run=run, extra=extra, writes=writes)
+    command.set_defaults(run=run, extra=extra)
     return command
 
 

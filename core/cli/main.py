@@ -9,7 +9,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from importlib.metadata import version
 from typing import NoReturn
 
@@ -22,8 +21,8 @@ from cotune.cli.train import add_check, add_doctor, add_eval, add_trace, add_tra
 from cotune.cli.view import add_report, add_view
 from cotune.context import current_episode
 from cotune.errors import CotuneError
-from cotune.runtime.interrupts import interrupt_ends, interrupt_raises, term_as_interrupt
-from cotune.runtime.process_exit import leave, own_process
+from cotune.runtime.interrupts import ends_as_interrupts, interrupt_ends, interrupt_raises
+from cotune.runtime.process_exit import INTERRUPTED, leave, own_process
 from cotune.runtime.user_code import origin
 from cotune.storage.whole_file import of_system
 from cotune.terminal import LogFormat, harmless
@@ -92,11 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         interrupt_raises()
         run: Callable[[argparse.Namespace], int] = arguments.run
-        with term_as_interrupt() if arguments.writes else nullcontext():
+        with ends_as_interrupts():
             return run(arguments)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

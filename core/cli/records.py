@@ -108,9 +108,7 @@ def add_sft(commands: Any) -> None:
         return 0 if made.lines else 1
 
     text = "write recorded answers as chat lines for supervised fine-tuning"
-    command = add_command(
-        commands, "sft", run, text, "cotune sft runs/r1 --to sft.jsonl --role writer --min-reward 1", writes=True
-    )
+    command = add_command(commands, "sft", run, text, "cotune sft runs/r1 --to sft.jsonl --role writer --min-reward 1")
     command.add_argument("run_folder", metavar="RUN", help=RECORDS)
     command.add_argument("--to", required=True, metavar="FILE", help="JSON-lines file to write")
     command.add_argument("--role", help="calls of this role only")
@@ -148,7 +146,7 @@ def _export(ways: Any) -> None:
 
     text = "write OTLP/JSON, or send OTLP over HTTP; no message content and no token ids unless asked for"
     example = "cotune otel export runs/r1 --endpoint http://127.0.0.1:4318"
-    command = add_command(ways, "export", run, text, example, writes=True)
+    command = add_command(ways, "export", run, text, example)
     command.add_argument("run_folder", metavar="RUN", help=RECORDS)
     target = command.add_mutually_exclusive_group(required=True)
     target.add_argument("--to", metavar="FILE", help="file to write, one line per episode")

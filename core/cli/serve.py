@@ -51,9 +51,7 @@ def add_export(commands: Any) -> None:
         return 0
 
     text = "write the trained policies as PEFT folders (or models) with roles.json and a model card"
-    command = add_command(
-        commands, "export", run, text, "cotune export runs/r1 --to adapters/", extra="train", writes=True
-    )
+    command = add_command(commands, "export", run, text, "cotune export runs/r1 --to adapters/", extra="train")
     add_trust(command)
     command.add_argument("run_folder", metavar="RUN", help="run folder")
     command.add_argument("--to", required=True, metavar="DIR", help="folder to write; must be empty, new, or an export")

@@ -43,9 +43,7 @@ def add_report(commands: Any) -> None:
         return 0
 
     text = "write one HTML file to send to somebody: figures with intervals, curves, episodes before and after"
-    command = add_command(
-        commands, "report", run, text, "cotune report runs/r1 --out report.html", extra="view", writes=True
-    )
+    command = add_command(commands, "report", run, text, "cotune report runs/r1 --out report.html", extra="view")
     command.add_argument("run_folder", metavar="RUN", help="run folder or records file")
     command.add_argument("--out", required=True, type=Path, metavar="FILE", help="HTML file to write")
     add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", _PRICE)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-import weakref
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -19,7 +17,7 @@ from cotune.recording.recorder import LiveEpisode, Responder, Sink
 from cotune.recording.records import Episode, Task
 from cotune.replay.chance import Chance, start_freezing
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible, watched
-from cotune.runtime.threads import carry_context
+from cotune.runtime.threads import carry_context, grow_threads
 from cotune.runtime.user_code import Stopped, in_thread, origin, phrase, running
 from cotune.sampling.blame import Blame, blame
 from cotune.sampling.scoring import components
@@ -41,10 +39,8 @@ _CANCELLED = (
     "Look for what cancels: a task's cancel(), a cancellation token, a time limit or a loop of the application's own. "
     "Where it is meant to be cancelled, catch CancelledError in the workflow function and return an outcome."
 )
-_THREADS = 1024
 _LONGEST = 1000
 """Characters of an error's text above which only the first half of as many is told."""
-_grown: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -191,7 +187,7 @@ def _is_bool(value: Any) -> bool:
 
 
 async def _run(workflow: Workflow, task: Task, live: LiveEpisode) -> Any:
-    _grow_threads()
+    grow_threads(asyncio.get_running_loop())
     with recording(live), running(f"The workflow {workflow.name!r} on task {task.id!r}"):
         if inspect.iscoroutinefunction(workflow.fn):
             return await _stoppable(interruptible(workflow.fn(task.input)), live)
@@ -222,30 +218,6 @@ async def _stoppable(work: Awaitable[Any], live: LiveEpisode) -> Any:
         elif own:
             raise own[0] from None
         raise
-
-
-class _Threads(ThreadPoolExecutor):
-    """A loop's default threads. The loop's end does not wait for code in them that may never end."""
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        super().shutdown(wait=False, cancel_futures=cancel_futures)
-
-
-def _grow_threads() -> None:
-    """Give the running loop a default pool that grows on demand, where the application has set none of its own.
-
-    Frameworks run an application's sync nodes there, and other code while they wait: asyncio's own default (a few
-    threads per core) would lock up.
-    """
-    loop = asyncio.get_running_loop()
-    if loop in _grown:
-        return
-    _grown.add(loop)
-    default = getattr(loop, "_default_executor", None)
-    if default is None or getattr(default, "_thread_name_prefix", "") == "asyncio":
-        loop.set_default_executor(_Threads(_THREADS, thread_name_prefix="cotune"))
-        if default is not None:
-            default.shutdown(wait=False)
 
 
 def _timed_out(workflow: Workflow, live: LiveEpisode, timeout: float | None, error: TimeoutError) -> WorkflowError:

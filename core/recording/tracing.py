@@ -24,6 +24,7 @@ from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.records import CallRecord, CallStatus, Message, Record, RewardRecord, Task
 from cotune.recording.redaction import Redactor, check_redactor
 from cotune.recording.role_functions import RolesFunction, roles_function
+from cotune.runtime.last_flush import flush_at_signals, forget
 from cotune.runtime.threads import carry_context
 from cotune.sampling.scoring import components
 from cotune.storage.run_layout import RECORDS
@@ -66,6 +67,8 @@ class Trace:
     """Records every LLM call made inside a `with` or `async with` block, in any thread or task that it starts.
 
     With a `path`, into that records file (or `records.db` in that folder), to which it adds; without one in memory.
+    A process that is killed loses the calls of its last moment, unless `durable`: then an answer goes on to the
+    application once its call is committed, which takes some milliseconds.
     `task` names what is being done: a text, or any JSON value as in a tasks file. Inside an episode, calls belong to
     the episode as they did before, and are recorded here as well. `roles` names the role of each call: a function of
     a CallRequest, or `"caller"` for the name of the function of yours that makes it. Raises
@@ -80,8 +83,10 @@ class Trace:
         name: str = "trace",
         redactor: Redactor | None = None,
         roles: RolesFunction | str | None = None,
+        durable: bool = False,
     ) -> None:
         self.path = None if path is None else Path(path)
+        self._durable = durable
         self.name = name
         self.task = Task(id=task, input=task) if isinstance(task, str) else as_task(task, 1)
         self._roles = roles_function(roles)
@@ -133,7 +138,7 @@ class Trace:
         outer = current_episode.get()
         inherited = outer.redaction.redactors if outer and outer.redaction else ()
         redactors = (*inherited, *self._redactors)
-        self._sink = MemoryRecords() if self.path is None else FileRecords(self.path)
+        self._sink = MemoryRecords() if self.path is None else FileRecords(self.path, self._durable)
         options: dict[str, Any] = {"workflow": self.name, "redactors": redactors}
         if outer is None:
             self._live = LiveEpisode(self._sink, self.task, roles=self._roles, **options)
@@ -283,15 +288,19 @@ os.register_at_fork(after_in_child=_fresh_lock)
 
 
 class FileRecords:
-    """A records file, shared by all traces of this process that write to it."""
+    """A records file, shared by all traces of this process that write to it. `durable`: a write returns once it is
+    committed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, durable: bool = False) -> None:
         self._path = (path / RECORDS if path.is_dir() else path).resolve()
+        self._durable = durable
         self._store: SqliteStore | None = self._take()
 
     def write(self, records: Sequence[Record]) -> None:
         if self._store is not None:
             self._store.write(records)
+            if self._durable:
+                self._store.flush()
             return
         store = self._take()
         store.write(records)
@@ -320,6 +329,8 @@ class FileRecords:
         with _lock:
             store, users = _files.get(self._path) or (SqliteStore.open(self._path), 0)
             _files[self._path] = (store, users + 1)
+            if not users:
+                flush_at_signals(store.flush)
         return store
 
     def _release(self, store: SqliteStore) -> None:
@@ -330,4 +341,5 @@ class FileRecords:
                 _files[self._path] = (store, users)
             else:
                 del _files[self._path]
+                forget(store.flush)
                 store.close()

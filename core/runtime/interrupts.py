@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first stops what runs in an orderly way, the second ends it at once."""
+"""SIGINT, SIGTERM and SIGHUP: the first stops what runs in an orderly way, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from types import FrameType
 from typing import NoReturn
 
 from cotune.runtime.context_vars import setting
-from cotune.runtime.process_exit import end_process_after
+from cotune.runtime.process_exit import INTERRUPTED, end_process_after
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
-EXIT_GRACE = 5.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+EXIT_GRACE = 0.5
 """Seconds that a process has to end after the second signal, before it is ended."""
 
 TOGETHER = 0.2
@@ -53,12 +52,15 @@ class Interrupts:
         if self.count and now - self._first < TOGETHER:
             return
         self.count += 1
+        if number == signal.SIGHUP:
+            _leave_terminal()
         if self.count == 1:
             self._first = now
-            os.write(2, b"stopping; once more ends it at once\n")
+            with contextlib.suppress(OSError):
+                os.write(2, b"stopping; once more ends it at once\n")
             self.loop.call_soon_threadsafe(lambda: self.on_first())
             return
-        end_process_after(EXIT_GRACE, "ended at once, as asked for twice.", 130)
+        end_process_after(EXIT_GRACE, "ended at once, as asked for twice.", INTERRUPTED)
         raise KeyboardInterrupt
 
 
@@ -81,7 +83,7 @@ def _take_interrupts(handler: Callable[[int, FrameType | None], object]) -> None
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    os._exit(130)
+    os._exit(INTERRUPTED)
 
 
 @contextlib.contextmanager
@@ -95,24 +97,44 @@ def interrupts_held() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def term_as_interrupt() -> Iterator[None]:
-    """Inside, SIGTERM is what Ctrl-C is; only the main thread can have it so."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def ends_as_interrupts() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP (a closed terminal) do what Ctrl-C does, where nobody else handles them; only the
+    main thread can have it so."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        ends = [number for number in _SIGNALS[1:] if signal.getsignal(number) is signal.SIG_DFL]
+        before = {number: signal.signal(number, _interrupt) for number in ends}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    if number == signal.SIGHUP:
+        _leave_terminal()
+    raise KeyboardInterrupt
+
+
+def _leave_terminal() -> None:
+    """Write nowhere what would go to a terminal that is closed: each line would fail."""
+    for stream in (1, 2):
+        try:
+            os.write(stream, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)
+
+
+_DEFAULTS = (signal.default_int_handler, signal.SIG_DFL, _interrupt)
 _current: ContextVar[Interrupts | None] = ContextVar("cotune_interrupts", default=None)
 
 
 @contextlib.contextmanager
 def interrupts(loop: asyncio.AbstractEventLoop) -> Iterator[Interrupts]:
-    """Handle both signals inside, on the main thread and where nobody else does."""
+    """Handle the signals inside, on the main thread and where nobody else does."""
     found = Interrupts(loop)
     usual = [number for number in _SIGNALS if signal.getsignal(number) in _DEFAULTS]
     with setting(_current, found), found.taking(usual):
@@ -122,14 +144,19 @@ def interrupts(loop: asyncio.AbstractEventLoop) -> Iterator[Interrupts]:
 @contextlib.contextmanager
 def stop_by(stop: Callable[[], object]) -> Iterator[None]:
     """Inside, the first signal calls `stop` on the event loop instead of cancelling what runs, whoever has handled the
-    signals before: Ray's drivers take SIGTERM, and shells have background jobs ignore SIGINT."""
+    signals before: Ray's drivers take SIGTERM, and shells have background jobs ignore SIGINT. `nohup` keeps its word:
+    a SIGHUP that is ignored stays so."""
     found = _current.get()
     if found is None:
         yield
         return
     before, found.on_first = found.on_first, stop
     try:
-        with found.taking(_SIGNALS):
+        with found.taking(number for number in _SIGNALS if not _by_nohup(number)):
             yield
     finally:
         found.on_first = before
+
+
+def _by_nohup(number: signal.Signals) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import contextvars
 import functools
@@ -19,6 +20,8 @@ from cotune.terminal import harmless
 
 GRACE = 3.0
 """Seconds that threads of the application have to end by themselves."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C: then nobody waits for threads, such as one that loads a model."""
 
 go_on: ContextVar[str] = ContextVar("cotune_go_on", default="")
 """How to go on when the process ends now: a sentence with a command."""
@@ -76,12 +79,14 @@ def exits_logged() -> Iterator[None]:
 
 
 def _end_without_threads(status: int) -> None:
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + (GRACE if status != INTERRUPTED else 0.1)
     while left := [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]:
         if time.monotonic() > deadline:
-            frames = sys._current_frames()
-            where = "; ".join(f"{t.name} at {place(frames.get(t.ident or 0))}" for t in left[:3])
-            _print(f"{len(left)} threads of the application still run, the process ends without them: {where}.")
+            if status != INTERRUPTED:
+                frames = sys._current_frames()
+                where = "; ".join(f"{t.name} at {place(frames.get(t.ident or 0))}" for t in left[:3])
+                _print(f"{len(left)} threads of the application still run, the process ends without them: {where}.")
+            atexit._run_exitfuncs()
             os._exit(status)
         time.sleep(0.05)
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from cotune.runtime.interrupts import interrupts
 from cotune.runtime.process_exit import exits_logged
+from cotune.runtime.threads import grow_threads
 from cotune.runtime.user_code import origin
 
 log = logging.getLogger("cotune")
@@ -38,6 +39,7 @@ def run_sync(work: Coroutine[Any, Any, T]) -> T:
 def _run(work: Coroutine[Any, Any, T]) -> T:
     runner = asyncio.Runner()
     loop = runner.get_loop()
+    grow_threads(loop)
     with interrupts(loop) as signals, exits_logged(), runner:
         main = loop.create_task(work)
         signals.on_first = main.cancel

@@ -9,6 +9,7 @@ import contextvars
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -20,6 +21,8 @@ _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
 _QUEUED = ("apply_async", "_map_async", "imap", "imap_unordered")
 """By these methods everything gets into a `multiprocessing.pool.ThreadPool`: the others call them."""
 _installed = False
+_THREADS = 1024
+_grown: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
 
 def carry_context() -> None:
@@ -117,3 +120,26 @@ def _bind(thread: threading.Thread, context: contextvars.Context) -> None:
         context.run(run)
 
     thread.run = run_in_context  # type: ignore[method-assign]
+
+
+class _Threads(ThreadPoolExecutor):
+    """A loop's default threads. The loop's end does not wait for code in them that may never end."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
+
+
+def grow_threads(loop: asyncio.AbstractEventLoop) -> None:
+    """Give the loop a default pool that grows on demand, where the application has set none of its own.
+
+    Frameworks run an application's sync nodes there, and other code while they wait: asyncio's own default (a few
+    threads per core) would lock up.
+    """
+    if loop in _grown:
+        return
+    _grown.add(loop)
+    default = getattr(loop, "_default_executor", None)
+    if default is None or getattr(default, "_thread_name_prefix", "") == "asyncio":
+        loop.set_default_executor(_Threads(_THREADS, thread_name_prefix="cotune"))
+        if default is not None:
+            default.shutdown(wait=False)

@@ -121,7 +121,7 @@ def running_gateway(
 
 
 def serve(config: GatewayConfig, records: str | Path, say: Callable[[str], None], *, host: str, port: int) -> None:
-    """Run a gateway until Ctrl-C or SIGTERM."""
+    """Run a gateway until Ctrl-C, SIGTERM or SIGHUP."""
     with stopped_by_signals(), running_gateway(config, records, host=host, port=port) as found:
         say(f"Gateway at {found.url}/v1 for {config.upstream}")
         if config.anthropic:

@@ -21,7 +21,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cotune.errors import ConfigError
 from cotune.integrations.http.requests import RequestError, is_loopback, json_bytes
-from cotune.runtime.interrupts import term_as_interrupt
+from cotune.runtime.interrupts import ends_as_interrupts
+from cotune.runtime.threads import grow_threads
 
 T = TypeVar("T")
 Opening = Callable[[], AbstractAsyncContextManager[tuple[ASGIApp, T]]]
@@ -64,14 +65,21 @@ def running(
     check_access(host, token)
     listener = _bind(host, port)
     ready: Future[tuple[uvicorn.Server, T]] = Future()
+    given_up: Future[None] = Future()
     # Not the thread's own `join`: once that was interrupted, it takes a running thread for an ended one.
     ended = threading.Event()
 
     def run() -> None:
         try:
             with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
-                runner.run(_serve(opening, listener, ready, date_header, seconds))
+                loop = runner.get_loop()
+                grow_threads(loop)
+                task = loop.create_task(_serve(opening, listener, ready, date_header, seconds))
+                given_up.add_done_callback(lambda _: loop.call_soon_threadsafe(task.cancel))
+                loop.run_until_complete(task)
         except BaseException as error:
+            if given_up.done():
+                return
             if ready.done():
                 logger.exception("The server stopped.")
                 raise
@@ -85,15 +93,18 @@ def running(
         shown = f"[{host}]" if ":" in host else host
         yield RunningServer(f"http://{shown}:{bound}", bound, ready.result()[1], ended)
     finally:
-        ready.add_done_callback(_stop)
+        if ready.done():
+            _stop(ready)
+        else:
+            given_up.set_result(None)
         ended.wait()
         listener.close()
 
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Leave the body at Ctrl-C or SIGTERM, quietly."""
-    with term_as_interrupt(), contextlib.suppress(KeyboardInterrupt):
+    """Leave the body at Ctrl-C, SIGTERM or SIGHUP, quietly."""
+    with ends_as_interrupts(), contextlib.suppress(KeyboardInterrupt):
         yield
 
 

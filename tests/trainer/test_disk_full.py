@@ -51,6 +51,19 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(
     assert [line["step"] for line in trainer.metrics()] == list(range(4))
 
 
+def test_a_first_checkpoint_that_cannot_be_written_leaves_a_free_folder(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("cotune.trainer.checkpoint.sync", full)
+    with pytest.raises(RunError, match=r"after 0 steps cannot be written.*then start the run again") as caught:
+        trainer(application(**BOTH), steps=1)
+    assert "--resume" not in str(caught.value)
+    assert not (trainer.folder / "run").exists()
+
+
 @pytest.fixture
 def room() -> Iterator[Callable[[int], None]]:
     """Bounds how far this process may write a file, as a full disk does."""

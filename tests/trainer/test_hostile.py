@@ -187,13 +187,14 @@ def test_a_second_signal_ends_a_blocked_process_at_once(tmp_path: Path, provider
     assert ended.last == "interrupted"
 
 
-def test_one_signal_ends_what_waits_and_keeps_its_records(tmp_path: Path, provider: Provider) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_one_signal_ends_what_waits_and_keeps_its_records(tmp_path: Path, provider: Provider, number: int) -> None:
     one_by_one = ("--concurrency", "1")  # the first has ended when the other asks
     process = start(tmp_path, provider, "trace", "asynchronous", ["", "wait"], "--out", "run", *one_by_one)
     while len(provider.requests) < 2:
         assert process.poll() is None
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     ended = end(process, tmp_path)
     assert ended.status == 130 and ended.last == "interrupted"
     assert {task: status for task, (status, _) in ended.episodes().items()} == {"well": "ok", "wait": "cancelled"}

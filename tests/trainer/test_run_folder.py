@@ -33,6 +33,7 @@ def test_a_folder_that_was_removed_is_the_cause_of_what_fails_then(folder: RunFo
 
 
 def test_a_full_disk_is_the_cause_with_the_way_to_go_on(folder: RunFolder) -> None:
+    folder.latest.write_text("step-000001")
     with pytest.raises(RunError, match=r"disk of .*metrics.jsonl is full.*--resume"), folder.telling():
         raise OSError(errno.ENOSPC, "No space left on device", str(folder.metrics))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -117,7 +118,7 @@ async def _evaluate(
 
     async with contextlib.AsyncExitStack() as stack:
         say(f"loading the model {evaluated.model} ...")
-        chat = ChatTemplate.load(evaluated.model, evaluated.tool_format)
+        chat = await asyncio.to_thread(ChatTemplate.load, evaluated.model, evaluated.tool_format)
         sampler = await TransformersSampler.open(evaluated.model, threads=options.threads)
         stack.push_async_callback(sampler.aclose)
         say("publishing the policies ...")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ async def answering(
         await evaluated.publish(sampler)
         responder = PolicyResponder(
             sampler,
-            ChatTemplate.load(base, evaluated.tool_format),
+            await asyncio.to_thread(ChatTemplate.load, base, evaluated.tool_format),
             evaluated.roles,
             scorers=workflow.scorers,
             defaults=SamplingParams(max_tokens=max_tokens),

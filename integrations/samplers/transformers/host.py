@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import queue
+import select
 import socket
 import subprocess
 import sys
@@ -34,10 +35,31 @@ _LOADING = threading.Lock()
 CLOSE = Command("close")
 
 
+class Starting:
+    """The start of a host, which may take minutes. Once nobody waits for it, its process is ended."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._abandoned = False
+        self._lock = threading.Lock()
+
+    def begun(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._process = process
+            if self._abandoned:
+                process.kill()
+
+    def abandon(self) -> None:
+        with self._lock:
+            self._abandoned = True
+            if self._process is not None:
+                self._process.kill()
+
+
 class ThreadHost:
     """The engine in a thread of this process. `send` never blocks; `receive` and `fail` are called in that thread."""
 
-    def __init__(self, source: ModelSource, receive: Receive, fail: Fail) -> None:
+    def __init__(self, source: ModelSource, receive: Receive, fail: Fail, starting: Starting) -> None:
         from cotune.integrations.samplers.transformers.engine import load
 
         with _LOADING:
@@ -68,7 +90,7 @@ class ProcessHost:
     nothing of the application, and ends with it.
     """
 
-    def __init__(self, source: ModelSource, receive: Receive, fail: Fail) -> None:
+    def __init__(self, source: ModelSource, receive: Receive, fail: Fail, starting: Starting) -> None:
         self._receive = receive
         self._fail = fail
         self._closing = False
@@ -81,6 +103,7 @@ class ProcessHost:
             self._process = subprocess.Popen([sys.executable, "-m", __name__, str(fd)], pass_fds=[fd], env=environment)
         theirs.close()
         self._pipe = Connection(ours.detach())
+        starting.begun(self._process)
         self._start(source)
         self._threads = [threading.Thread(target=t, daemon=True) for t in (self._write, self._read)]
         for thread in self._threads:
@@ -145,6 +168,7 @@ class ProcessHost:
 
 def serve(pipe: Connection) -> None:
     """Body of the sampler's process."""
+    threading.Thread(target=_end_with_application, args=(pipe.fileno(),), daemon=True).start()
     try:
         source = pipe.recv()
     except (EOFError, OSError):
@@ -169,14 +193,20 @@ def serve(pipe: Connection) -> None:
         raise
 
 
+def _end_with_application(pipe: int) -> None:
+    """End this process once the other end of the pipe is closed, whatever it is doing."""
+    poll = select.poll()
+    poll.register(pipe, 0)  # tells of the end alone
+    poll.poll()
+    os._exit(0)
+
+
 def _feed(pipe: Connection, engine: Any) -> None:
     """Hand commands from the pipe to the engine, until the application is gone."""
-    try:
+    with contextlib.suppress(EOFError, OSError):
         while True:
             for command in receive(pipe):
                 engine.submit(command)
-    except (EOFError, OSError):
-        engine.submit(CLOSE)
 
 
 def _gone(reason: str) -> SamplerError:

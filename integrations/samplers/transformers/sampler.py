@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.samplers.base import CalledSampler
-from cotune.integrations.samplers.transformers.host import ProcessHost, ThreadHost
+from cotune.integrations.samplers.transformers.host import ProcessHost, Starting, ThreadHost
 from cotune.integrations.samplers.transformers.wire import Answer, Command, ModelSource
 
 
@@ -74,9 +74,11 @@ class TransformersSampler(CalledSampler):
         )
         sampler = cls()
         kind = ProcessHost if host == "process" else ThreadHost
+        starting = Starting()
         try:
-            await asyncio.to_thread(sampler._start, kind, source)
+            await asyncio.to_thread(sampler._start, kind, source, starting)
         except asyncio.CancelledError:
+            starting.abandon()
             sampler._abandon()
             raise
         return sampler
@@ -92,8 +94,8 @@ class TransformersSampler(CalledSampler):
         """Why the engine answers no more; None while it does."""
         return self._broken
 
-    def _start(self, kind: type[ProcessHost | ThreadHost], source: ModelSource) -> None:
-        host = kind(source, self._receive, self._fail)
+    def _start(self, kind: type[ProcessHost | ThreadHost], source: ModelSource, starting: Starting) -> None:
+        host = kind(source, self._receive, self._fail, starting)
         with self._lock:
             self._host = host
             abandoned = self._broken is not None

@@ -18,6 +18,7 @@ import pytest
 from cotune.cli.main import main
 from cotune.integrations.otel.importer import import_file
 from cotune.storage.sqlite_store import SqliteStore
+from tests import ends_with
 from tests.integrations.otel.records import record, seen
 from tests.ports import free_port
 
@@ -59,6 +60,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
         },
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        preexec_fn=ends_with.this_process,
     )
     made = Backend(f"http://127.0.0.1:{port}")
     try:

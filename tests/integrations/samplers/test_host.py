@@ -20,11 +20,11 @@ from tests.integrations import tiny_models
 
 APPLICATION = """
 import os, sys
-from cotune.integrations.samplers.transformers.host import ProcessHost
+from cotune.integrations.samplers.transformers.host import ProcessHost, Starting
 from cotune.integrations.samplers.transformers.wire import Command, ModelSource
 
 source = ModelSource({model!r}, None, None, None, 8, 1024, None, (0,))
-host = ProcessHost(source, lambda replies: None, lambda error: None)
+host = ProcessHost(source, lambda replies: None, lambda error: None, Starting())
 print(host._process.pid, flush=True)
 sent = {sent!r}
 if sent == "command":

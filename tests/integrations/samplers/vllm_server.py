@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests import ends_with
 from tests.ports import free_port
 
 ENVIRONMENT = {
@@ -44,6 +45,7 @@ def vllm_server(model: Path, log: Path) -> Iterator[str]:
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=ends_with.this_process,
         )
         try:
             url = f"http://127.0.0.1:{port}"
