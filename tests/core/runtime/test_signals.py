@@ -66,11 +66,8 @@ def test_a_traced_application_that_is_ended_loses_no_answered_call(tmp_path: Pat
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_applications_own_handler_stays_its_own(tmp_path: Path, when: str) -> None:
     own = f"{OWN}\nsignal.signal(signal.SIGTERM, stop)\n"
-    app = (
-        own + APP
-        if when == "before"
-        else APP.replace("    while True", f"    exec({own!r}, globals())\n    while True")
-    )
+    late = APP.replace("    while True", f"    exec({own!r}, globals())\n    while True")
+    status, lost, said = traced(tmp_path, signal.SIGTERM, own + APP if when == "before" else late)
     assert (status, lost) == (5, set()) and "own" in said
 
 
@@ -94,16 +91,8 @@ def command(folder: Path, *words: str) -> dict[str, object]:
     return {"args": [sys.executable, "-m", "cotune", *words], "cwd": folder, "env": environment}
 
 
-TRAIN = (
-    "train",
-    "tests.trainer.hostile_app:asynchronous",
-    "--tasks",
-    "tasks.jsonl",
-    "--model",
-    "model",
-    "--out",
-    "run",
-)
+APPLICATION = ("tests.trainer.hostile_app:asynchronous", "--tasks", "tasks.jsonl", "--out", "run")
+TRAIN = ("train", *APPLICATION, "--model", "model")
 
 
 @pytest.mark.parametrize("words", [TRAIN, ("serve", "model", "--port", "0")], ids=["train", "serve"])

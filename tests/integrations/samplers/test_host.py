@@ -76,7 +76,8 @@ def test_an_application_that_ends_amid_a_command_ends_the_host_without_a_word(
             [sys.executable, application], stdout=subprocess.PIPE, stderr=file, text=True, timeout=300
         )
     host = int(done.stdout)
-    psutil.wait_procs([psutil.Process(host)] if psutil.pid_exists(host) else [], timeout=60)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(host).wait(60)
     assert (done.returncode, psutil.pid_exists(host), said.read_text()) == (7, False, "")
 
 
