@@ -19,6 +19,8 @@ from cotune.trainer.learner.policy_model import PolicyModel
 
 log = logging.getLogger(__name__)
 
+LARGE = 1000.0
+"""The largest logit of the check of the output embedding: far above every cap that models put on theirs."""
 SEED_STRIDE = 7919
 """Sets the seeds of a run's policies so far apart that neighbouring seeds of two runs share none."""
 
@@ -68,8 +70,10 @@ def open_policy_models(
 
 
 def load_frozen(model: str, settings: LearnerSettings) -> LogprobModel:
-    """A model that is not trained, in the learner's precision. Raises ConfigError."""
+    """A model that is not trained, in the learner's precision. Raises ConfigError, also where its output embedding is
+    not all that makes its logits."""
     network = _load(model, settings.dtype, _device(settings.device), settings)
+    _check_head(network)
     return LogprobModel(network.requires_grad_(False), flex=settings.tree_attention == "flex")
 
 
@@ -120,17 +124,31 @@ def _wrap(network: Any, spec: PolicySpec, adapter: str) -> Any:
 
 
 def _prepare(policy: PolicyModel, settings: LearnerSettings) -> None:
-    """Check that activation checkpointing is possible where asked for, and the head all that makes the logits."""
+    """Check that activation checkpointing is possible where asked for, and the output embedding."""
     network = policy.network
     if settings.activation_checkpointing is True and not policy.logprob_model.checkpointing.possible:
         kind = type(network).__name__
         raise ConfigError("learner.activation_checkpointing", True, f"false or auto: {kind} does not name its layers")
-    ids = torch.tensor([[0, 1]], device=policy.device)
+    _check_head(network)
+
+
+def _check_head(network: Any) -> None:
+    """Raises ConfigError unless the logits are the output embedding times the last hidden state.
+
+    The embedding's outputs are made large for this, so that a cap or a scale after it shows whatever the weights' size.
+    """
     head = network.get_output_embeddings()
+    ids = torch.tensor([[0, 1]], device=head.weight.device)
     with torch.no_grad():
-        logits = network(input_ids=ids, use_cache=False).logits
         states = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        same = torch.allclose(torch.nn.functional.linear(states, head.weight, head.bias), logits, atol=1e-3, rtol=1e-2)
+        expected = torch.nn.functional.linear(states, head.weight, head.bias)
+        factor = LARGE / max(float(expected.abs().max()), 1e-30)
+        hook = head.register_forward_hook(lambda module, given, output: output * factor)
+        try:
+            logits = network(input_ids=ids, use_cache=False).logits
+        finally:
+            hook.remove()
+        same = torch.allclose(logits.float() / LARGE, expected.float() / LARGE * factor, atol=1e-2, rtol=0.0)
     if not same:
         kind = type(network).__name__
         raise ConfigError("model", kind, "a model whose logits are its output embedding times the last hidden state")

@@ -5,14 +5,21 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import save_file
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, Qwen3ForCausalLM
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError
 from cotune.policies import LoraSpec, policies_for
 from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
+from cotune.trainer.learner.load import load_frozen
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, same, snapshot
+
+SHAPE = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 1,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
 
 
 def opened(base, layout="lora", settings=FAST, loss=None, roles=("a", "b")):
@@ -188,6 +195,26 @@ def test_bad_settings_name_the_field(base, tmp_path):
     with pytest.raises(ConfigError, match=r"lora\.targets"):
         spec = policies_for("lora", ["a"], LoraSpec(targets=("nowhere",)))
         LocalLearner.open(base, spec, FAST, LossSpec())
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (Gemma2Config, {"final_logit_softcapping": 30.0, "query_pre_attn_scalar": 32}),
+        (CohereConfig, {"logit_scale": 0.0625}),
+        (GraniteConfig, {"logits_scaling": 8.0}),
+    ],
+)
+@pytest.mark.parametrize("size", [1e-4, 1.0])
+def test_a_model_that_changes_its_logits_is_refused_however_small_they_are(kind, fields, size, tmp_path):
+    config = kind(**SHAPE, **fields)
+    network = AutoModelForCausalLM.from_config(config)
+    network.get_output_embeddings().weight.data.mul_(size)
+    network.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="a model whose logits are its output embedding times the last hidden state"):
+        opened(str(tmp_path))
+    with pytest.raises(ConfigError, match="a model whose logits are"):
+        load_frozen(str(tmp_path), FAST)  # a teacher
 
 
 def test_opening_leaves_the_global_random_state_alone(base):
