@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from cotune.algorithms.collect import Collected
 from cotune.algorithms.prepare import Prepared
 from cotune.algorithms.recipes import Recipe
-from cotune.policies import Policies
+from cotune.policies import Policies, past_role
 from cotune.recording.records import PolicyRef, Task
 from cotune.sampling.plans import Plan, seed_of
 from cotune.sampling.protocol import ChatFormat, Sampler
@@ -25,7 +25,7 @@ from cotune.trainer.publish import Proof
 from cotune.trainer.rollout.protocol import EpisodeRunner
 from cotune.trainer.run_folder import RunFolder
 from cotune.trainer.schedules.curriculum import task_rewards
-from cotune.trainer.schedules.routing import opponent, past_role, players, swapped
+from cotune.trainer.schedules.routing import opponent, players, swapped
 from cotune.trainer.schedules.schedule import Schedule
 from cotune.workflows import Workflow
 
@@ -143,7 +143,7 @@ class Run:
 
     def trained_roles(self, step: int) -> dict[str, str]:
         """The roles that are trained in a step of training, and the policies that play them."""
-        policies, past = self.policies_at(step), past_role(self.config.routing, step)
+        policies, past = self.policies_at(step), past_role(self.config.routing.past, step)
         return {role: name for role, name in policies.roles.items() if policies.specs[name].trained and role != past}
 
     def evaluated_roles(self) -> dict[str, str]:
@@ -163,7 +163,7 @@ class Run:
             return players(self.state.policies, self.state.versions)
         routing = self.config.routing
         found = players(self.policies_at(step), self.state.versions)
-        if past := past_role(routing, step):
+        if past := past_role(routing.past, step):
             versions = {0, *(proof.policy.version for proof in self.published.get(found[past].name, ()))}
             found[past] = opponent(routing, step, found[past], versions, self.seed)
         return found

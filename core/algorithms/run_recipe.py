@@ -18,6 +18,7 @@ from cotune.algorithms.groups import Group, build_groups
 from cotune.algorithms.prepare import Prepared, prepare
 from cotune.algorithms.recipes import USUAL, Recipe
 from cotune.errors import GroupError, RunError
+from cotune.policies import past_role, swapped_roles
 from cotune.recording.records import Episode
 from cotune.sampling.plans import PlanKind
 from cotune.storage.protocol import Store
@@ -140,14 +141,19 @@ def _plan_of(store: SqliteStore) -> PlanKind:
     return "tree" if scored else "independent"
 
 
-def trained_roles(store: SqliteStore) -> dict[str, str] | None:
-    """The roles that the run trains, each with its policy; None (all) for records of no run, or before a checkpoint."""
+def trained_roles(store: SqliteStore, step: int | None) -> dict[str, str] | None:
+    """The roles that the run trains in a step of training, each with the policy that plays it then; None (all) for
+    records of no run or no step, or before a checkpoint."""
     folder = store.path.parent
     checkpoint = newest_checkpoint(RunLayout(folder).checkpoints) if is_run(folder) else None
     with contextlib.suppress(RunError):  # a damaged one
-        if checkpoint is not None:
+        if checkpoint is not None and step is not None:
+            routing = config_of(store).routing
             trained = [one for one in read_policies(checkpoint) if one.kind in ("lora", "full")]
-            return {role: one.name for one in trained for role in one.roles}
+            roles = {role: one.name for one in trained for role in one.roles}
+            past = past_role(routing.past, step)
+            played = swapped_roles(roles, routing.swap, routing.swap_every, step)
+            return {role: name for role, name in played.items() if role != past}
     return None
 
 

@@ -59,7 +59,7 @@ def _count(
     step: int | None,
     consumed: Iterable[str],
 ) -> None:
-    roles = trained_roles(store) if phase else None
+    roles = trained_roles(store, step) if phase else None
     found = regroup(store, store.episodes(phase=phase, training_step=step), chosen, config_of(store), roles)
     counts.left_out.update(found.left_out)
     counts.candidates += found.candidates

@@ -61,6 +61,14 @@ class ReplayConfig(msgspec.Struct, frozen=True):
     continuations: bool = False
 
 
+class RoutingConfig(msgspec.Struct, frozen=True):
+    """What of a run's [routing] is read again."""
+
+    swap: tuple[str, ...] = ()
+    swap_every: int = 5
+    past: tuple[str, ...] = ()
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What of a run's configuration is read again; the fields are documented in `trainer.config`."""
 
@@ -74,6 +82,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     plan: PlanConfig = PlanConfig()
     learner: LearnerConfig = LearnerConfig()
     replay: ReplayConfig = ReplayConfig()
+    routing: RoutingConfig = RoutingConfig()
 
 
 class Held(msgspec.Struct, frozen=True):

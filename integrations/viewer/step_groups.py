@@ -113,7 +113,7 @@ def step_groups(run: OpenedRun, training_step: int | None) -> StepGroups:
         )
     recipe, why = recipe_of(store)
     episodes = _episodes(store, training_step)
-    roles = None if training_step is None else trained_roles(store)
+    roles = trained_roles(store, training_step)
     found = regroup(cast(Store, _Lean(store)), episodes, recipe, config_of(store), roles)
     groups = tuple(_groups(found, recipe))
     prepared = found.prepared

@@ -6,7 +6,7 @@ import random
 from collections.abc import Collection, Mapping
 
 from cotune.errors import ConfigError
-from cotune.policies import Policies
+from cotune.policies import Policies, swapped_roles
 from cotune.recording.records import PolicyRef
 from cotune.sampling.plans import seed_of
 from cotune.trainer.config.routing import RoutingConfig
@@ -25,19 +25,10 @@ def check_routing(routing: RoutingConfig, policies: Policies) -> None:
 
 
 def swapped(policies: Policies, routing: RoutingConfig, step: int) -> Policies:
-    """`policies` with the roles of `swap` moved on: in step s (from 0) each has the policy of the one that is
-    s // swap_every places after it in the ring (CORY, arXiv 2410.06101: pioneer and observer exchange their models)."""
-    ring = routing.swap
-    if not ring:
+    """`policies` with the roles of `swap` moved on in a step of training (`swapped_roles`)."""
+    if not routing.swap:
         return policies
-    shift = step // routing.swap_every
-    moved = {role: policies.roles[ring[(i + shift) % len(ring)]] for i, role in enumerate(ring)}
-    return Policies(policies.specs, {**policies.roles, **moved})
-
-
-def past_role(routing: RoutingConfig, step: int) -> str | None:
-    """The role that an earlier version plays in `step`; None where the present ones play all."""
-    return routing.past[step % len(routing.past)] if routing.past else None
+    return Policies(policies.specs, swapped_roles(policies.roles, routing.swap, routing.swap_every, step))
 
 
 def pool(routing: RoutingConfig, version: int) -> list[int]:

@@ -6,7 +6,10 @@ from collections import defaultdict
 
 import pytest
 
+from cotune.cli.main import main
 from cotune.errors import ConfigError
+from cotune.integrations.viewer.opened import OpenedRun
+from cotune.integrations.viewer.step_groups import step_groups
 from cotune.policies import LoraSpec, Policies, PolicySpec, policies_for
 from cotune.recording.records import PolicyRef
 from cotune.storage.sqlite_store import SqliteStore
@@ -83,12 +86,26 @@ def test_one_shared_policy_has_nothing_to_swap():
         check_routing(RoutingConfig(swap=("a", "b")), policies_for("shared", ["a", "b"], LoraSpec()))
 
 
-def test_a_run_that_swaps_its_roles_trains_each_policy_on_what_it_said(trainer):
+def grouped(run, lines) -> None:
+    """What is shown of each step is what was trained on in it."""
+    opened = OpenedRun(run, "run")
+    for line in lines:
+        shown = step_groups(opened, line["step"])
+        assert dict(shown.left_out) == line["left_out"]
+        assert sum(map(bool, shown.advantages.values())) == line["rows"]
+    opened.close()
+
+
+def test_a_run_that_swaps_its_roles_trains_each_policy_on_what_it_said(trainer, capsys):
     settings = {"steps": 3, "policies": "lora", "routing": {"swap": ["first", "second"], "swap_every": 1}}
     trainer(application(converse, first=letters, second=letters), **settings)
     lines = trainer.metrics()
     assert [line["left_out"].get("untrained_role", 0) for line in lines] == [0, 0, 0]
     assert [line["staleness"] for line in lines] == [{"0": line["rows"]} for line in lines]
+    grouped(trainer.folder / "run", lines)
+    assert main(["show", str(trainer.folder / "run"), "--groups"]) == 0
+    rows, candidates = (sum(line[name] for line in lines) for name in ("rows", "candidates"))
+    assert f"{rows} of {candidates} candidates trained on" in capsys.readouterr().out
     played = players(trainer.folder / "run")
     assert [next(iter(played[step]["first"])).partition("@")[0] for step in range(3)] == ["first", "second", "first"]
     assert [next(iter(played[step]["second"])).partition("@")[0] for step in range(3)] == ["second", "first", "second"]
@@ -109,5 +126,6 @@ def test_past_versions_play_untrained_in_turn_and_are_there_after_a_resume(train
         assert int(opponent_.partition("@")[2]) in (range(max(0, step - 2), step) if step else (0,))
         assert lines[step]["roles"][other]["kept"] > 0
         assert past not in lines[step]["roles"] and lines[step]["left_out"]["untrained_role"] == 12
+    grouped(trainer.folder / "run", lines)
     kept_files = sorted(path.name for path in (trainer.folder / "run" / "opponents").iterdir())
     assert kept_files == ["shared@4.safetensors", "shared@5.safetensors", "shared@6.safetensors"]
