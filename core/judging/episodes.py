@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from cotune.algorithms.collect import is_outcome
 from cotune.errors import RecordError, WorkflowError
 from cotune.judging.shown import shown_message, shown_messages
 from cotune.recording.records import CallRecord, Candidate, Episode, RewardRecord, Task
@@ -63,6 +64,15 @@ class FinishedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
 EpisodeJudge = Callable[[Sequence[FinishedEpisode], Any], Sequence[Reward | None] | Awaitable[Sequence[Reward | None]]]
 """`(episodes, task)` -> the outcome of each episode, in their order, or None for one that gets none."""
+
+
+class Ranking:
+    """A judge whose reward, under `name`, is the share of the other episodes that an episode is better than. Those that
+    the policy failed are among the others: it is better than all of them."""
+
+    name: str
+
+
 Opinion = Sequence[dict[str, float] | WorkflowError]
 """The outcome of each episode of a task, empty for one that gets none, or why the judge could not say."""
 AskJudge = Callable[[EpisodeJudge, Sequence[FinishedEpisode], Task], Awaitable[Opinion]]
@@ -139,17 +149,31 @@ async def outcomes_of(
     episodes of judging."""
     by_task: dict[str, list[Episode]] = {}
     for episode in episodes:
-        if episode.status == "ok" and episode.phase != JUDGING and judge is not None:
+        if is_outcome(episode) and episode.phase != JUDGING and judge is not None:
             by_task.setdefault(episode.task.id, []).append(episode)
     found = await asyncio.gather(*(_outcomes(judge, store, together, ask) for together in by_task.values() if judge))
     return {episode: outcome for some in found for episode, outcome in some.items()}
 
 
-async def _outcomes(judge: EpisodeJudge, store: Store, together: Sequence[Episode], ask: AskJudge) -> Outcomes:
+async def _outcomes(judge: EpisodeJudge, store: Store, ended: Sequence[Episode], ask: AskJudge) -> Outcomes:
+    together = [episode for episode in ended if episode.status == "ok"]
+    if not together:
+        return {}
     task = together[0].task
     try:
         seen = [finished(store, episode) for episode in together]
     except RecordError as error:
         return dict.fromkeys((episode.id for episode in together), WorkflowError(error.cause, error.remedy))
     found = await ask(judge, seen, task)
+    if isinstance(judge, Ranking):
+        found = [_above(outcome, judge.name, len(seen) - 1, len(ended) - len(seen)) for outcome in found]
     return {episode.id: outcome for episode, outcome in zip(together, found, strict=True)}
+
+
+def _above(
+    outcome: dict[str, float] | WorkflowError, name: str, others: int, failed: int
+) -> dict[str, float] | WorkflowError:
+    """The outcome with its rank, a share of `others`, as one of those and the `failed`, which it is better than."""
+    if isinstance(outcome, WorkflowError) or not failed or (others and name not in outcome):
+        return outcome
+    return {**outcome, name: (outcome.get(name, 0.0) * others + failed) / (others + failed)}

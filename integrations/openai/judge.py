@@ -13,7 +13,7 @@ from cotune.context import judging
 from cotune.errors import ConfigError, JudgeError, SamplerError
 from cotune.ids import address, canonical
 from cotune.integrations.openai.judge_endpoint import Endpoint, Limits, Passing
-from cotune.judging.episodes import FinishedEpisode
+from cotune.judging.episodes import FinishedEpisode, Ranking
 from cotune.judging.ledger import Ledger, run_folder
 from cotune.judging.question import AGAIN, Question, Unusable, question, values
 from cotune.judging.shown import shown_message, shown_messages, shown_tools
@@ -29,14 +29,15 @@ Ask = Callable[[Mapping[str, Any]], Awaitable[str]]
 """Answers a chat request with a text; raises Passing or JudgeError."""
 
 
-class Judge:
+class Judge(Ranking):
     """Ranks siblings with a model, in one request for all of them: a scorer for `@solve.scorer(role, group=True)`, or,
     for the episodes of a task, a judge for `@solve.judge`.
 
     The reward of each, named `name`, is the share of its siblings that it is better than, equal ones counted half: 1
-    for the best, 0 for the last. Equal answers get equal rewards without being told apart. An answer that cannot be
-    used, and a request that fails or takes too long, is asked again once; else the siblings get no reward and are left
-    out, counted. Answers are kept by content in the run folder, and never asked for twice.
+    for the best, 0 for the last. Episodes that the policy failed are siblings too, and all others are better. Equal
+    answers get equal rewards without being told apart. An answer that cannot be used, and a request that fails or takes
+    too long, is asked again once; else the siblings get no reward and are left out, counted. Answers are kept by
+    content in the run folder, and never asked for twice.
 
     ```python
     rubric = "Prefer the reply that answers the question, then the shorter one."
