@@ -23,3 +23,11 @@ def plain(value: Any, text: Callable[[Any], Any] = repr) -> Any:
 def plain_json(value: Any) -> Any:
     """The value as JSON values only: an object with pydantic's `model_dump` as that gives it, any other as its text."""
     return msgspec.to_builtins(value, str_keys=True, enc_hook=lambda value: plain(value, str))
+
+
+def json_or_none(text: str) -> Any:
+    """The value of a JSON text; None for any other text."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +25,21 @@ def harmless(text: str) -> str:
 def tell(text: str) -> None:
     """Print a line at once."""
     print(harmless(text), flush=True)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Show what is being done, each text in place of the last, where standard error is a terminal."""
+    shown = sys.stderr.isatty()
+
+    def say(text: str) -> None:
+        if shown:
+            print(f"\r\x1b[2K{harmless(text)}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield say
+    finally:
+        say("")
 
 
 def terminal(**options: Any) -> Console:

@@ -51,10 +51,9 @@ def outcome_unused(own: Mapping[str, Collection[str]], outcome: Collection[str],
     if not unused or recipe.attribution.takes_outcome:
         return "", ""
     names = ", ".join(unused)
-    weight = "" if "team" in scored else ", and alpha weighs nothing"
     return (
         f"the workflow's own reward ({names}) is shown and trains no role: under the plan {recipe.plan} the candidates "
-        f"of one call are compared by their role's scorer, and share one outcome{weight}.",
+        f"of one call are compared by their role's scorer, and share one outcome.",
         "Return it from a scorer as `team` to train on it, or use --plan independent.",
     )
 

@@ -21,7 +21,7 @@ from cotune.cli.options import TraceOptions
 from cotune.errors import ConfigError
 from cotune.storage.run_layout import read_run_json
 from cotune.storage.whole_file import whole_file
-from cotune.terminal import tell, terminal
+from cotune.terminal import progress, tell, terminal
 
 
 def add_check(commands: Any) -> None:
@@ -34,16 +34,23 @@ def add_check(commands: Any) -> None:
 
         config = load_config(a.config, {"model": "none", **given(a), **settings(a.set)})
         bounds = {"limit": a.limit, "calls": a.calls, "timeout": a.timeout}
-        with printing_aside() if a.json else nullcontext():
+        with printing_aside() if a.json else nullcontext(), progress() as say:
             report = check(
-                a.workflow, a.tasks, config, model=a.model, answers=a.answer, call_tools=not a.no_tools, **bounds
+                a.workflow,
+                a.tasks,
+                config,
+                model=a.model,
+                answers=a.answer,
+                call_tools=not a.no_tools,
+                say=say,
+                **bounds,
             )
         if a.json in (None, "-"):
             print(report.to_json()) if a.json else terminal().print(render(report))
         else:
             with whole_file(a.json) as file:
                 file.write(f"{report.to_json()}\n".encode())
-        return 0 if report.trainable else 1
+        return {"trainable": 0, "undecided": 3}.get(report.verdict, 1)
 
     text = "run an application on a task with made-up answers and say what would be trained, and what not and why"
     example = "cotune check app:solve --tasks tasks.jsonl"

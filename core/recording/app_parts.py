@@ -7,11 +7,12 @@ from typing import Literal
 
 import msgspec
 
-PartKind = Literal["node", "member", "agent", "method"]
+PartKind = Literal["node", "member", "agent", "method", "agent type"]
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A graph's node, a team's member, a crew's agent or a flow's method. `role` is what its calls would be named."""
+    """A graph's node, a team's member, a crew's agent, a flow's method, a runtime's type of agents. `role` is what its
+    calls would be named."""
 
     role: str
     kind: PartKind

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cotune.sampling.fitting import AS_IT_FITS, Manner, fitting
+
 _DEPTH = 12
 """Nesting at which a schema that refers to itself is cut."""
 _SPAN = 100
@@ -27,15 +29,23 @@ _OVER = re.compile(r"satisfied|finished|complete|done\b|solved|terminate|stop\b"
 _RANGE = re.compile(r"(-?\d+(?:\.\d+)?)\s*(?:-|–|\.\.|to|and)\s*(-?\d+(?:\.\d+)?)")
 
 
-def example(schema: Any, variant: int = 0, texts: Sequence[str] = (), names: Sequence[str] = ()) -> Any:
+def example(
+    schema: Any,
+    variant: int = 0,
+    texts: Sequence[str] = (),
+    names: Sequence[str] = (),
+    *,
+    manner: Manner = AS_IT_FITS,
+    about: str = "",
+) -> Any:
     """A value that `schema` allows: small, but a list has an element, so that what is done for each is done once.
 
     `variant` rotates enums, alternatives, booleans (true first), both ends of a range, and short texts: values of
     successive variants take an application's branches and end its loops. `texts` are taken where they fit, and where a
-    text says who goes on, `names` in turn: nothing is said to be done before each had its. Patterns, conditions and
-    `not` are not followed.
+    text says who goes on, `names` in turn: nothing is said to be done before each had its. Other texts fit the name and
+    description of their property, or what `about` says of it. Patterns, conditions and `not` are not followed.
     """
-    return _Maker(schema, variant, texts, names).value(schema, 0, ())
+    return _Maker(schema, variant, texts, names, manner, about).value(schema, 0, ())
 
 
 def fits(schema: Any, value: Any) -> bool:
@@ -44,12 +54,23 @@ def fits(schema: Any, value: Any) -> bool:
 
 
 class _Maker:
-    def __init__(self, root: Any, variant: int, texts: Sequence[str], names: Sequence[str], inside: str = "") -> None:
+    def __init__(
+        self,
+        root: Any,
+        variant: int,
+        texts: Sequence[str],
+        names: Sequence[str],
+        manner: Manner,
+        about: str,
+        inside: str = "",
+    ) -> None:
         """`inside` are the properties above."""
         self.root = root
         self.variant = variant
         self.texts = texts
         self.names = names
+        self.manner = manner
+        self.about = about
         self.inside = inside
 
     def value(self, schema: Any, depth: int, above: tuple[str, ...]) -> Any:
@@ -71,7 +92,7 @@ class _Maker:
         return self._of_type(_type(schema), schema, depth, above)
 
     def _within(self, inside: str, later: int = 0) -> _Maker:
-        return _Maker(self.root, self.variant + later, self.texts, self.names, inside)
+        return _Maker(self.root, self.variant + later, self.texts, self.names, self.manner, self.about, inside)
 
     def _choice(self, choices: Sequence[Any]) -> Any:
         given = [text for text in self.texts if text in choices]
@@ -104,6 +125,8 @@ class _Maker:
             case "integer" | "number":
                 return self._number(schema, kind)
             case "boolean":
+                if self.manner.flag is not None:
+                    return self.manner.flag
                 if self.names and _OVER.search(self.inside):
                     return self.variant % (len(self.names) + 1) == len(self.names)
                 return self.variant % 2 == 0
@@ -129,7 +152,10 @@ class _Maker:
         if low is None and high is None:
             bounds = _RANGE.search(str(schema.get("description") or ""))
             low, high = (float(bounds[1]), float(bounds[2])) if bounds else (None, None)
-        if low is None:
+        if self.manner.number is not None:
+            found = max(self.manner.number, low) if low is not None else self.manner.number
+            found = min(found, high) if high is not None else found
+        elif low is None:
             found = schema["default"] if isinstance(schema.get("default"), int | float) else 1
             found = found if high is None or found <= high else high
         elif high is not None and low < high <= low + _SPAN and self.variant % 2 == 0:
@@ -148,8 +174,17 @@ class _Maker:
         given = [text for text in who or self.texts if least <= len(text) <= most]
         if given:
             return given[self.variant % len(given)]
-        text = chr(ord("a") + self.variant % 26)
-        return text.ljust(least, text)
+        name = self.inside.rpartition(" ")[2]
+        described = f"{schema.get('description') or ''} {_line_on(name, self.about)}"
+        fit = fitting(name, described, self.variant)
+        text = fit if fit is not None and least <= len(fit) <= most else chr(ord("a") + self.variant % 26)
+        return self.manner.put(text, self.variant, plain=text != fit).ljust(least, text[0])
+
+
+def _line_on(name: str, text: str) -> str:
+    """What a text says of a property in the line that begins with it, as docstrings do."""
+    found = re.search(rf"^[ \t*:-]*(?:param )?{re.escape(name)}\b[^\n]*", text, re.M) if name else None
+    return found[0] if found else ""
 
 
 def _is_list(schema: Any) -> bool:

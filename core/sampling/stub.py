@@ -12,9 +12,11 @@ import msgspec
 
 from cotune.algorithms.recipes import Attribution
 from cotune.errors import WorkflowError
+from cotune.json_values import json_or_none
 from cotune.recording.answers import Answer
 from cotune.recording.recorder import LiveCall
 from cotune.recording.records import PolicyRef
+from cotune.sampling.fitting import AS_IT_FITS, Manner, form_shown, lessons
 from cotune.sampling.json_example import example, fits
 from cotune.sampling.plans import Plan
 from cotune.sampling.protocol import Completion, Sampler, SamplingParams, TokenBytes, TopTokens
@@ -23,6 +25,8 @@ from cotune.sampling.responder import PolicyResponder
 from cotune.sampling.scoring import AnyScorer
 from cotune.sampling.stub_words import asked_json, choices_of, listed, names_in, prompt_text
 
+ENDLESS = "on one task and did not stop"
+"""Part of the error of an episode that makes more calls than it may."""
 _STOPPED_AFTER = 4
 """Times the call limit after which even an application that swallows the refusal is stopped."""
 
@@ -35,8 +39,10 @@ class StubResponder:
     tools end; a tool that hands over is called once for each name it knows. One that asks for JSON gets a value of its
     schema; any other one of `answers` in turn, or a short text, or a name or word that its prompt offers. Choices
     rotate from call to call, beginning at `variant`, so that branches are taken and loops end; `branched` tells whether
-    there was one. So does the tool that is called first, from one variant to the next. `limit` bounds the calls of an
-    episode: past it the episode fails. `sampling` is what the policy samples with, whatever the application asks.
+    there was one. So does the tool that is called first, from one variant to the next. A tool whose result says what it
+    would have taken is called once more, with that. `manner` says how else answers are made up.
+    `limit` bounds the calls of an episode: past it the episode fails. `sampling` is what the policy samples with,
+    whatever the application asks.
     """
 
     plan: Plan | None = None
@@ -44,7 +50,7 @@ class StubResponder:
     attribution: Attribution = field(default_factory=Attribution)
     provider_roles: Collection[str] = ()
     answers: Sequence[str] = ()
-    call_tools: bool = True
+    manner: Manner = AS_IT_FITS
     limit: int = 64
     sampling: Mapping[str, Any] | None = None
     variant: int = 0
@@ -54,7 +60,12 @@ class StubResponder:
     """Whether an answer was one of several that could have led elsewhere."""
     ways: bool = field(default=False, init=False)
     """Whether another tool could have been called first."""
+    offered: set[tuple[str, str]] = field(default_factory=set, init=False)
+    """Role and name of the tools that calls had."""
+    called: set[tuple[str, str]] = field(default_factory=set, init=False)
+    """Role and name of the tools that answers called."""
     _used: Counter[tuple[str, str, str]] = field(default_factory=Counter, init=False)
+    _again: set[tuple[str, str, str]] = field(default_factory=set, init=False)
     _made: Counter[tuple[str, str, str]] = field(default_factory=Counter, init=False)
 
     async def respond(self, call: LiveCall) -> Answer:
@@ -77,6 +88,7 @@ class StubResponder:
         assert answer is not None
         if made.tool is not None:
             self._used[call.episode.id, call.role, made.tool] += 1
+            self.called.add((call.role, made.tool))
         return msgspec.structs.replace(answer, policy=None, prompt_ids=()) if provided else answer
 
     def tool_for(self, call: LiveCall) -> Mapping[str, Any] | None:
@@ -88,10 +100,14 @@ class StubResponder:
         functions = {f["name"]: f for f in map(function_of, call.tools or ()) if f.get("name")}
         choice = call.params.get("tool_choice")
         forced = _forced(choice)
+        self.offered |= {(call.role, name) for name in functions}
         if forced in functions:
             return functions[forced]
-        if not self.call_tools or not functions or choice == "none":
+        if not self.manner.call_tools or not functions or choice == "none":
             return None
+        again = self._corrected(call)
+        if again in functions:
+            return functions[again]
         names = _names(call)
         ordered = list(functions.values())
         first = (self.variant + self.variant // len(ordered)) % len(ordered)  # out of step with what else rotates
@@ -101,6 +117,15 @@ class StubResponder:
             if self._used[call.episode.id, call.role, function["name"]] < often:
                 return function
         return ordered[-1] if forced is not None else None
+
+    def _corrected(self, call: LiveCall) -> str | None:
+        """The tool that was called last and whose result says what it would have taken, at the first time."""
+        name, found = _correction(call)
+        key = call.episode.id, call.role, name
+        if not found or key in self._again:
+            return None
+        self._again.add(key)
+        return name
 
     def turn(self, call: LiveCall, what: str) -> int:
         """How often this role was asked for `what` before, from where this stub begins."""
@@ -115,7 +140,7 @@ class StubResponder:
             raise asyncio.CancelledError(f"the application went on after {self.limit} calls")
         if count > self.limit:
             raise WorkflowError(
-                f"The application made {self.limit} calls on one task and did not stop; the last one by {call.role!r}.",
+                f"The application made {self.limit} calls {ENDLESS}; the last one by {call.role!r}.",
                 "Made-up answers may never say what ends its loop: pass a text that does (--answer), or raise --calls.",
             )
 
@@ -183,37 +208,59 @@ class _Made:
 
     def _arguments(self, function: Mapping[str, Any], index: int) -> dict[str, Any]:
         schema = function.get("parameters") or {"type": "object"}
-        made = self._value(schema, index) or {}
+        name, found = _correction(self._call)
+        manner = self._stub.manner
+        if found and name == self.tool:
+            manner = msgspec.structs.replace(manner, instead={**manner.instead, **found})
+        made = self._value(schema, index, manner, str(function.get("description") or "")) or {}
         parameter, names = names_in(function, _names(self._call))
         return {**made, parameter: names[(self._turn + index) % len(names)]} if parameter else made
 
     def _content(self, index: int) -> str:
         variant, stub, call = self._turn + index, self._stub, self._call
         if self._schema is not None:
-            return _text(self._value(self._schema, index))
+            return _text(self._value(self._schema, index, stub.manner))
         if stub.answers:
             return stub.answers[(call.turn + index) % len(stub.answers)]
-        asked = asked_json(call.messages, variant, _names(call))
+        asked = asked_json(call.messages, variant, _names(call), stub.manner)
         if asked is not None:
             stub.branched = True
             return asked
         if isinstance(call.params.get("response_format"), Mapping):
-            return "{}"
+            return stub.manner.put("{}", variant, plain=True)
+        if stub.manner.form and (shown := form_shown(prompt_text(call.messages))):
+            return shown
         words = call.episode.parts.words if call.episode.parts else ()
         choices = ["", *choices_of(call.messages, _names(call), words)]
         stub.branched = stub.branched or len(choices) > 1
-        return choices[variant % len(choices)] or f"stub answer {index + 1}"
+        made = f"stub answer {index + 1}"
+        told = stub.manner.put(made, variant, plain=True)
+        return told if told != made else choices[variant % len(choices)] or made
 
-    def _value(self, schema: Mapping[str, Any], index: int) -> Any:
+    def _value(self, schema: Mapping[str, Any], index: int, manner: Manner, about: str = "") -> Any:
         """One of the given answers that fits a schema, else a made-up one."""
         variant, answers = self._turn + index, self._stub.answers
-        given = [value for answer in answers if isinstance(value := _json(answer), dict) and fits(schema, value)]
+        given = [value for answer in answers if isinstance(value := json_or_none(answer), dict) and fits(schema, value)]
         if given:
             return given[variant % len(given)]
         names = listed(prompt_text(self._call.messages), _names(self._call))
         same_texts = [example(schema, variant + i, ["a"]) for i in range(2)]
         self._stub.branched = self._stub.branched or same_texts[0] != same_texts[1] or len(names) > 1
-        return example(schema, variant, answers, names)
+        return example(schema, variant, answers, names, manner=manner, about=about)
+
+
+def _correction(call: LiveCall) -> tuple[str, dict[str, list[str]]]:
+    """The tool whose result is the last message, and what to say in place of what, so far as that result tells."""
+    if len(call.messages) < 2 or call.messages[-1].get("role") != "tool":
+        return "", {}
+    asked = [one for message in call.messages[-8:] for one in message.get("tool_calls") or ()]
+    of = call.messages[-1].get("tool_call_id")
+    function = next((one["function"] for one in reversed(asked) if one.get("id") == of and one.get("function")), None)
+    given = json_or_none(str(function.get("arguments"))) if function else None
+    if function is None or not isinstance(given, dict):
+        return "", {}
+    texts = [value for value in given.values() if isinstance(value, str)]
+    return str(function.get("name")), lessons(prompt_text(call.messages[-1:]), texts)
 
 
 def _only(ids: Sequence[int]) -> tuple[TopTokens, ...]:
@@ -231,13 +278,6 @@ def _schema_of(asked: Any) -> Mapping[str, Any] | None:
     if not isinstance(asked, Mapping) or asked.get("type") != "json_schema":
         return None
     return (asked.get("json_schema") or {}).get("schema") or {"type": "object"}
-
-
-def _json(text: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return None
 
 
 def _forced(choice: Any) -> str | None:

@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from cotune.sampling.fitting import AS_IT_FITS, Manner, choices_in
 from cotune.sampling.json_example import example
 
 _WORD = re.compile(r"\b[A-Z][A-Z_]{3,}\b")
-_QUOTED = re.compile(r"""(?<!\w)['"`]([A-Za-z][\w-]{1,23})['"`](?!\w)""")
+_QUOTED = re.compile(r"""(?<!\w)['"`]([A-Za-z][\w -]{1,23})['"`](?!\w)""")
 _COMMON = frozenset(
     {"ALWAYS", "NEVER", "MUST", "ONLY", "SHOULD", "DO_NOT", "IMPORTANT", "CRITICAL", "REQUIRED", "WARNING", "NOTE"}
     | {"NOTES", "YOUR", "THIS", "THAT", "WITH", "WILL", "FROM", "HAVE", "WHEN", "EACH", "MORE", "THAN", "THEN", "TODO"}
@@ -40,6 +41,7 @@ def choices_of(messages: Sequence[Mapping[str, Any]], names: Sequence[str], word
     text = prompt_text(messages)
     offered = listed(text, names)
     asked = [word for word in _WORD.findall(text) if word not in _COMMON]
+    asked += choices_in(text)
     asked += [word for word in _QUOTED.findall(text) if word.upper() not in _COMMON]
     found = dict.fromkeys([*(offered if len(offered) > 1 else ()), *list(dict.fromkeys(asked))[:_MOST], *words])
     return list(found)
@@ -57,7 +59,9 @@ def prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(_content(message) for message in (*own, *last))
 
 
-def asked_json(messages: Sequence[Mapping[str, Any]], variant: int, names: Sequence[str] = ()) -> str | None:
+def asked_json(
+    messages: Sequence[Mapping[str, Any]], variant: int, names: Sequence[str] = (), manner: Manner = AS_IT_FITS
+) -> str | None:
     """JSON as a prompt asks for it in words: by a schema that it shows or sketches, else an example of its own; None
     without. `names` are those of the application's parts."""
     text = prompt_text(messages)
@@ -69,7 +73,7 @@ def asked_json(messages: Sequence[Mapping[str, Any]], variant: int, names: Seque
     if schema is None and (sketches := list(_objects(_SKETCHED.sub(_as_type, text)))) != shown:
         schema = _schema_of(sketches[-1])
     if schema is not None:
-        return json.dumps(example(schema, variant, names=offered))
+        return json.dumps(example(schema, variant, names=offered, manner=manner))
     return json.dumps(shown[-1]) if shown else None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from cotune.integrations.autogen.clients import ClientAttribute, lineage_of
 from cotune.integrations.autogen.scopes import AutogenScope, open_scope, stepped
 from cotune.integrations.patching import record_tools, replace_method
 from cotune.integrations.versions import missing_hook
+from cotune.recording.app_parts import Part, Parts
 from cotune.recording.recorder import LiveEpisode
 
 _HOOKS = (
@@ -42,6 +44,8 @@ class Running:
     scope_of: Callable[[Any], AutogenScope]
 
 
+_OF_TEAM = re.compile("_[0-9a-f]{8}-[0-9a-f]{4}-")
+"""In the type of a member of agentchat's teams."""
 _STOPPED = "_cotune_stopped"
 running: dict[str, Running] = {}
 """By team id."""
@@ -84,10 +88,20 @@ def _on_message(original: Any) -> Any:
         episode = _carried.get(ctx.message_id) or current_episode.get()
         if episode is None:
             return await original(self, message, ctx)
+        if episode.parts is not None:
+            _report_parts(episode.parts, self)
         with recording(episode), entered(open_scope(self, self.id.type)), _marked(episode):
             return await original(self, message, ctx)
 
     return on_message
+
+
+def _report_parts(parts: Parts, agent: Any) -> None:
+    """That an agent works, and which types its runtime knows."""
+    parts.enter(agent.id.type)
+    runtime = agent.runtime
+    types = getattr(runtime, "_agent_factories", ())
+    parts.add(Part(name, "agent type", type(runtime).__name__, name) for name in types if not _OF_TEAM.search(name))
 
 
 @contextmanager

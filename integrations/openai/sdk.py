@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
 from datetime import timedelta
@@ -153,6 +154,9 @@ def _passing(episode: LiveEpisode, request: Any) -> None:
         return
     if request.url.path.endswith(TEXT_COMPLETIONS):
         episode.warn(*TEXT_COMPLETION)
+    elif request.url.path.endswith("/embeddings"):
+        counted = episode.notes.setdefault("embeddings", Counter())
+        counted[f"{request.url.host}:{request.url.port or (443 if request.url.scheme == 'https' else 80)}"] += 1
     elif request.url.path.endswith(_UNSEEN):
         kind = request.url.path.rpartition("/")[2]
         episode.warn("unseen_call", f"A request to /{kind} has models answer out of sight: that is not recorded.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,16 +17,14 @@ from cotune.algorithms.collect import Collected, collect
 from cotune.algorithms.groups import build_groups
 from cotune.algorithms.recipes import Recipe
 from cotune.algorithms.samples import Sample
-from cotune.errors import ConfigError, SamplerError
-from cotune.integrations.chat.content import for_template
-from cotune.integrations.chat.reply_grammar import unenforceable
+from cotune.errors import ConfigError
 from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, require
 from cotune.judging.episodes import finished
 from cotune.policies import Policies
 from cotune.recording.episodes import Outcome
-from cotune.recording.images import holds_images, images_of
 from cotune.recording.records import CallRecord, RewardRecord
 from cotune.runtime.run_sync import run_sync
+from cotune.sampling.fitting import Manner
 from cotune.sampling.plans import Plan, PlanKind
 from cotune.sampling.stub import StubResponder
 from cotune.storage.protocol import Store
@@ -36,20 +34,32 @@ from cotune.tasks import as_tasks
 from cotune.trainer.check.findings import (
     blocking,
     call_findings,
-    client_findings,
-    episode_findings,
     idle_findings,
     learning_findings,
-    made_up,
     role_findings,
 )
-from cotune.trainer.check.network import watched_connections
 from cotune.trainer.check.report import CallCheck, CheckReport, Finding, Framework, GroupCheck, IdleCheck, RoleCheck
-from cotune.trainer.check.runs import run_tasks
+from cotune.trainer.check.requests import chat_of, forms, tokens
+from cotune.trainer.check.run_findings import connection_findings, fault_findings, run_findings, twice_findings
+from cotune.trainer.check.runs import Runner
+from cotune.trainer.check.watch import watched
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.judging import Bench, judging_role
 from cotune.trainer.rollout.preflight import faults, rewards_by_role, unseen_roles
 from cotune.workflows import Workflow, workflow_of
+
+_AUTOGEN, _GRAPHS = frozenset({"autogen"}), frozenset({"langgraph"})
+_USED_BY: Mapping[str, frozenset[str]] = {
+    "langchain-core": _GRAPHS,
+    "langgraph": _GRAPHS,
+    "autogen-agentchat": _AUTOGEN,
+    "autogen-core": _AUTOGEN,
+    "openai-agents": frozenset({"openai-agents"}),
+    "crewai": frozenset({"crewai"}),
+    "vllm": frozenset(),
+    "ray": frozenset(),
+}
+"""By distribution: the integrations whose calls come through it; any other may be used unseen."""
 
 
 def check(
@@ -63,73 +73,87 @@ def check(
     call_tools: bool = True,
     calls: int = 64,
     timeout: float = 60.0,
+    say: Callable[[str], None] = lambda text: None,
 ) -> CheckReport:
     """Run the first `limit` tasks with a `StubResponder`, and say what training with `config` would see.
 
-    A task runs again with other answers, a few times at most, where answers could have led elsewhere.
+    A task runs again with other answers where one may have failed it or could have led elsewhere, and twice at once.
 
     No model is loaded and no provider contacted; with `model`, its tokenizer counts the prompts' tokens. `answers`
-    are texts for the stub, `calls` and `timeout` (seconds) bound an episode. Raises ConfigError for bad input.
+    are texts for the stub, `calls` and `timeout` (seconds) bound an episode, `say` is called before each run. Raises
+    ConfigError for bad input.
     """
     started = time.perf_counter()
     for name, value in (("limit", limit), ("calls", calls), ("timeout", timeout)):
         if value <= 0:
             raise ConfigError(name, value, "a number above 0")
-    flow = workflow_of(workflow).named_by(config.roles_by)
-    listed = as_tasks(tasks)[:limit]
-    plan, recipe, why = config.resolve_plan(list(flow.scorers))
-    chat = _chat(model, config)
-
-    def stub(run: int) -> StubResponder:
-        return StubResponder(
-            plan=plan,
-            scorers=flow.scorers,
-            attribution=recipe.attribution,
-            provider_roles=[role for policy in config.policy if policy.kind == "provider" for role in policy.roles],
-            answers=answers,
-            call_tools=call_tools,
-            limit=calls,
-            sampling={"temperature": config.sampling.temperature},
-            variant=run,
-        )
-
     with tempfile.TemporaryDirectory() as folder, SqliteStore.open(RunLayout(folder).records) as store:
-        with watched_connections() as connections:
-            runs = run_sync(run_tasks(flow, listed, store, stub, timeout))
-        outcomes, seen = runs.outcomes, runs.seen
+        with watched() as watch:
+            say("loading the application ...")
+            flow = workflow_of(workflow).named_by(config.roles_by)
+            listed = as_tasks(tasks)[:limit]
+            plan, recipe, why = config.resolve_plan(list(flow.scorers))
+            chat = chat_of(model, config)
+            loaded = time.perf_counter()
+
+            def stub(variant: int, manner: Manner) -> StubResponder:
+                return StubResponder(
+                    plan=plan,
+                    scorers=flow.scorers,
+                    attribution=recipe.attribution,
+                    provider_roles=[role for one in config.policy if one.kind == "provider" for role in one.roles],
+                    answers=answers,
+                    manner=manner,
+                    limit=calls,
+                    sampling={"temperature": config.sampling.temperature},
+                    variant=variant,
+                )
+
+            at_once = config.concurrency > 1
+            runner = Runner(flow, store, stub, timeout, watch, Manner(call_tools=call_tools), at_once, say)
+            ran = run_sync(runner.run(listed))
+            ended = time.perf_counter()
+        outcomes = [run.outcome for one in ran for run in one.all]
+        seen = [call for one in ran for call in one.calls]
         if flow.episode_judge is not None:
             outcomes = _judged(outcomes, store)
-            seen = [*seen, *run_sync(_asked_of_judge(flow, outcomes, store, stub(0)))]
+            seen = [*seen, *run_sync(_asked_of_judge(flow, outcomes, store, stub(0, Manner())))]
         local, team = rewards_by_role(store, seen), _means([outcome.rewards for outcome in outcomes])
-        unseen = unseen_roles(config, flow, [part for part, ran in runs.idle if not ran])
+        idle = runner.idle(seen)
+        unseen = unseen_roles(config, flow, [part for part, worked in idle if not worked])
         rare = [*config.roles, *unseen]
-        found = [made_up(blocking(fault), seen) for fault in faults(flow, outcomes, seen, local, rare)]
+        command = f"cotune train {workflow} --tasks {tasks} --model MODEL" if isinstance(workflow, str) else ""
+        wrong = faults(flow, [one.shown.outcome for one in ran], seen, local, rare)
+        found = [*fault_findings(wrong, ran, watch, command), *twice_findings(ran, store)]
         policies, more = _policies(config, seen, unseen, flow, plan)
         roles = _roles(seen, policies, flow, plan)
         groups, left_out = _groups(store, outcomes, seen, roles, plan, recipe)
         left = {role.role for role in roles if role.kind == "provider"}
         answered = [call for call in seen if call.role not in left]
-        tokens, refused = _tokens(chat, answered, store)
-        found += [*more, *refused, *_forms(answered, store, chat)]
+        counts, refused = tokens(chat, answered, store)
+        found += [*more, *refused, *forms(answered, store, chat)]
         if flow.episode_judge is not None:
             found.append(Finding("note", "judge", "it was not asked: a dry run makes its outcomes up."))
-        if not groups and not any(finding.level == "blocks" for finding in found):
+        if not groups and not any(finding.level in ("blocks", "undecided") for finding in found):
             text = "the plan would form no group: nothing would be trained."
             found.append(Finding("blocks", "groups", text, "See what was left out."))
-        found += [*role_findings(roles, seen, plan), *idle_findings(runs.idle)]
+        found += [*role_findings(roles, seen, plan), *idle_findings(idle, seen, runner.parts.known)]
         found += call_findings(seen, roles, plan, config)
-        found += learning_findings(roles, local, team, recipe)
-        found += [*episode_findings(outcomes, connections), *client_findings()]
+        if any(outcome.error is None for outcome in outcomes):
+            found += learning_findings(roles, local, team, recipe)
+        found += [*run_findings(ran, watch), *connection_findings(outcomes, watch)]
+        done = time.perf_counter()
         return CheckReport(
             workflow=workflow if isinstance(workflow, str) else flow.name,
             tasks=tuple(task.id for task in listed),
-            seconds=time.perf_counter() - started,
+            seconds=done - started,
+            spent={"loading": loaded - started, "running": ended - loaded, "looking": done - ended},
             plan=why,
-            frameworks=tuple(_frameworks()),
+            frameworks=tuple(_frameworks({call.integration for call in seen})),
             runs=len(outcomes),
             roles=tuple(roles),
-            idle=tuple(IdleCheck(role=p.role, kind=p.kind, of=p.of, ran=ran) for p, ran in runs.idle),
-            calls=tuple(_calls(seen, outcomes, tokens, store)),
+            idle=tuple(IdleCheck(role=p.role, kind=p.kind, of=p.of, ran=worked) for p, worked in idle),
+            calls=tuple(_calls(seen, outcomes, counts, store)),
             groups=tuple(groups),
             team=team,
             local={role: named for role, named in local.items() if named},
@@ -289,59 +313,8 @@ def _means(outcomes: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 
-def _chat(model: str | None, config: TrainConfig) -> Any:
-    """The model's chat template. Of a Hugging Face id no weights are fetched."""
-    if model is None:
-        return None
-    from cotune.integrations.chat.template import ChatTemplate
-    from cotune.integrations.models.folder import locate_model
-
-    found = locate_model(model) if Path(model).expanduser().exists() else model
-    return ChatTemplate.load(found, config.tool_format)
-
-
-def _tokens(chat: Any, calls: Sequence[CallRecord], store: Store) -> tuple[dict[str, int], list[Finding]]:
-    """Tokens of each call's prompt, and the calls that the model's chat template refuses."""
-    counts: dict[str, int] = {}
-    found: dict[str, Finding] = {}
-    for call in calls if chat is not None else ():
-        tools = store.message(call.tools) if call.tools else None
-        try:
-            counts[call.id] = len(chat.render([store.message(name) for name in call.messages], tools))
-        except SamplerError as error:
-            found[call.role] = blocking(error, call.role)
-    return counts, [*found.values(), *_unshown_tools(chat, calls)]
-
-
-def _unshown_tools(chat: Any, calls: Sequence[CallRecord]) -> Iterator[Finding]:
-    offered = dict.fromkeys(call.role for call in calls if call.tools)
-    if chat is not None and offered and not chat.shows_tools:
-        from cotune.integrations.chat.template import SHOW_TOOLS, UNSHOWN_TOOLS
-
-        yield Finding("warns", ", ".join(offered), UNSHOWN_TOOLS, SHOW_TOOLS)
-
-
-def _forms(calls: Sequence[CallRecord], store: Store, chat: Any) -> list[Finding]:
-    """Content that no policy can read, and forms of replies that no sampler can enforce: such a call is an error in
-    training."""
-    found: dict[tuple[str, str], Finding] = {}
-    for call in calls:
-        cause = unenforceable(call.params, store.message(call.tools) if call.tools else None)
-        remedy = "Change the request, or give the role a policy of kind provider."
-        try:
-            messages = [store.message(name) for name in call.messages]
-            for message in messages:
-                for_template(message, parts=True)
-            if chat is None and holds_images(messages):  # a model that is known has been asked
-                images_of(messages)
-        except SamplerError as error:
-            cause, remedy = error.cause, f"{error.remedy} Or give the role a policy of kind provider."
-        if cause:
-            found[call.role, cause] = Finding("blocks", call.role, cause, remedy)
-    return list(found.values())
-
-
-def _frameworks() -> Iterable[Framework]:
+def _frameworks(used: Collection[str]) -> Iterable[Framework]:
+    """Those that calls came through, and any that is loaded in a version that cannot be recorded."""
     for name, (oldest, beyond) in SUPPORTED.items():
         if name.replace("-", "_") not in sys.modules:
             continue
@@ -351,4 +324,6 @@ def _frameworks() -> Iterable[Framework]:
             found, ok = version(name), False
         except PackageNotFoundError:
             found, ok = "", True
-        yield Framework(name=name, version=found, supported=f">={oldest},<{beyond}", ok=ok)
+        known = _USED_BY.get(name)
+        if not ok or known is None or not used or known & set(used):
+            yield Framework(name=name, version=found, supported=f">={oldest},<{beyond}", ok=ok)

@@ -11,8 +11,9 @@ from rich.text import Text
 
 from cotune.tables import BAD, GOOD, QUIET, cells, grid, plural, scores
 
-Level = Literal["blocks", "warns", "note"]
-_STYLES = {"blocks": BAD, "warns": "yellow", "note": QUIET}
+Level = Literal["blocks", "undecided", "warns", "note"]
+Verdict = Literal["trainable", "undecided", "not trainable as it is"]
+_STYLES = {"blocks": BAD, "undecided": "yellow", "warns": "yellow", "note": QUIET}
 
 
 class Framework(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +77,7 @@ class GroupCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Something to know before training: `blocks` it, `warns` of what is lost, or is only a `note`."""
+    """Something to know before training: it `blocks`, leaves it `undecided`, `warns` of a loss, or is only a `note`."""
 
     level: Level
     about: str
@@ -90,6 +91,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     workflow: str
     tasks: tuple[str, ...]
     seconds: float
+    spent: Mapping[str, float] = {}
+    """Seconds of loading the application, of running it, and of looking at what it did."""
     plan: str
     frameworks: tuple[Framework, ...]
     runs: int = 1
@@ -104,13 +107,19 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
 
     @property
+    def verdict(self) -> Verdict:
+        """Whether something blocks; `undecided` where all that failed was a made-up answer."""
+        levels = {finding.level for finding in self.findings}
+        return "not trainable as it is" if "blocks" in levels else "undecided" if "undecided" in levels else "trainable"
+
+    @property
     def trainable(self) -> bool:
-        """Whether nothing blocks."""
-        return not any(finding.level == "blocks" for finding in self.findings)
+        return self.verdict == "trainable"
 
     def to_json(self) -> str:
-        """The report as one JSON object, `trainable` included."""
-        return msgspec.json.encode({"trainable": self.trainable, **msgspec.to_builtins(self)}).decode()
+        """The report as one JSON object, verdict included."""
+        head = {"verdict": self.verdict, "trainable": self.trainable}
+        return msgspec.json.encode({**head, **msgspec.to_builtins(self)}).decode()
 
 
 def render(report: CheckReport) -> Group:
@@ -122,7 +131,9 @@ def _parts(report: CheckReport) -> Iterable[RenderableType]:
     yield Text.assemble(
         ("dry run ", "bold"),
         f"of {report.workflow} on {plural(len(report.tasks), 'task')} ({', '.join(report.tasks)}), ",
-        f"{plural(report.runs, 'run')} with made-up answers, in {report.seconds:.1f} s\n{report.plan}\n",
+        f"{plural(report.runs, 'run')} with made-up answers\n{report.seconds:.1f} s: ",
+        ", ".join(f"{what} {seconds:.1f} s" for what, seconds in report.spent.items()),
+        f"\n{report.plan}\n",
     )
     yield _frameworks(report.frameworks)
     yield ""
@@ -131,8 +142,8 @@ def _parts(report: CheckReport) -> Iterable[RenderableType]:
     yield from _groups(report.groups)
     yield from _rewards(report)
     yield from _findings(report.findings)
-    verdict = ("trainable", GOOD) if report.trainable else ("not trainable as it is", BAD)
-    yield Text.assemble(("\n", ""), verdict)
+    style = GOOD if report.trainable else _STYLES["undecided"] if report.verdict == "undecided" else BAD
+    yield Text.assemble(("\n", ""), (report.verdict, style))
 
 
 def _frameworks(found: Sequence[Framework]) -> Text:
@@ -218,7 +229,7 @@ def _rewards(report: CheckReport) -> Iterable[RenderableType]:
 
 
 def _findings(findings: Sequence[Finding]) -> Iterable[RenderableType]:
-    for level in ("blocks", "warns", "note"):
+    for level in _STYLES:
         for one in findings:
             if one.level == level:
                 head = (f"\n{level} ", _STYLES[level])

@@ -13,6 +13,7 @@ from cotune.recording.answers import Answer
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.recording.records import Task
+from cotune.sampling.fitting import Manner
 from cotune.sampling.plans import Plan
 from cotune.sampling.stub import StubResponder
 
@@ -75,7 +76,7 @@ def test_a_named_tool_is_called_and_none_is_respected() -> None:
 
 
 def test_tools_can_be_left_alone() -> None:
-    assert called(respond(StubResponder(call_tools=False), episode(), tools=TOOLS)) == []
+    assert called(respond(StubResponder(manner=Manner(call_tools=False)), episode(), tools=TOOLS)) == []
 
 
 def test_hosted_tools_are_not_called() -> None:

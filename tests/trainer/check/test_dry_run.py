@@ -199,14 +199,24 @@ def test_an_error_that_quotes_whole_prompts_is_cut(provider: Provider) -> None:
     assert "raised ValueError: unreadablexxx" in text and "x ... (40,022 characters) (" in text and len(text) < 1500
 
 
-def test_a_workflow_that_raises_blocks(provider: Provider) -> None:
+def test_a_workflow_that_raises_whatever_is_answered_blocks(provider: Provider) -> None:
     async def broken(task: Any) -> float:
-        return float(await ask("first", "how many?"))
+        return float(len(await ask("first", "how many?")) + task["weight"])
 
     report = dry(application(broken, first=letters))
-    assert not report.trainable
-    assert "could not convert string to float: 'stub answer 1'" in said(report, "blocks", "")[0]
+    assert report.verdict == "not trainable as it is" and report.runs == 1
+    assert "KeyError: 'weight'" in said(report, "blocks", "")[0]
     assert [call.role for call in report.calls] == ["first"]
+
+
+def test_an_answer_that_the_application_cannot_read_is_made_up_anew(provider: Provider) -> None:
+    async def counts(task: Any) -> float:
+        return float(await ask("first", "how many?"))
+
+    report = dry(application(counts))
+    assert report.trainable and report.team == {"team": 1.0}
+    (text,) = said(report, "warns", "runs")
+    assert "could not convert string to float: 'stub answer 1'" in text and "A model may answer like that too" in text
 
 
 def test_roles_behind_an_error_are_not_called_unknown(provider: Provider) -> None:
@@ -233,8 +243,8 @@ def test_a_run_that_fails_is_named_by_its_task(provider: Provider) -> None:
         return None if task["id"] == "b" else 1.0
 
     (text,) = said(dry(application(forgetful), limit=2), "warns", "runs")
-    assert "1 of 2 runs with made-up answers failed; the first, on task b: " in text
-    assert text.endswith('{"team": None}: such an episode teaches nothing.')
+    assert "runs failed; the first, on task b: The workflow 'solve' returned None" in text
+    assert '{"team": None}: such an episode teaches nothing.' in text
 
 
 def test_a_refusal_is_said_once(provider: Provider) -> None:
@@ -315,8 +325,8 @@ async def _until_approved(task: Any) -> float:
 
 def test_an_endless_loop_is_stopped_with_a_reason(provider: Provider) -> None:
     report = dry(application(_until_approved), calls=10)
-    assert len(report.calls) == 11 and not report.trainable
-    (text,) = said(report, "blocks", "")
+    assert len(report.calls) == 11 and report.verdict == "undecided"
+    (text,) = said(report, "undecided", "runs")
     assert "made 10 calls on one task and did not stop; the last one by 'judge'" in text and "--answer" in text
 
 
@@ -350,7 +360,7 @@ def test_swallowed_failures_are_told(provider: Provider) -> None:
         return 1.0
 
     report = dry(application(careless))
-    assert "1 calls failed and the application went on" in said(report, "warns", "task a")[0]
+    assert "1 call failed and the application went on" in said(report, "warns", "task a")[0]
     assert any("1 of 1 calls are not trained on" in text for text in said(report, "warns", "searcher"))
     assert [(r.role, r.trained, r.reason) for r in report.roles] == [
         ("first", True, ""),
@@ -426,7 +436,7 @@ def test_connections_of_the_application_are_told(provider: Provider) -> None:
             return 1.0
 
         report = dry(application(fetches))
-    assert "connected there 1 times" in said(report, "warns", f"127.0.0.1:{address[1]}")[0]
+    assert "connected there, 3 times in 3 runs" in said(report, "warns", f"127.0.0.1:{address[1]}")[0]
 
 
 def test_connections_are_told_by_the_name_of_the_host(provider: Provider) -> None:

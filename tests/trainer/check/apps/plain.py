@@ -1,0 +1,204 @@
+"""The plain SDK: loops that read text, tools by hand, a history of the module, a person who is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from datetime import date
+from typing import Any
+
+import openai
+
+import cotune
+from tests.trainer.check.apps.table import NOT, UNDECIDED, Row, chat, client
+
+
+def reacts() -> Any:
+    """A loop over text in a form that its prompt shows; it raises at its limit."""
+    form = "Answer in this form:\nThought: <what you think>\nFinal Answer: <the answer, a whole number>"
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("solver"):
+            for _ in range(5):
+                found = re.search(r"Final Answer: *(\d+)", (await chat(one["question"], form)).content or "")
+                if found:
+                    return float(found[1])
+        raise RuntimeError("no final answer in five turns")
+
+    return solve
+
+
+def writes_code() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("coder"):
+            reply = await chat(one["question"], "Answer with one block of code, ```python ... ```")
+        found = re.search(r"```python\n(.*?)```", reply.content, re.S)
+        compile(found.group(1), "made", "exec")  # type: ignore[union-attr]
+        return 1.0
+
+    return solve
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add_event",
+            "description": "Add an event to the calendar",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "when": {"type": "string", "description": "ISO day, for example 2024-05-01"},
+                    "minutes": {"type": "string"},
+                },
+                "required": ["when", "minutes"],
+            },
+        },
+    }
+]
+
+
+def keeps_a_calendar() -> Any:
+    """Runs tools itself, by arguments that must be a day and a number."""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("assistant"):
+            reply = await chat(one["question"], tools=TOOLS)
+        days = 0
+        for asked in reply.tool_calls or ():
+            given = json.loads(asked.function.arguments)
+            days += date.fromisoformat(given["when"]).day + int(given["minutes"])
+        return float(days)
+
+    return solve
+
+
+def asks_for_yes() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        for _ in range(4):
+            with cotune.role("writer"):
+                draft = await chat(one["question"])
+            with cotune.role("judge"):
+                if (await chat(f"Is it right? {draft.content}")).content.lower().startswith("yes"):
+                    return 1.0
+        raise ValueError("never right")
+
+    return solve
+
+
+HISTORY: list[Any] = []
+
+
+def history_of_the_module() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        HISTORY.append({"role": "user", "content": one["question"]})
+        with cotune.role("bot"):
+            reply = await client().chat.completions.create(model="m", messages=list(HISTORY))
+        HISTORY.append({"role": "assistant", "content": reply.choices[0].message.content})
+        return 1.0
+
+    return solve
+
+
+def asks_a_person() -> Any:
+    @cotune.workflow
+    def solve(one: Any) -> float:
+        with openai.OpenAI(api_key="none") as client, cotune.role("bot"):
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": input("You: ")}])
+        return 1.0
+
+    return solve
+
+
+def returns_nothing() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> Any:
+        with cotune.role("bot"):
+            await chat(one["question"])
+
+    return solve
+
+
+def wants_the_unguessable() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("bot"):
+            text = (await chat("Say the secret of the house.")).content
+        if not text.startswith("xyzzy"):
+            raise ValueError(f"wrong secret: {text}")
+        return 1.0
+
+    return solve
+
+
+def never_ends() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("bot"):
+            while "plugh" not in (await chat("go on")).content:
+                pass
+        return 1.0
+
+    return solve
+
+
+def embeds() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        nowhere = client().with_options(base_url="http://127.0.0.1:9/v1", max_retries=0)
+        with contextlib.suppress(openai.APIConnectionError):
+            await nowhere.embeddings.create(model="e", input=one["question"])
+        with cotune.role("bot"):
+            await chat(one["question"])
+        return 1.0
+
+    return solve
+
+
+BUSY: list[int] = []
+
+
+def alone_only() -> Any:
+    """Something of the module that one episode at a time can use."""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        if BUSY:
+            raise RuntimeError("the session is in use")
+        BUSY.append(1)
+        try:
+            with cotune.role("bot"):
+                await chat(one["question"])
+                await chat(one["question"])
+        finally:
+            BUSY.clear()
+        return 1.0
+
+    return solve
+
+
+ROWS = {
+    "reacts": Row(reacts, {"solver"}),
+    "writes_code": Row(writes_code, {"coder"}),
+    "keeps_a_calendar": Row(keeps_a_calendar, {"assistant"}, never=["fromisoformat"]),
+    "asks_for_yes": Row(asks_for_yes, {"writer", "judge"}),
+    "history_of_the_module": Row(history_of_the_module, {"bot"}, says=[("warns", "outlives an episode")]),
+    "asks_a_person": Row(asks_a_person, set(), NOT, [("blocks", "waits for a person")]),
+    "returns_nothing": Row(
+        returns_nothing, {"bot"}, NOT, [("blocks", "returned None")], ["made-up answer may", "learns from nothing"]
+    ),
+    "wants_the_unguessable": Row(
+        wants_the_unguessable, {"bot"}, UNDECIDED, [("undecided", "cotune train")], ["learns from nothing"]
+    ),
+    "never_ends": Row(
+        never_ends, {"bot"}, UNDECIDED, [("undecided", "did not stop")], ["are not trained on"], {"calls": 8}
+    ),
+    "embeds": Row(embeds, {"bot"}, says=[("note", "embeddings")], never=["a model that cotune does not see"]),
+    "alone_only": Row(alone_only, {"bot"}, NOT, [("blocks", "two episodes")]),
+}
