@@ -225,7 +225,7 @@ def _all_prices(prices: Prices, evaluated: EvaluatedPolicies) -> Prices:
 @contextlib.contextmanager
 def _whole(out: RunLayout | None, run: Path | None) -> Iterator[tuple[RunLayout | None, list[str]]]:
     """Inside, an evaluation records to a folder: `out`, or the next one of the run. Yields it, or notes on why nothing
-    is stored. When it ends before its time its records go, so that the same command works again."""
+    is stored. When it ends early, the episodes that have ended stay; without any the folder is free again."""
     new = out is None or not out.path.exists()
     if out is None:
         try:
@@ -239,11 +239,22 @@ def _whole(out: RunLayout | None, run: Path | None) -> Iterator[tuple[RunLayout 
     try:
         yield out, []
     except BaseException:
+        ended = _ended(out)
+        if ended:
+            log.warning("The episodes that have ended are kept (%d): cotune show %s", ended, out.path)
+            raise
         for file in out.path.glob(f"{out.records.name}*"):
             file.unlink(missing_ok=True)
         if new and out.path.exists():
             out.path.rmdir()
         raise
+
+
+def _ended(out: RunLayout) -> int:
+    if not out.records.exists():
+        return 0
+    with SqliteStore.open(out.records, read_only=True) as store:
+        return sum(episode.status != "cancelled" for episode in store.episodes())
 
 
 def _written(report: EvaluationReport, file: Path, of: Mapping[str, Any]) -> EvaluationReport:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,7 +71,11 @@ def learner(model: Path) -> LocalLearner:
 
 
 def test_an_export_in_every_mode(
-    model: Path, learner: LocalLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    learner: LocalLearner,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     generator = np.random.default_rng(0)
     trained = [
@@ -112,6 +118,20 @@ def test_an_export_in_every_mode(
     with pytest.raises(KeyboardInterrupt):
         cotune.evaluate(tmp_path / "export", TALK, TASKS, out=tmp_path / "broken_off")
     assert not (tmp_path / "broken_off").exists(), "the same command works again"
+    monkeypatch.undo()
+
+    async def interrupted(task: Mapping[str, Any]) -> dict[str, float]:
+        if task["text"] == TASKS[1]["text"]:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(60)
+        return await talk(task)
+
+    app, more = Workflow("talk", interrupted), {"concurrency": 1, "modes": ("base",)}
+    with pytest.raises(KeyboardInterrupt):
+        cotune.evaluate(tmp_path / "export", app, TASKS, out=tmp_path / "broken_off", **more)
+    with copied(tmp_path / "broken_off") as store:
+        assert {e.task.id: e.status for e in store.episodes()} == {"t0": "ok", "t1": "cancelled"}
+    assert "The episodes that have ended are kept (1): cotune show" in caplog.text
 
 
 def test_a_run_whose_adapters_have_not_moved_equals_its_base(
