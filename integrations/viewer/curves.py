@@ -130,7 +130,7 @@ def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
 
 FIRST = (
     "Success on held-out tasks", "Reward on held-out tasks", "Held-out loss", "Distance from the teacher", "Reward",
-    "Pairs ranked right", "Loss", "Entropy",
+    "Pairs ranked right", "Entropy", "Loss",
 )  # fmt: skip
 """Titles of the charts that say most of a run, the most telling first; nothing selected is among them."""
 

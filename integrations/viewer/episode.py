@@ -26,7 +26,8 @@ _CALL = "SELECT body, candidates, token_ids, logprobs FROM calls"
 
 
 class ShownCandidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate: its message, named rewards, advantage (None where it was not trained on), and whether it went on."""
+    """A candidate: its message, named rewards, advantage (None where it was not trained on; of `idle` ones it
+    is 0, so that they teach nothing), and whether it went on."""
 
     id: str
     index: int
@@ -34,6 +35,7 @@ class ShownCandidate(msgspec.Struct, frozen=True, kw_only=True):
     chosen: bool
     rewards: Mapping[str, float]
     advantage: float | None
+    idle: bool
     tokens: int
     finish_reason: str
     malformed: bool
@@ -177,6 +179,7 @@ def _candidate(
         chosen=candidate.index == call.chosen,
         rewards=rewards,
         advantage=groups.advantages.get(id) if groups else None,
+        idle=groups is not None and id in groups.idle,
         tokens=len(candidate.token_ids),
         finish_reason=candidate.finish_reason,
         malformed=candidate.malformed,

@@ -13,6 +13,7 @@ from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import USUAL
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.reading.causes import FAILED, Cause, causes
+from cotune.storage.run_layout import Rollback
 from cotune.tables import plural
 
 MOST_CAUSES = 5
@@ -191,10 +192,23 @@ def troubles(run: OpenedRun) -> list[Trouble]:
         counters = run.store.counters()
         texts = {"lost": "records were lost", "refused": "late rewards were refused"}
         found += [Trouble(text, counters[name]) for name, text in texts.items() if counters[name]]
+    found += [Trouble(text, 0, {"status": "abandoned"}) for text in rolled_back(run)]
     for line in run.metrics[-1:]:
         found += [Trouble(f"last step: {note}", 0) for note in line.get("notes") or ()]
         stayed = line.get("stayed", {}).items()
         found += [Trouble(f"last step: policy {name} was not updated, {why}", 0) for name, why in stayed]
+    return found
+
+
+def rolled_back(run: OpenedRun) -> list[str]:
+    """Which steps rollbacks took back, and why, the oldest first."""
+    found = []
+    for one in run.description.get("rollbacks") or ():
+        back = msgspec.convert(one, Rollback)
+        first = f"step {back.to + 1}" if back.to + 1 == back.steps else f"steps {back.to + 1} to {back.steps}"
+        to = f"step {back.to}" if back.to else "its start"
+        why = f": {back.why}" if back.why else ""
+        found.append(f"after step {back.steps} the run went back to {to}{why}. The episodes of {first} are abandoned")
     return found
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from threading import Lock
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,7 +15,6 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from cotune.algorithms.filters import REASONS
-from cotune.algorithms.run_recipe import GroupCell
 from cotune.errors import CotuneError, RecordError
 from cotune.integrations.http.requests import json_response
 from cotune.integrations.viewer import episode as episodes_of
@@ -25,10 +23,20 @@ from cotune.integrations.viewer import queries
 from cotune.integrations.viewer.access import guarded
 from cotune.integrations.viewer.curves import charts, first_charts
 from cotune.integrations.viewer.opened import OpenedRun
-from cotune.integrations.viewer.overview import Prices, Totals, ending, facts, learned, prices_of, total_cost, troubles
+from cotune.integrations.viewer.overview import (
+    Prices,
+    Totals,
+    ending,
+    facts,
+    learned,
+    prices_of,
+    rolled_back,
+    total_cost,
+    troubles,
+)
 from cotune.integrations.viewer.rendering import address, asset, doing, hues, plain, render
 from cotune.integrations.viewer.settings import settings
-from cotune.integrations.viewer.step_groups import MOST_EPISODES, ShownGroup, StepGroups, step_groups
+from cotune.integrations.viewer.step_groups import MOST_EPISODES, ShownGroup, StepGroups, by_role_and_turn, step_groups
 from cotune.integrations.viewer.tasks import tasks
 from cotune.integrations.viewer.timeline import timeline
 from cotune.integrations.viewer.tokens import shown_tokens
@@ -137,7 +145,8 @@ class Viewer:
         run = self.named(request.path_params["run"]) if "run" in request.path_params else None
         shown = [run] if run else self.chosen(request)
         found = charts(shown)
-        return self.page("curves.html", run, charts=found, shown=[run.name for run in shown])
+        back = [text for one in shown for text in rolled_back(one)]
+        return self.page("curves.html", run, charts=found, shown=[run.name for run in shown], rolled_back=back)
 
     def compare(self, request: Request) -> Response:
         """The configuration of runs, and where they differ."""
@@ -248,8 +257,7 @@ class Viewer:
     def group_list(self, request: Request) -> Response:
         """The groups of a step by role and turn, and what was left out."""
         run, asked = self.run(request), request.query_params
-        sql = "SELECT DISTINCT training_step + 1 FROM episodes WHERE phase = 'train' AND training_step >= 0 ORDER BY 1"
-        steps = [step for (step,) in run.rows(sql)]
+        steps = queries.training_steps(run)
         step = _whole(asked.get("step"))
         step = step if step in steps else steps[-1] if steps else None
         at = None if step is None else step - 1
@@ -268,7 +276,7 @@ class Viewer:
             left_out=line["left_out"] if line else found.left_out,
             candidates=line["rows"] + sum(line["left_out"].values()) if line else found.candidates,
             reasons=REASONS,
-            cells=_cells(found.groups),
+            cells=by_role_and_turn(found.groups),
             groups=chosen[start : start + MOST_GROUPS],
             total=len(chosen),
             start=start,
@@ -375,14 +383,6 @@ def _failed(viewer: Viewer, request: Request, error: Exception) -> Response:
 
 def _wanted(group: ShownGroup, role: str, kind: str) -> bool:
     return (not role or group.role == role) and (not kind or (kind == "left_out") == bool(group.reason))
-
-
-def _cells(groups: tuple[ShownGroup, ...]) -> dict[tuple[str, Any], GroupCell]:
-    cells: dict[tuple[str, Any], GroupCell] = {}
-    for group in groups:
-        cell = cells.setdefault((group.role, group.key.get("turn")), GroupCell())
-        cell.add(np.array(group.rewards), not group.reason)
-    return dict(sorted(cells.items(), key=lambda item: (item[0][0], item[0][1] is None, item[0][1] or 0)))
 
 
 def _whole(text: str | None) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from cotune.integrations.viewer.opened import OpenedRun
-from cotune.storage.episode_filters import EpisodeFilters
+from cotune.storage.episode_filters import COUNTED, EpisodeFilters
 from cotune.tables import first_line
 
 PAGE = 50
@@ -93,6 +93,13 @@ def choices(run: OpenedRun) -> dict[str, list[Any]]:
     """What the filters may be set to: phases, roles."""
     phases = run.rows("SELECT DISTINCT phase FROM episodes ORDER BY 1")
     return {"phase": [phase for (phase,) in phases], "role": roles(run)}
+
+
+def training_steps(run: OpenedRun) -> list[int]:
+    """Steps that have episodes of training, from 1, without those that a rollback took back."""
+    sql = f"""SELECT DISTINCT training_step + 1 FROM episodes
+              WHERE phase = 'train' AND training_step >= 0 AND {COUNTED} ORDER BY 1"""
+    return [step for (step,) in run.rows(sql)]
 
 
 def roles(run: OpenedRun) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -12,9 +12,9 @@ import numpy as np
 from cotune.algorithms.attribution import Floats
 from cotune.algorithms.filters import group_reasons
 from cotune.algorithms.groups import Group
-from cotune.algorithms.prepare import group_spread
+from cotune.algorithms.prepare import Prepared, group_spread
 from cotune.algorithms.recipes import Recipe
-from cotune.algorithms.run_recipe import Regrouped, config_of, recipe_of, regroup, trained_roles
+from cotune.algorithms.run_recipe import GroupCell, Regrouped, config_of, recipe_of, regroup, trained_roles
 from cotune.algorithms.samples import Sample
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.recording.records import CallRecord, Candidate, Episode
@@ -48,12 +48,14 @@ class ShownGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recipe makes of the episodes of a step. `advantages` and `group_of` are by candidate id."""
+    """What a recipe makes of the episodes of a step. `advantages` and `group_of` are by candidate id; `idle` candidates
+    have an advantage of 0 and teach nothing."""
 
     recipe: str
     groups: tuple[ShownGroup, ...]
     advantages: Mapping[str, float]
     group_of: Mapping[str, str]
+    idle: frozenset[str] = frozenset()
     left_out: Mapping[str, int]
     candidates: int
     problems: tuple[str, ...]
@@ -124,12 +126,22 @@ def step_groups(run: OpenedRun, training_step: int | None) -> StepGroups:
         groups=groups,
         advantages=advantages,
         group_of={sample.id: group.id for group in groups for sample in group.samples},
+        idle=_weighed(prepared) - {sample.id for sample in prepared.trained} if prepared else frozenset(),
         left_out=dict(sorted(found.left_out.items(), key=lambda item: -item[1])),
         candidates=found.candidates,
         problems=found.problems,
         running=any(term.baseline == "ema" for term in recipe.terms),
         capped=training_step is None and len(episodes) >= MOST_EPISODES,
     )
+
+
+def by_role_and_turn(groups: Iterable[ShownGroup]) -> dict[tuple[str, Any], GroupCell]:
+    """Counts of groups by role and turn (None where the recipe compares across turns), in this order."""
+    cells: dict[tuple[str, Any], GroupCell] = {}
+    for group in groups:
+        cell = cells.setdefault((group.role, group.key.get("turn")), GroupCell())
+        cell.add(np.array(group.rewards), not group.reason)
+    return dict(sorted(cells.items(), key=lambda item: (item[0][0], item[0][1] is None, item[0][1] or 0)))
 
 
 def _episodes(store: SqliteStore, training_step: int | None) -> list[Episode]:
@@ -146,7 +158,7 @@ def _groups(found: Regrouped, recipe: Recipe) -> Iterable[ShownGroup]:
         return
     reasons = _reasons(found.groups, recipe)
     trained = {sample.id for sample in found.prepared.trained}
-    weighed = {sample.id for sample in found.prepared.samples}
+    weighed = _weighed(found.prepared)
     after = (*AFTER, "zero_advantage") if recipe.filters.zero_advantage else AFTER
     late = " or ".join(name for name in after if found.prepared.left_out.get(name))
     for (group, values), reason in zip(found.groups, reasons, strict=True):
@@ -161,6 +173,10 @@ def _groups(found: Regrouped, recipe: Recipe) -> Iterable[ShownGroup]:
             spread=float(values.std()),
             reason="" if kept else reason or flat or late or "tie",
         )
+
+
+def _weighed(prepared: Prepared) -> frozenset[str]:
+    return frozenset(sample.id for sample in prepared.samples)
 
 
 def _reasons(groups: Sequence[tuple[Group, Floats]], recipe: Recipe) -> list[str | None]:
