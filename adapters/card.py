@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cotune.adapters.background import Background
-from cotune.adapters.manifest import ExportedRole, Manifest
+from cotune.adapters.manifest import ExportedRole, Manifest, not_updated
 from cotune.intervals import Interval
 from cotune.reading.words import change_text, interval_text
 from cotune.tables import figure, sparkline
@@ -39,6 +39,7 @@ def card(manifest: Manifest, background: Background | None) -> str:
         "Each role of a multi-agent application has its policy, trained with cotune. "
         "`roles.json` holds hashes, versions and metrics.",
         _roles(manifest),
+        *(f"{text}." for text in not_updated(manifest)),
     ]
     if background is not None:
         parts += [*_reached(background), *_curves(background), *_evaluation(background), *_bill(background)]

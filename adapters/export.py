@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,15 @@ from cotune.integrations.models.folder import (
 from cotune.integrations.models.to_gguf import Precision, check_gguf, write_gguf
 from cotune.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
-from cotune.storage.run_layout import RunDescription, RunLayout, newest_checkpoint, read_best, read_policies, read_run
+from cotune.storage.run_layout import (
+    RunDescription,
+    RunLayout,
+    newest_checkpoint,
+    read_best,
+    read_metrics,
+    read_policies,
+    read_run,
+)
 from cotune.storage.whole_file import is_full, sync
 
 
@@ -65,7 +73,10 @@ def export_run(
     Raises RunError, ConfigError, AdapterError.
     """
     config, background = read_run(run).config, read_background(Path(run), Path(evaluation) if evaluation else None)
-    policies = best_policies(run, model) if best else latest_policies(run, model)
+    policies = [
+        replace(policy, stayed=_why_stayed(Path(run), policy))
+        for policy in (best_policies(run, model) if best else latest_policies(run, model))
+    ]
     name = Path(run).resolve().name
     form: dict[str, Any] = {"merge": merge, "gguf": gguf, "background": background}
     return write_export(to, policies, run=name, other_roles=config.other_roles, tool_format=config.tool_format, **form)
@@ -182,6 +193,7 @@ def _write_policy(
         fingerprint=fingerprint(weights),
         lora=None if merge or gguf else policy.lora,
         gguf=gguf,
+        stayed=policy.stayed,
     )
 
 
@@ -238,7 +250,8 @@ class TrainedPolicy:
     """One policy at one version. `weights` are those of `Learner.weights`; None for a policy that is not trained.
 
     `model` is the folder or Hugging Face id of its base, None for a provider policy, and `trained_on` the
-    SHA-256 of that base by part, as far as the run knows it. `metrics` are by role.
+    SHA-256 of that base by part, as far as the run knows it. `metrics` are by role. `stayed` says why no step has
+    updated a policy that is trained.
     """
 
     name: str
@@ -250,6 +263,7 @@ class TrainedPolicy:
     lora: LoraSpec | None = None
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     trained_on: Mapping[str, str] = field(default_factory=dict)
+    stayed: str = ""
 
     def check_trained_on(self, model: str, found: BaseFingerprint) -> None:
         """Raises AdapterError unless `found`, of `model`, is what it was trained on, as far as that is known."""
@@ -257,6 +271,17 @@ class TrainedPolicy:
         if wrong := [part for part, digest in self.trained_on.items() if now.get(part) != digest]:
             cause = f"{model} is not the base model that the run was started with: its {', '.join(wrong)} differ."
             raise AdapterError(cause, "Put the old one back, or name where it is with --model.")
+
+
+def _why_stayed(run: Path, policy: TrainedPolicy) -> str:
+    """Why no step has updated a policy that is trained, by its latest step that told; empty where one has."""
+    if policy.version or policy.weights is None:
+        return ""
+    newest = newest_checkpoint(RunLayout(run).checkpoints)
+    if newest is not None and any(one.version for one in read_policies(newest) if one.name == policy.name):
+        return "the best evaluation came before its first one"
+    told = [why for line in read_metrics(run) if (why := line.get("stayed", {}).get(policy.name))]
+    return told[-1] if told else "no step has trained it"
 
 
 def latest_policies(run: str | Path, model: str | None = None) -> list[TrainedPolicy]:

@@ -32,7 +32,8 @@ class ExportedPolicy(msgspec.Struct, frozen=True, kw_only=True):
     `folder` is relative to the export; None for policies without trained weights. `files` maps all files in it to
     their SHA-256, `fingerprint` is that of the weights in memory (`cotune.sampling.protocol.fingerprint`). `base` is
     None for a provider policy. `gguf` is the precision of a policy that is a GGUF file; the fingerprint is then that of
-    the weights in fp32 which it was made from.
+    the weights in fp32 which it was made from. `stayed` says why no step has updated a trained policy; empty where one
+    has.
     """
 
     name: str
@@ -44,6 +45,7 @@ class ExportedPolicy(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str | None = None
     lora: LoraSpec | None = None
     gguf: str | None = None
+    stayed: str = ""
 
     @property
     def ref(self) -> PolicyRef:
@@ -80,6 +82,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             known = ", ".join(entry.role for entry in self.roles)
             raise AdapterError(f"The export has no role {role!r}; it has: {known}.", "Name one of these.")
         return found
+
+
+def not_updated(manifest: Manifest) -> list[str]:
+    """A sentence for each policy that no step has updated."""
+    return [
+        f"{policy.name} has no update ({policy.stayed}): its weights are those that the run started with"
+        for policy in manifest.policies
+        if policy.stayed
+    ]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

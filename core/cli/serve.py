@@ -20,6 +20,7 @@ def add_export(commands: Any) -> None:
 
     def run(a: argparse.Namespace) -> int:
         from cotune.adapters.export import export_run
+        from cotune.adapters.manifest import not_updated
         from cotune.integrations.models.hub import check_repository, push, push_again
 
         if a.push:
@@ -38,6 +39,8 @@ def add_export(commands: Any) -> None:
                 tell(f"{name} has no best checkpoint, as no evaluation judged it: this is its newest one")
         elif steps is not None and done < steps:
             tell(f"the run is not finished: this is step {done} of {steps}")
+        for text in not_updated(manifest):
+            tell(text)
         for role in sorted(kinds.keys() - set(trained)):
             tell(f"no folder for {role}: its policy is {_UNTRAINED[kinds[role]]}")
         if a.push:

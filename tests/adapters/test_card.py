@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,6 +14,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from cotune.adapters.export import TrainedPolicy, export_run, write_export
+from cotune.adapters.fingerprint import write_hashes
 from cotune.adapters.serving import serving
 from cotune.cli.main import main
 from cotune.errors import ConfigError
@@ -81,6 +83,29 @@ def test_the_card_tells_of_the_training_the_evaluation_and_the_bill(tmp_path: Pa
     image = ElementTree.parse(tmp_path / "out" / "curve.svg")
     lines = image.findall("{http://www.w3.org/2000/svg}polyline")
     assert [found.get("points") for found in lines] == ["52.0,178.0 408.0,30.0"]
+
+
+def test_a_policy_that_was_never_updated_is_named_with_the_reason(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export_run(run, tmp_path / "updated")
+    assert "no update" not in (tmp_path / "updated" / "README.md").read_text()
+    file = run / "checkpoints" / "step-000002" / "policies.json"
+    file.write_text(file.read_text().replace('"version": 2', '"version": 0'))
+    write_hashes(file.parent)
+    lines = [{**found, "stayed": {"planner": "no signal"}} for found in (line(0, 0.0, 0.0), line(1, 0.0, 0.0))]
+    RunLayout(run).metrics.write_text("".join(json.dumps(found) + "\n" for found in lines))
+    assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 0
+    said = "planner has no update (no signal): its weights are those that the run started with"
+    assert said in capsys.readouterr().out and said in (tmp_path / "out" / "README.md").read_text()
+    assert json.loads((tmp_path / "out" / "roles.json").read_text())["policies"][0]["stayed"] == "no signal"
+    best = run / "checkpoints" / "step-000000"
+    shutil.copytree(file.parent, best)
+    file.write_text(file.read_text().replace('"version": 0', '"version": 2'))
+    write_hashes(file.parent)
+    (run / "checkpoints" / "best.json").write_text(json.dumps({"planner": {"checkpoint": best.name, "figure": 0.5}}))
+    (policy,) = export_run(run, tmp_path / "best", best=True).policies
+    assert (policy.version, policy.stayed) == (0, "the best evaluation came before its first one")
 
 
 def test_an_evaluation_elsewhere_is_named_and_must_be_one(
