@@ -26,7 +26,7 @@ FRONT_DOOR = {
 """Modules of core that may import to the right: in functions, and for type checkers."""
 FOREIGN_IN_CORE = {"msgspec", "numpy"}
 TERMINAL = {"rich"}
-PRINTS = {"tables.py", *(f"cli/{name}.py" for name in ("runs", "show", "show_groups", "trace"))}
+PRINTS = {"tables.py", *(f"cli/{name}.py" for name in ("runs", "show", "show_groups", "summary", "trace"))}
 """Modules of core that are imported only to print; all others open rich where they need it."""
 RIGHT = ("cotune.integrations", "cotune.adapters", "cotune.trainer")
 

@@ -63,7 +63,7 @@ def train(
 
     ```python
     summary = cotune.train(solve, "tasks.jsonl", model="Qwen/Qwen3-1.7B", run="runs/r1", steps=100, plan={"k": 8})
-    print(summary.path, summary.finished, summary.rewards)
+    print(summary.path, summary.finished, summary.headline.verdict)
     ```
     """
     spin_briefly(os.environ)
@@ -272,7 +272,7 @@ async def _train(
         with stop_by(stop), progress:
             progress.begin(run.state.steps)
             for note in (*run.notes, *overlap(split.tasks, split.held_out)):
-                progress.say(note)
+                progress.say_once(note)
             try:
                 await make_steps()
             except (CotuneError, OSError):

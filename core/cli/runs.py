@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cotune.errors import RunError
+from cotune.reading.headline import SINGLE
 from cotune.reading.words import change_text
-from cotune.tables import BAD, GOOD, NAME, QUIET, cells, definitions, figure, grid, plural, sparkline, warn
+from cotune.tables import BAD, GOOD, NAME, cells, definitions, figure, grid, plural, sparkline, warn
 
 if TYPE_CHECKING:
     from cotune.integrations.viewer.opened import OpenedRun
@@ -20,8 +21,11 @@ _STATES = {"finished": GOOD, "under way": "yellow", "recording": "yellow", "stop
 _COLUMNS = {
     "step": "Number of the step, from 1.",
     "failed": "Episodes that ended in an error.",
-    "success, team, ...": "Mean outcome of the step's episodes, by name; failed ones count.",
+    "held-out success, reward": "Single samples on held-out tasks, after steps with an evaluation.",
     "reward of ROLE": "Mean reward of the role's candidates, chosen or not.",
+    "loss, held-out loss": "Of roles that learn from records.",
+    "success, team, ...": "Mean outcome of the step's episodes, by name and by what they are: single samples in "
+    "training, or a path chosen among candidates, such as the best of 8. Failed ones count.",
     "trained": "Candidates that the update learned from.",
     "left out": "Candidates that it did not, for the reasons that cotune show RUN --groups gives.",
     "seconds": "The whole step.",
@@ -37,14 +41,17 @@ def list_runs(folders: Sequence[Path | str]) -> RenderableType:
     from cotune.integrations.viewer.overview import facts
 
     table = grid("run", "state", "recipe", "steps>", "episodes>", "figure, first to last")
+    verdicts = []
     for run in open_runs(folders):
-        about, changes = facts(run), run.headline.changes
+        about, found = facts(run), run.headline
         state = Text(run.state, style=_STATES.get(run.state, ""))
-        figure = change_text(changes[0]) if changes else ""
+        figure = change_text(found.changes[0]) if found.changes else ""
         row = cells((about.recipe, about.steps, f"{about.episodes:,}", figure))
         table.add_row(Text(run.name, style=NAME), state, *row)
+        if found.verdict:
+            verdicts.append(Text.assemble((run.name, NAME), f": {found.verdict}"))
         run.close()
-    return table
+    return Group(table, *([""] if verdicts else []), *verdicts)
 
 
 def show_steps(path: Path | str, limit: int, explain: bool = False) -> Group:
@@ -80,19 +87,30 @@ def _steps(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
     lines = run.metrics[-limit:]
     left = f"the latest {len(lines)} of " if len(lines) < len(run.metrics) else ""
     yield Text(f"{left}{plural(len(run.metrics), 'step')}\n", style="bold")
-    outcomes = sorted({name for line in lines for name in line["outcome"]}, key=lambda name: name != "success")[:2]
-    roles = sorted({role for line in lines for role in line["roles"]})[:_ROLES]
-    names = [f"{name}>" for name in outcomes]
-    rewards = [f"reward of {role}>" for role in roles]
-    table = grid("step>", "failed>", *names, *rewards, "trained>", "left out>", "seconds>")
-    for line in lines:
-        outcome = [_cell(line["outcome"].get(name), name == "success") for name in outcomes]
-        reward = [_cell(line["roles"].get(role, {}).get("reward")) for role in roles]
-        ends = (line.get("rows", 0), sum(line["left_out"].values()), f"{sum(line.get('seconds', {}).values()):.1f}")
-        table.add_row(*cells((line["step"] + 1, warn(line.get("failed", 0)), *outcome, *reward, *ends)))
+    columns = {title: values for title, values in _columns(lines).items() if any(v is not None for v in values)}
+    failed, out = ([line.get("failed", 0) for line in lines], [sum(line["left_out"].values()) for line in lines])
+    heads = [*(["failed"] if any(failed) else []), *columns, "trained", *(["left out"] if any(out) else []), "seconds"]
+    table = grid("step>", *(f"{title}>" for title in heads))
+    for place, line in enumerate(lines):
+        row: list[Any] = [line["step"] + 1, *([warn(failed[place])] if any(failed) else [])]
+        row += [_cell(values[place], "success" in title) for title, values in columns.items()]
+        row += [line.get("rows", 0), *([out[place]] if any(out) else [])]
+        table.add_row(*cells((*row, f"{sum(line.get('seconds', {}).values()):.1f}")))
     yield table
-    if run.metrics[-1].get("path", "single samples") != "single samples":
-        yield Text(f"success and rewards of episodes: {run.metrics[-1]['path']}", style=QUIET)
+
+
+def _columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+    """Figures of steps by the title of their column: of single samples first, of chosen paths last."""
+    found: dict[str, list[float | None]] = {}
+    for name in ("success", "reward"):
+        found[f"held-out {name}"] = [(line.get("held_out") or {}).get(name) for line in lines]
+    roles = sorted({role for line in lines for role in line["roles"]})[:_ROLES]
+    for key, title in (("reward", "reward"), ("held_out_loss", "held-out loss"), ("loss", "loss")):
+        found |= {f"{title} of {role}": [line["roles"].get(role, {}).get(key) for line in lines] for role in roles}
+    names = sorted({name for line in lines for name in line["outcome"]}, key=lambda name: (name != "success", name))
+    path = next((line["path"] for line in reversed(lines) if line.get("path")), SINGLE)
+    of = "in training" if path == SINGLE else path
+    return found | {f"{name}, {of}": [line["outcome"].get(name) for line in lines] for name in names[:2]}
 
 
 def _cell(value: float | None, percent: bool = False) -> str:

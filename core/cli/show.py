@@ -14,8 +14,10 @@ from rich.tree import Tree
 
 from cotune.algorithms.run_recipe import config_of
 from cotune.cli.show_groups import show_groups
-from cotune.errors import RecordError
+from cotune.cli.summary import headline_lines, learned_from, show_learned
+from cotune.errors import RecordError, RunError
 from cotune.policies import UNTRAINED
+from cotune.reading.headline import read_headline
 from cotune.recording.images import content_text
 from cotune.recording.records import CallRecord, Episode, candidate_id
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
@@ -73,12 +75,18 @@ def show_run(
     groups of the latest `limit` training steps.
     Raises RunError when there are no records, RecordError for an unknown episode.
     """
+    if records := learned_from(path):
+        if episode or groups:
+            raise RunError(f"{path} learns from records and has no episode of its own.", f"Those are in {records}.")
+        return Group(*show_learned(path, records))
     with SqliteStore.open(path, read_only=True) as store:
         if episode is not None:
             return Group(*episode_parts(store, episode, full))
         if groups:
             return Group(*show_groups(store, limit))
-        return Group(*overview(store), *episode_list(store, filters, limit))
+        head, *tables = overview(store)
+        figures = headline_lines(read_headline(path))
+        return Group(head, *figures, "", *tables, *episode_list(store, filters, limit))
 
 
 def overview(store: SqliteStore) -> Iterable[RenderableType]:

@@ -166,6 +166,7 @@ def _run_train(a: argparse.Namespace) -> int:
         terminal().print(*explained(), sep="\n")
         return 0
     tell(f"opening the run {a.resume} ..." if a.resume else f"loading {a.workflow} ...")
+    from cotune.reading.words import change_text
     from cotune.tables import plural
     from cotune.trainer.config.train import load_config, read_toml
     from cotune.trainer.reporting.summary import NO_SIGNAL
@@ -183,8 +184,11 @@ def _run_train(a: argparse.Namespace) -> int:
         summary = train(a.workflow, a.tasks, load_config(a.config, fields), run=a.out)
     state = "finished" if summary.finished else "stopped"
     tell(f"{state} after {summary.steps} steps in {summary.seconds:.0f} s: {summary.path}")
-    for role, (first, last) in summary.rewards.items():
-        tell(f"reward of {role}: {first:.3f} in the first step, {last:.3f} in the last")
+    shown = [change for change in summary.headline.changes if change.kind not in ("training", "selected")]
+    for change in shown:
+        tell(change_text(change))
+    if summary.headline.verdict:
+        tell(summary.headline.verdict)
     if summary.stayed:
         tell("never updated: " + ", ".join(f"{policy} ({why})" for policy, why in summary.stayed.items()))
     for role, steps in summary.silent.items():

@@ -27,7 +27,7 @@ def change_text(change: Change) -> str:
 
 def _end(change: Change, of: str, found: Interval, failed: int) -> str:
     said = interval_text(found, change.percent)
-    if found.low is not None and found.n:
-        said += f" of {found.n:,}"
+    if found.n:
+        said += f" {'of' if change.percent else 'over'} {found.n:,}"
     said = f"{said} in {of}" if of.startswith("step ") else f"{of} {said}".strip()
     return f"{said}, {failed:,} failed" if failed else said

@@ -394,6 +394,6 @@ def test_a_terminal_keeps_a_line_of_each_step(trainer: Trainer) -> None:
     summary = train(app, TASKS, config, run=trainer.folder / "run", console=console)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", heard.getvalue())
     for step, metrics in enumerate(trainer.metrics(), start=1):
-        assert re.search(rf"step {step}/2  .*reward {metrics['candidate_reward']:.3f}", shown)
-    rewards = [[line["roles"][role]["reward"] for line in trainer.metrics()] for role in ("first", "second")]
-    assert summary.rewards == {"first": tuple(rewards[0]), "second": tuple(rewards[1])}
+        assert re.search(rf"step {step}/2  .*first {metrics['roles']['first']['reward']:.3f}", shown)
+    rewards = [tuple(line["roles"][role]["reward"] for line in trainer.metrics()) for role in ("first", "second")]
+    assert [(c.first.mean, c.last.mean) for c in summary.headline.changes if c.kind == "role"] == rewards

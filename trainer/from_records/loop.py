@@ -145,6 +145,7 @@ def _metrics(
         seconds=dict(seconds),
         **{**throughput(updates, seconds), "tokens_per_s": tokens / max(step_seconds(seconds), 1e-9)},
         updated=bool(moved(updates)),
+        notes=tuple(run.notes) if run.state.steps == 1 else (),
         stayed={name: "no gradient" for name in rows if name not in moved(updates)},
     )
 

@@ -33,11 +33,12 @@ OPTIONAL_COLUMNS = {
 METRICS = {metric.name: metric for metric in (*BY_POLICY, *BY_ROLE)}
 
 STEP = {
+    "held-out": "Single samples on tasks that are not trained on, with the 95% interval and the number of tasks: the "
+    "figure to trust.",
+    "all candidates": "Mean reward of all candidates of each role, chosen or not: the policy as it is. Should rise.",
     "single samples, best of K": "Mean outcome of the step's episodes, failed ones too, by name. `single samples`: "
     "every episode as the policy plays it. `best of K by scorer`: of the paths that the scorer chose, which are better "
     "than the policy is: look at held-out tasks for that.",
-    "all candidates": "Mean reward of all candidates, chosen or not: the policy as it is. Should rise.",
-    "held-out": "Single samples on the tasks of --eval-tasks, with the 95% interval: the figure to trust.",
     "groups, rows": "Groups that were compared, and the candidates in them that were trained on.",
     "left out": "Candidates that were not trained on, by reason; cotune show RUN --groups explains each.",
     "failed episodes": "Episodes that ended in an error; cotune show RUN --status error lists them.",

@@ -195,21 +195,24 @@ def loss_parts(metrics: StepMetrics) -> list[str]:
 
 
 def reward_parts(metrics: StepMetrics) -> list[str]:
-    """The step's rewards: of the chosen path, of all candidates, and of single samples on held-out tasks."""
+    """The step's rewards: of single samples on held-out tasks, of all candidates by role, and of the episodes' path."""
+    parts = [f"held-out, single samples: {text}"] if (text := held_out_text(metrics.held_out)) else []
+    rewards = {role: figures["reward"] for role, figures in metrics.roles.items() if "reward" in figures}
+    if rewards:
+        parts.append("all candidates: " + "  ".join(f"{role} {value:.3f}" for role, value in rewards.items()))
     outcome = "  ".join(f"{name} {value:.3f}" for name, value in metrics.outcome.items())
-    parts = [f"{metrics.path}: {outcome}"] if outcome else []
-    if metrics.candidate_reward is not None:
-        parts.append(f"all candidates: reward {metrics.candidate_reward:.3f}")
-    held_out = "  ".join(
-        f"{name} {metrics.held_out[name]:.3f}{_ends(metrics.held_out, name)}"
+    return [*parts, f"{metrics.path}: {outcome}"] if outcome else parts
+
+
+def held_out_text(figures: Mapping[str, float]) -> str:
+    """Success and rewards of an evaluation of held-out tasks, with their intervals and counts; empty without any."""
+    count, failed = figures.get("episodes", 0.0), figures.get("failed", 0.0)
+    found = [
+        f"{name} {figures[name]:.3f}{_ends(figures, name)} on {figures.get(f'{name}_n', count):.0f}"
         for name in ("success", "reward", "outcome")
-        if name in metrics.held_out
-    )
-    if not held_out:
-        return parts
-    failed, count = metrics.held_out.get("failed", 0.0), metrics.held_out.get("episodes", 0.0)
-    beside = f" ({failed:.0f} of {count:.0f} failed)" if failed else ""
-    return [*parts, f"held-out, single samples: {held_out}{beside}"]
+        if name in figures
+    ]
+    return "  ".join([*found, f"({failed:.0f} of {count:.0f} failed)"] if found and failed else found)
 
 
 def _counted(counters: Mapping[str, float], who: str, names: Iterable[str]) -> list[str]:

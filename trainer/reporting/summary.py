@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from cotune.reading.evaluations import read_evaluations
+from cotune.reading.headline import Headline, headline
 from cotune.storage.run_layout import read_metrics
 from cotune.trainer.checkpoint import Checkpoint
 
@@ -30,11 +31,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     finished: bool
     versions: Mapping[str, int]
-    first: Mapping[str, float]
-    last: Mapping[str, float]
-    """Mean outcome of the first and of the last step."""
-    rewards: Mapping[str, tuple[float, float]]
-    """Mean reward of each role's candidates, in the first and in the last step in which it had any."""
+    headline: Headline
+    """Its figures, the most telling first: held-out success of base and trained with the verdict, rewards by role."""
     calls: int
     candidates: int
     groups: int
@@ -72,9 +70,7 @@ def sum_up(
         steps=state.steps,
         finished=finished,
         versions=dict(state.versions),
-        first=lines[0]["outcome"] if lines else {},
-        last=lines[-1]["outcome"] if lines else {},
-        rewards={role: (found[0], found[-1]) for role, found in _rewards(lines).items()},
+        headline=headline(lines, read_evaluations(run)),
         calls=sum(line["calls"] for line in lines),
         candidates=sum(line["candidates"] for line in lines),
         groups=sum(line["groups"] for line in lines),
@@ -93,13 +89,3 @@ def sum_up(
 def _silent(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     found: dict[str, int] = lines[-1].get("silent", {}) if lines else {}
     return {role: steps for role, steps in found.items() if steps >= min(SILENT_STEPS, len(lines))}
-
-
-def _rewards(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Rewards of each role, by step."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for line in lines:
-        for role, figures in line.get("roles", {}).items():
-            if figures.get("reward") is not None:
-                found[role].append(figures["reward"])
-    return found

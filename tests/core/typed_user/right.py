@@ -129,7 +129,7 @@ def run() -> None:
     report = cotune.evaluate("runs/r1", solve, "held_out.jsonl", EvaluationOptions(limit=8), prices={"gpt": (0.1, 0.2)})
     assert_type(report, EvaluationReport)
     success = report.evaluations["trained"].success
-    print(summary.steps, summary.first["team"], "none" if success is None else success.mean)
+    print(summary.steps, summary.headline.verdict, "none" if success is None else success.mean)
 
 
 async def hand_back(question: Question) -> None:

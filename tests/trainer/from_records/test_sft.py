@@ -253,6 +253,15 @@ def test_the_command_line(records: Path, tiny_base: Path, tmp_path: Path, capsys
     assert lines[0]["left_out"] == {"not_best": 24}
     assert main(["train", "--resume", str(tmp_path / "run"), "--steps", "3"]) == 0
     assert "finished after 3 steps" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "run")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"recipe sft, learns from {records} 3 of 3 steps, 24 rows trained on" in shown
+    assert "held-out loss of first: " in shown and "left out: not_best: 24" in shown
+    assert main(["show", str(tmp_path / "run"), "--steps"]) == 0
+    heads = next(line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("step "))
+    assert "reward" not in heads and "failed" not in heads and "loss of first" in " ".join(heads.split())
+    assert main(["show", str(tmp_path / "run"), "--groups"]) == 1
+    assert f"learns from records and has no episode of its own. Those are in {records}." in capsys.readouterr().err
 
 
 # Bad input
