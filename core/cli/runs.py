@@ -24,8 +24,8 @@ _COLUMNS = {
     "held-out success, reward": "Single samples on held-out tasks, after steps with an evaluation.",
     "reward of ROLE": "Mean reward of the role's candidates, chosen or not.",
     "loss, held-out loss": "Of roles that learn from records.",
-    "success, team, ...": "Mean outcome of the step's episodes, by name and by what they are: single samples in "
-    "training, or a path chosen among candidates, such as the best of 8. Failed ones count.",
+    "success, team, ...": "Mean outcome of the step's episodes, by name, where these are single samples; failed ones "
+    "count. That of paths chosen among candidates, such as the best of 8, is a curve alone.",
     "trained": "Candidates that the update learned from.",
     "left out": "Candidates that it did not, for the reasons that cotune show RUN --groups gives.",
     "seconds": "The whole step.",
@@ -100,17 +100,16 @@ def _steps(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
 
 
 def _columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
-    """Figures of steps by the title of their column: of single samples first, of chosen paths last."""
+    """Figures of steps by the title of their column. Those of chosen paths are curves alone."""
     found: dict[str, list[float | None]] = {}
     for name in ("success", "reward"):
         found[f"held-out {name}"] = [(line.get("held_out") or {}).get(name) for line in lines]
     roles = sorted({role for line in lines for role in line["roles"]})[:_ROLES]
     for key, title in (("reward", "reward"), ("held_out_loss", "held-out loss"), ("loss", "loss")):
         found |= {f"{title} of {role}": [line["roles"].get(role, {}).get(key) for line in lines] for role in roles}
-    names = sorted({name for line in lines for name in line["outcome"]}, key=lambda name: (name != "success", name))
-    path = next((line["path"] for line in reversed(lines) if line.get("path")), SINGLE)
-    of = "in training" if path == SINGLE else path
-    return found | {f"{name}, {of}": [line["outcome"].get(name) for line in lines] for name in names[:2]}
+    single = [line["outcome"] if line.get("path", SINGLE) == SINGLE else {} for line in lines]
+    names = sorted({name for outcome in single for name in outcome}, key=lambda name: (name != "success", name))
+    return found | {f"{name} in training": [outcome.get(name) for outcome in single] for name in names[:2]}
 
 
 def _cell(value: float | None, percent: bool = False) -> str:

@@ -212,7 +212,7 @@ def test_a_run_that_has_updated_nothing_says_so_and_not_to_export_it(trained, ca
     trained.versions, trained.stayed = {}, {"planner": "no signal", "coder": "no sample"}
     assert cli.main(["train", "app:solve", "--tasks", "t.jsonl", "--model", "base"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[3:] == [
+    assert said[4:] == [
         "never updated: planner (no signal), coder (no sample)",
         "no signal: all rewards that were compared are equal. Where nothing succeeds yet, learn from demonstrations "
         "first (cotune train WORKFLOW --recipe sft --records TRACED, then --init with that run), take tasks that are "
