@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -21,12 +22,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cotune.adapters.conversations import LocalResponder
 from cotune.adapters.open_policies import LocalPolicies, Restarting, ServedModel, open_local, with_aliases
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, SampleTimeout
+from cotune.integrations.http.bodies import BodyLimits, aside, decoded
 from cotune.integrations.http.requests import (
     Access,
     ClientGone,
     RequestError,
     application,
-    decode_body,
+    json_bytes,
     json_response,
     read_body,
     refusal,
@@ -35,6 +37,7 @@ from cotune.integrations.http.requests import (
 from cotune.integrations.http.server import RunningServer, running, stopped_by_signals
 from cotune.integrations.openai.chat_request import ChatRequest
 from cotune.integrations.openai.completions import completion_of, to_stream
+from cotune.recording.answers import Answer
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode, Nowhere
 from cotune.recording.records import Task
@@ -42,7 +45,6 @@ from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.request_params import template_options
 
 logger = logging.getLogger("cotune.serve")
-MAX_BODY = 16 << 20
 _NO_RESPONSES = (
     "Not Found: POST /v1/responses. Chat completions are served here: have the client use that interface (the OpenAI "
     "Agents SDK: set_default_openai_api('chat_completions')), or run the policies in the application by "
@@ -52,10 +54,10 @@ _LOOK = 0.5
 """Seconds between two looks at whether the engine is there."""
 
 
-def build_app(local: LocalPolicies, token: str | None = None) -> Starlette:
+def build_app(local: LocalPolicies, token: str | None = None, limits: BodyLimits | None = None) -> Starlette:
     """The ASGI application. With a `token`, all but /health needs `Authorization: Bearer TOKEN`."""
     access = Access(token)
-    chat = ChatEndpoint(local, access)
+    chat = ChatEndpoint(local, access, limits or BodyLimits())
 
     async def models(request: Request) -> Response:
         access.check(request.scope)
@@ -133,6 +135,7 @@ def serving_local(
     port: int = 0,
     token: str | None = None,
     aliases: Mapping[str, str] | None = None,
+    limits: BodyLimits | None = None,
 ) -> Iterator[Endpoint]:
     """Serve what `opened` opens in the server's loop, which is closed with it; port 0 takes a free one.
 
@@ -144,7 +147,7 @@ def serving_local(
         local = await opened()
         try:
             named = with_aliases(local, aliases or {})
-            yield build_app(named, token), named
+            yield build_app(named, token, limits), named
         finally:
             await local.aclose()
 
@@ -192,9 +195,10 @@ class ChatEndpoint:
     `counts` tells requests by outcome, `not_enforced` the fields answered without.
     """
 
-    def __init__(self, local: LocalPolicies, access: Access) -> None:
+    def __init__(self, local: LocalPolicies, access: Access, limits: BodyLimits) -> None:
         self.local = local
         self.access = access
+        self.limits = limits
         self.responder = _Responder(local)
         self.in_flight = 0
         self.counts: Counter[str] = Counter()
@@ -223,22 +227,21 @@ class ChatEndpoint:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.access.check(scope)
-        request = decode_body(await read_body(scope, receive, MAX_BODY), ChatRequest)
+        raw = await read_body(scope, receive, self.limits.bytes)
+        request = await aside(len(raw), lambda: decoded(raw, ChatRequest, self.limits.values))
         try:
-            body = await unless_gone(receive, functools.partial(self._answer, request))
+            content = await unless_gone(receive, functools.partial(self._answer, request))
         except ClientGone:
             self.counts["disconnected"] += 1
             return
         self.counts["ok"] += 1
         if request.stream:
-            options = request.stream_options
-            events = to_stream(body, usage=bool(options and options.include_usage))
-            response = Response(events, headers={"cache-control": "no-cache"}, media_type="text/event-stream")
+            response = Response(content, headers={"cache-control": "no-cache"}, media_type="text/event-stream")
         else:
-            response = json_response(body)
+            response = Response(content, media_type="application/json")
         await response(scope, receive, send)
 
-    async def _answer(self, request: ChatRequest) -> dict[str, Any]:
+    async def _answer(self, request: ChatRequest) -> bytes:
         self.find(request.model)
         self._count_unenforced(request)
         call = LiveCall(self._episode, CallerContext(request.model, "serve"), 0, 0, msgspec.structs.asdict(request))
@@ -251,12 +254,20 @@ class ChatEndpoint:
         except SamplerError as error:
             logger.error("The sampler failed: %s", error)
             raise RequestError(500, str(error), code="sampler_error") from None
+        except RecursionError:
+            raise RequestError(400, "The body is nested too deeply.", code="invalid_value") from None
         assert answer is not None, "find leaves no model to a provider"
-        return completion_of(call, answer)
+        return await asyncio.to_thread(_content, request, call, answer)
 
     def _count_unenforced(self, request: ChatRequest) -> None:
         options = template_options(msgspec.structs.asdict(request))
         self.not_enforced.update(name for name in options if not self.local.chat.reads(name))  # the responder logs them
+
+
+def _content(request: ChatRequest, call: LiveCall, answer: Answer) -> bytes:
+    """The body of an answer, as the request asks for it."""
+    body, options = completion_of(call, answer), request.stream_options
+    return to_stream(body, usage=bool(options and options.include_usage)) if request.stream else json_bytes(body)
 
 
 class _Responder(LocalResponder):

@@ -87,9 +87,11 @@ def add_serve(commands: Any) -> None:
     def run(a: argparse.Namespace) -> int:
         tell(f"loading {a.folder} ...")
         from cotune.adapters.serving import serve
+        from cotune.integrations.http.bodies import BodyLimits
 
         token = a.token or os.environ.get("COTUNE_TOKEN")
-        options = {"base": a.model, "names": a.role, "tool_format": a.tool_format}
+        limits = BodyLimits(a.max_body, a.max_values)
+        options = {"base": a.model, "names": a.role, "tool_format": a.tool_format, "limits": limits}
         aliases = pairs("--as", a.alias, "NAME=ROLE", "For example: --as gpt-4o-mini=planner")
         serve(a.folder, tell, host=a.host, port=a.port, token=token, aliases=aliases, **options)
         return 0
@@ -103,6 +105,7 @@ def add_serve(commands: Any) -> None:
     add_repeated(command, "--role", "NAME", "further model name for a plain model")
     text = "answer for this model name too, by the role: --as gpt-4o-mini=planner"
     add_repeated(command, "--as", "NAME=ROLE", text, dest="alias")
+    _add_body_limits(command)
     command.add_argument(
         "--tool-format",
         metavar="FORMAT",
@@ -124,7 +127,7 @@ def add_gateway(commands: Any) -> None:
             upstream=a.upstream,
             key=os.environ.get("COTUNE_UPSTREAM_KEY"),
             token=a.token or os.environ.get("COTUNE_TOKEN"),
-            limits=Limits(body=a.max_body, in_flight=a.max_inflight, seconds=a.timeout),
+            limits=Limits(a.max_body, a.max_inflight, a.timeout, a.max_values, a.max_answer),
             anthropic=a.anthropic_upstream,
             anthropic_key=os.environ.get("COTUNE_ANTHROPIC_KEY"),
             roles=load_roles(a.roles) if a.roles else None,
@@ -149,14 +152,33 @@ def add_gateway(commands: Any) -> None:
     )
     add_address(command, port=8100)
     _add_identity(command)
+    _add_body_limits(command)
     command.add_argument(
-        "--max-body", type=int, default=16 << 20, metavar="BYTES", help="largest body (default: %(default)s)"
+        "--max-answer",
+        type=int,
+        default=64 << 20,
+        metavar="BYTES",
+        help="longest answer that is recorded (default: %(default)s)",
     )
     command.add_argument(
         "--max-inflight", type=int, default=512, metavar="N", help="requests in flight (default: %(default)s)"
     )
     command.add_argument("--timeout", type=float, default=600.0, help="seconds for one request (default: %(default)s)")
     add_fields(command, "redact")
+
+
+def _add_body_limits(command: Any) -> None:
+    """How large requests may be."""
+    command.add_argument(
+        "--max-body",
+        type=int,
+        default=16 << 20,
+        metavar="BYTES",
+        help="largest body, before and after decompression (default: %(default)s)",
+    )
+    command.add_argument(
+        "--max-values", type=int, default=250_000, metavar="N", help="most JSON values in a body (default: %(default)s)"
+    )
 
 
 def _add_identity(command: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import Counter
@@ -16,15 +17,17 @@ from cotune.ids import message_id
 from cotune.integrations.gateway.address import Identity
 from cotune.integrations.gateway.exchange import Exchange
 from cotune.integrations.gateway.settings import GatewayConfig
+from cotune.integrations.http.bodies import aside
 from cotune.integrations.http.requests import RequestError
 from cotune.integrations.openai.forms import Form
 from cotune.recording.pending_call import CallerContext
-from cotune.recording.recorder import LiveEpisode, Sink
+from cotune.recording.recorder import LiveCall, LiveEpisode, Sink
 from cotune.recording.records import Episode, RewardRecord, Task
 
 log = logging.getLogger("cotune.gateway")
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+Rewards = Annotated[dict[Name, float], msgspec.Meta(max_length=1000)]
 IMPLICIT_SECONDS = 600.0
 """How long an implicit episode takes new calls; then the next one does, so that a gateway that runs for weeks stays
 small."""
@@ -49,8 +52,8 @@ class OpenEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EndEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of POST /cotune/episodes/{id}/end."""
 
-    rewards: dict[Name, float] = {}
-    metrics: dict[Name, float] = {}
+    rewards: Rewards = {}
+    metrics: Rewards = {}
     status: Literal["ok", "error", "cancelled"] = "ok"
     error: Annotated[str, msgspec.Meta(max_length=10_000)] | None = None
 
@@ -79,22 +82,26 @@ class Episodes:
         self._session_keys: dict[str, Hashable] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
-    def start(self, given: OpenEpisode) -> LiveEpisode:
-        """Open an episode. Raises RequestError when too many are open, or none can be recorded here."""
+    def start(self, given: OpenEpisode, task: Task) -> LiveEpisode:
+        """Open an episode of a task. Raises RequestError when too many are open, or none can be recorded here."""
         if self.sink is None:
             raise RequestError(404, "The workflow that runs here opens its episodes itself.", code="not_recording")
         if len(self.open) >= MOST_OPEN:
             text = f"{MOST_OPEN} episodes are open: end some first."
             raise RequestError(429, text, code="too_many_episodes", headers={"retry-after": "1"})
-        return self._new(task_of(given.task), given)
+        return self._new(task, given)
 
     def attach(self, episode: LiveEpisode) -> None:
         """Take the calls of an episode that something else opened and will end."""
         self.open[episode.id] = episode
         self._attached.add(episode.id)
 
-    def detach(self, episode_id: str) -> None:
+    async def detach(self, episode_id: str) -> None:
         """Settle the calls of an attached episode that have their answer; it takes no more."""
+        await self._whole(episode_id)
+        self._detach(episode_id)
+
+    def _detach(self, episode_id: str) -> None:
         if self.open.pop(episode_id, None) is not None:
             self._attached.discard(episode_id)
             self._settle(episode_id)
@@ -102,13 +109,17 @@ class Episodes:
             if len(self._gone) > MOST_OPEN:
                 del self._gone[next(iter(self._gone))]
 
-    def end(self, episode_id: str, given: EndEpisode) -> Episode:
+    async def end(self, episode_id: str, given: EndEpisode) -> Episode:
         """End an open episode. Raises RequestError (404, 409) when it is not open here."""
         if episode_id in self._attached:
             raise RequestError(409, "The workflow that opened this episode ends it.", code="attached")
+        await self._whole(episode_id)
         if episode_id not in self.open:
             raise RequestError(404, f"No episode {episode_id} is open.", param="id", code="unknown_episode")
-        return self._close(episode_id, given)
+        episode = self._leave(episode_id)
+        record = await asyncio.to_thread(_end, episode, given)  # which may wait for large calls that are being recorded
+        self._count(episode, given)
+        return record
 
     def reward(self, target: str, rewards: Mapping[str, float]) -> None:
         """Record rewards of an episode or a candidate, before or after the end of its episode."""
@@ -118,10 +129,10 @@ class Episodes:
         self.sink.write([RewardRecord(target, name, value, now) for name, value in rewards.items()])
         self.counts["rewards"] += len(rewards)
 
-    def exchange(
-        self, who: Identity, form: Form, asked: dict[str, Any], session: tuple[Hashable, str] | None
+    async def exchange(
+        self, who: Identity, form: Form, asked: dict[str, Any], session: tuple[Hashable, str] | None, size: int
     ) -> Exchange | None:
-        """The exchange of a call; None where it cannot be recorded.
+        """The exchange of a call, a request of `size` bytes; None where it cannot be recorded.
 
         `session` is what its episode is known by, where it names none. Raises RequestError (409) where its episode has
         ended.
@@ -129,18 +140,11 @@ class Episodes:
         episode = self._session(*session) if session and self.sink is not None else self._episode(who)
         if episode is None:
             return None
-        caller = CallerContext(who.role, "gateway", read=who.parents, given=who.named)
-        try:
-            chat = form.chat(asked, episode)
-            unsupported_reason = form.unsupported_reason(asked, chat, episode)
-        except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
-            raise RequestError(400, f"The request cannot be read: {error}.", code="invalid_value") from None
-        try:
-            call = episode.start(caller, chat)
-        except RecordError as error:
-            raise RequestError(409, str(error), code="episode_ended") from None
-        call.caller.output, call.unsupported_reason = call.id, unsupported_reason
-        exchange = Exchange(call, form, asked, self._ended)
+        call = await aside(size, functools.partial(_started, episode, who, form, asked))
+        exchange = Exchange(call, form, asked, size, self.config.limits, self._ended)
+        if episode.id not in self.open:  # it has ended meanwhile, and the call with it
+            await exchange.fail("cancelled", "the episode ended before the call did")
+            raise RequestError(409, f"The episode {episode.id} has ended.", code="episode_ended")
         self._exchanges.setdefault(episode.id, set()).add(exchange)
         return exchange
 
@@ -161,7 +165,7 @@ class Episodes:
     def close(self) -> None:
         """End all that is open: orphaned episodes as cancelled."""
         for episode_id in list(self._attached):
-            self.detach(episode_id)
+            self._detach(episode_id)
         for episode_id in list(self.open):
             stopped = EndEpisode(status="cancelled", error="the gateway stopped before the episode ended")
             self._close(episode_id, EndEpisode() if episode_id in self._session_keys else stopped)
@@ -202,18 +206,30 @@ class Episodes:
         self.open[episode.id] = episode
         return episode
 
-    def _close(self, episode_id: str, given: EndEpisode) -> Episode:
+    def _close(self, episode_id: str, given: EndEpisode) -> None:
+        self._settle(episode_id)
+        episode = self._leave(episode_id)
+        _end(episode, given)
+        self._count(episode, given)
+
+    def _leave(self, episode_id: str) -> LiveEpisode:
+        """Forget an episode, which takes no more calls."""
         episode = self.open.pop(episode_id)
         if episode_id in self._session_keys:
             del self._sessions[self._session_keys.pop(episode_id)]
             self._stop_timer(episode_id)
-        self._settle(episode_id)
-        record = episode.end(given.status, rewards=given.rewards, metrics=given.metrics, error=given.error)
         self.counts["calls"] += len(self._exchanges.pop(episode_id, ()))
+        return episode
+
+    def _count(self, episode: LiveEpisode, given: EndEpisode) -> None:
         self.warnings.update(episode.warnings)
         self.failures.update(episode.failures)
         self.counts[f"episodes_{given.status}"] += 1
-        return record
+
+    async def _whole(self, episode_id: str) -> None:
+        """End the calls that have their answer, without holding up others."""
+        for exchange in list(self._exchanges.get(episode_id, ())):
+            await exchange.whole()
 
     def _settle(self, episode_id: str) -> None:
         """End the calls that have their answer; the others end with their episode."""
@@ -239,7 +255,7 @@ class Episodes:
         found = self._sessions.get(key)
         if found is None:
             if task is not None:
-                found = self.start(OpenEpisode({"id": task}))
+                found = self.start(OpenEpisode(None), task_of({"id": task}))
             else:
                 found = self._new(Task(id=IMPLICIT, input=None), OpenEpisode(None, workflow=IMPLICIT))
             self._sessions[key] = found
@@ -274,3 +290,23 @@ def task_of(value: Any) -> Task:
     if isinstance(value, Mapping) and value.get("id") is not None:
         return Task(id=str(value["id"]), input=value)
     return Task(id=message_id({"task": value})[:12], input=value)
+
+
+def _end(episode: LiveEpisode, given: EndEpisode) -> Episode:
+    return episode.end(given.status, rewards=given.rewards, metrics=given.metrics, error=given.error)
+
+
+def _started(episode: LiveEpisode, who: Identity, form: Form, asked: dict[str, Any]) -> LiveCall:
+    """The call of a request. Raises RequestError."""
+    caller = CallerContext(who.role, "gateway", read=who.parents, given=who.named)
+    try:
+        chat = form.chat(asked, episode)
+        unsupported_reason = form.unsupported_reason(asked, chat, episode)
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
+        raise RequestError(400, f"The request cannot be read: {error}.", code="invalid_value") from None
+    try:
+        call = episode.start(caller, chat)
+    except RecordError as error:
+        raise RequestError(409, str(error), code="episode_ended") from None
+    call.caller.output, call.unsupported_reason = call.id, unsupported_reason
+    return call

@@ -15,9 +15,10 @@ from starlette.types import Receive, Scope, Send
 from cotune.errors import error_text
 from cotune.integrations.gateway.address import Address, identity
 from cotune.integrations.gateway.episodes import Episodes
-from cotune.integrations.gateway.exchange import Exchange, inflated, read_call
+from cotune.integrations.gateway.exchange import Exchange, read_call
 from cotune.integrations.gateway.settings import GatewayConfig
 from cotune.integrations.gateway.upstream import Upstream, UpstreamError, forwarded
+from cotune.integrations.http.bodies import INLINE, aside
 from cotune.integrations.http.requests import (
     Access,
     ClientGone,
@@ -99,19 +100,21 @@ class Proxy:
         try:
             async with asyncio.timeout(self.limits.seconds):
                 await self._pass(passage)
+            if (exchange := passage.exchange) is not None and (exchange.answering or exchange.refusal):
+                await exchange.settle("malformed", f"the answer is not whole, after {exchange.size} bytes")
         except ClientGone:
             self.counts["disconnected"] += 1
-            self._interrupted(passage, "cancelled", "the client went away")
+            await self._interrupted(passage, "cancelled", "the client went away")
         except TimeoutError:
             text = f"The request took longer than the gateway's {self.limits.seconds:g} seconds."
-            self._interrupted(passage, "timeout", text)
+            await self._interrupted(passage, "timeout", text)
             raise RequestError(504, text, code="timeout") from None
         except UpstreamError as error:
             text = f"The provider's answer broke off: {error}" if passage.started else f"The provider failed: {error}"
-            self._interrupted(passage, "error", text)
+            await self._interrupted(passage, "error", text)
             raise RequestError(502, text, code="upstream_failed") from None
         except RequestError as error:
-            self._interrupted(passage, "error", error.message)
+            await self._interrupted(passage, "error", error.message)
             raise
         except asyncio.CancelledError:
             if passage.exchange is not None and passage.exchange.call.ended and not passage.done:
@@ -119,19 +122,19 @@ class Proxy:
                 text = "The episode ended before the call did."
                 raise RequestError(409, text, code="episode_ended", headers={"x-should-retry": "false"}) from None
             if passage.exchange is not None:
-                passage.exchange.settle("cancelled", "the gateway stopped")
+                passage.exchange.settle_now("cancelled", "the gateway stopped")
             raise
 
-    def _interrupted(self, passage: _Passage, status: Any, text: str) -> None:
+    async def _interrupted(self, passage: _Passage, status: Any, text: str) -> None:
         exchange = passage.exchange
         if exchange is None:
             return
         if exchange.answering:
             text = f"{text}, after {exchange.size} bytes of the answer"
-        if exchange.call.streamed or status == "cancelled":
-            exchange.settle(status, text)
+        if exchange.call.streamed or exchange.refusal or status == "cancelled":
+            await exchange.settle(status, text)
         else:  # a client that reads no stream has nothing of an answer that breaks off, however much of it came
-            exchange.fail(status, text)
+            await exchange.fail(status, text)
 
     async def _pass(self, passage: _Passage) -> None:
         scope, address = passage.scope, passage.address
@@ -139,8 +142,10 @@ class Proxy:
         headers = self._provider(scope, address).request_headers(scope["headers"], own_key)
         if address.form is not None and scope["method"] == "POST":
             raw = await read_body(scope, passage.receive, self.limits.body)
-            content = inflated(raw, header(scope, b"content-encoding").decode("latin-1"), self.limits.body)
-            self._open(passage, address.form, read_call(address.form, content))
+            coding = header(scope, b"content-encoding").decode("latin-1")
+            packed = INLINE if coding else 0  # nobody knows how large it is
+            asked = await aside(packed + len(raw), functools.partial(read_call, address.form, raw, coding, self.limits))
+            await self._open(passage, address.form, asked, packed + len(raw))
         elif scope["method"] == "POST":
             raw = await read_body(scope, passage.receive, self.limits.body)
             if address.tail == TEXT_COMPLETIONS.strip("/"):
@@ -155,14 +160,14 @@ class Proxy:
         theirs = address.tail.startswith("messages") or header(scope, b"anthropic-version")
         return self.anthropic if theirs else self.upstream
 
-    def _open(self, passage: _Passage, form: Form, asked: dict[str, Any]) -> None:
+    async def _open(self, passage: _Passage, form: Form, asked: dict[str, Any], size: int) -> None:
         scope = passage.scope
         who = identity(scope, passage.address, self.role_header)
         session = self.episodes.config.split.of(scope) if who.episode is None else None
         found = self.episodes.open.get(who.episode or "")
         if found is not None and found.responder is not None:
             check_sampling(asked)
-        passage.exchange = self.episodes.exchange(who, form, asked, session)
+        passage.exchange = await self.episodes.exchange(who, form, asked, session, size)
         if passage.exchange is not None:
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
             assert task is not None
@@ -216,15 +221,13 @@ class Proxy:
                     exchange.begins(reply.headers.get("content-type", ""), reply.headers.get("content-encoding", ""))
                 else:
                     cause = f"HTTP {reply.status} {responses.get(reply.status, '')}".strip()
-                    exchange.fail("error", cause, outage=not refusal(reply.status))
+                    exchange.refuse(cause, outage=not refusal(reply.status))
             await passage.start(reply.status, fields)
             async for chunk in reply.content.iter_any():
                 if exchange is not None and exchange.answering:
                     exchange.add(chunk)
                 await passage.body(chunk)
         await passage.body(b"", more=False)
-        if exchange is not None and exchange.answering:
-            exchange.settle("malformed", f"the answer is not whole, after {exchange.size} bytes")
 
 
 def _names(exchange: Exchange) -> list[tuple[bytes, bytes]]:

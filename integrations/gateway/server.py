@@ -31,19 +31,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cotune.context import current_episode
 from cotune.errors import CotuneError, WorkflowError
 from cotune.integrations.gateway.address import address_of
-from cotune.integrations.gateway.episodes import EndEpisode, Episodes, Name, OpenEpisode
+from cotune.integrations.gateway.episodes import EndEpisode, Episodes, OpenEpisode, Rewards, task_of
 from cotune.integrations.gateway.proxy import KEYS, Proxy
-from cotune.integrations.gateway.settings import GatewayConfig
+from cotune.integrations.gateway.settings import GatewayConfig, Limits
+from cotune.integrations.http.bodies import aside, decoded
 from cotune.integrations.http.requests import (
     Access,
     RequestError,
     application,
-    decode_body,
     json_response,
     read_body,
     refusal,
 )
 from cotune.integrations.http.server import RunningServer, running, stopped_by_signals
+from cotune.recording.recorder import LiveEpisode
 from cotune.storage.sqlite_store import SqliteStore
 
 _TOKENS = (b"x-cotune-token", *KEYS)
@@ -58,7 +59,7 @@ class Gateway:
         self.store = store
         self.episodes = Episodes(store, config)
         self.proxy = Proxy(config, self.episodes, access)
-        self._control = control_app(self.episodes, self.proxy, access, store, config.limits.body)
+        self._control = control_app(self.episodes, self.proxy, access, store, config.limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,13 +74,17 @@ class Gateway:
             self.proxy.counts[f"refused_{error.status}"] += 1
             await refusal(error)(scope, receive, send)
 
-    def on_loop(self, work: Callable[[], None]) -> None:
-        """Do something on the gateway's event loop, from another thread, and wait for it."""
+    def attach(self, episode: LiveEpisode) -> None:
+        """`Episodes.attach`, from another thread."""
 
         async def run() -> None:
-            work()
+            self.episodes.attach(episode)
 
         asyncio.run_coroutine_threadsafe(run(), self.loop).result()
+
+    def detach(self, episode: LiveEpisode) -> None:
+        """`Episodes.detach`, from another thread."""
+        asyncio.run_coroutine_threadsafe(self.episodes.detach(episode.id), self.loop).result()
 
     async def close(self) -> None:
         """End what is open and close the connections to the provider; the store stays open."""
@@ -176,12 +181,12 @@ def gateway(upstream: str | None = None) -> Iterator[Gate]:
     openai = os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
     found = _shared(GatewayConfig(upstream=upstream or openai, anthropic=upstream or anthropic))
     made = found.opened
-    made.on_loop(lambda: made.episodes.attach(episode))
+    made.attach(episode)
     episode.gateway = found.url
     try:
         yield Gate(found.url, episode.id)
     finally:
-        made.on_loop(lambda: made.episodes.detach(episode.id))
+        made.detach(episode)
 
 
 _opening = threading.Lock()
@@ -214,26 +219,29 @@ class GiveRewards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of POST /cotune/rewards: `target` is an episode id, or a call id and the index of a candidate."""
 
     target: str
-    rewards: Annotated[dict[Name, float], msgspec.Meta(min_length=1)]
+    rewards: Annotated[Rewards, msgspec.Meta(min_length=1)]
 
 
 def control_app(
-    episodes: Episodes, proxy: Proxy, access: Access, store: SqliteStore | None, max_body: int
+    episodes: Episodes, proxy: Proxy, access: Access, store: SqliteStore | None, limits: Limits
 ) -> Starlette:
     """The Starlette application for all that is not an OpenAI interface."""
 
     async def body(request: Request, kind: type[T]) -> T:
         access.check(request.scope)
-        return decode_body(await read_body(request.scope, request.receive, max_body), kind)
+        raw = await read_body(request.scope, request.receive, limits.body)
+        return await aside(len(raw), lambda: decoded(raw, kind, limits.values))
 
     async def open_(request: Request) -> Response:
-        episode = episodes.start(await body(request, OpenEpisode))
+        given = await body(request, OpenEpisode)
+        task = await asyncio.to_thread(task_of, given.task)
+        episode = episodes.start(given, task)
         base = f"{request.base_url}e/{episode.id}"
         opened = {"id": episode.id, "task": episode.task.id, "base_url": f"{base}/v1", "roles_url": f"{base}/r"}
         return json_response(opened, 201)
 
     async def end(request: Request) -> Response:
-        record = episodes.end(request.path_params["id"], await body(request, EndEpisode))
+        record = await episodes.end(request.path_params["id"], await body(request, EndEpisode))
         return json_response({"id": record.id, "status": record.status, "calls": record.calls})
 
     async def reward(request: Request) -> Response:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from starlette.types import Scope
 
 from cotune.errors import ConfigError
+from cotune.integrations.http.bodies import MAX_BODY, MAX_VALUES, check_positive
 from cotune.integrations.http.requests import header
 from cotune.recording.redaction import Redactor
 from cotune.recording.role_functions import RolesFunction
@@ -19,16 +20,23 @@ from cotune.recording.role_functions import RolesFunction
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one gateway: bytes of a body, requests in flight, and seconds from a request's start to its end."""
+    """Bounds of one gateway: bytes and JSON values of a body, bytes of an answer that are kept for the record, requests
+    in flight, and seconds from a request's start to its end."""
 
-    body: int = 16 << 20
+    body: int = MAX_BODY
     in_flight: int = 512
     seconds: float = 600.0
+    values: int = MAX_VALUES
+    answer: int = 64 << 20
 
     def __post_init__(self) -> None:
-        for flag, value in (("max_body", self.body), ("max_inflight", self.in_flight), ("timeout", self.seconds)):
-            if not 0 < value < math.inf:
-                raise ConfigError(flag, value, "a number above 0", "Leave the flag out for the default.")
+        check_positive(
+            max_body=self.body,
+            max_inflight=self.in_flight,
+            timeout=self.seconds,
+            max_values=self.values,
+            max_answer=self.answer,
+        )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -29,6 +30,31 @@ _AUTOMATIC = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 class UpstreamError(Exception):
     """The provider could not be reached, or its answer broke off."""
+
+
+MOST_INTERIM = 100
+"""Interim answers (such as 100 Continue) before the answer itself."""
+
+
+class _Answer(aiohttp.ClientResponse):
+    """An answer of which no number of interim ones comes before: aiohttp reads them without a pause."""
+
+    async def start(self, connection: Any) -> aiohttp.ClientResponse:
+        protocol, seen = connection.protocol, 0
+        read = protocol.read
+
+        async def bounded() -> Any:
+            nonlocal seen
+            seen += 1
+            if seen > MOST_INTERIM:
+                raise aiohttp.ClientPayloadError(f"it sent more than {MOST_INTERIM} interim answers (1xx)")
+            return await read()
+
+        protocol.read = bounded
+        try:
+            return await super().start(connection)
+        finally:
+            del protocol.read
 
 
 class Upstream:
@@ -90,6 +116,7 @@ class Upstream:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
+                response_class=_Answer,
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=_AUTOMATIC,

@@ -179,7 +179,10 @@ async def unless_gone(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
 
 def _too_large(limit: int) -> RequestError:
     return RequestError(
-        413, f"The body is larger than {limit} bytes.", code="body_too_large", headers={"connection": "close"}
+        413,
+        f"The body is larger than {limit} bytes: --max-body sets the limit.",
+        code="body_too_large",
+        headers={"connection": "close"},
     )
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from cotune.integrations.http.bodies import MOST_MESSAGES
 from cotune.integrations.http.requests import invalid_value
 from cotune.sampling.protocol import MOST_TOP_LOGPROBS
 
@@ -38,7 +39,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """Body of POST /v1/chat/completions. Fields that are not listed here are ignored."""
 
     model: str
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -49,8 +50,10 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]], msgspec.Meta(max_length=1024)] | None
+    ) = None
+    chat_template_kwargs: Annotated[dict[str, Any], msgspec.Meta(max_length=64)] | None = None
     reasoning_effort: str | None = None
     stream: bool | None = None
     return_token_ids: bool | None = None

@@ -19,6 +19,7 @@ from cotune.adapters import serving
 from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.adapters.serving import Endpoint, serve, serving_local
 from cotune.errors import ConfigError, SamplerError, SampleTimeout
+from cotune.integrations.http.bodies import BodyLimits
 from cotune.integrations.http.server import check_access
 from cotune.policies import LoraSpec
 from cotune.recording.records import PolicyRef
@@ -128,8 +129,7 @@ def hanging(endpoint: Endpoint) -> socket.socket:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Endpoint, Scripted]]:
-    with pytest.MonkeyPatch.context() as patch, scripted() as running:
-        patch.setattr(serving, "MAX_BODY", 4096)
+    with scripted(limits=BodyLimits(4096)) as running:
         yield running
 
 

@@ -13,6 +13,7 @@ import pytest
 from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.adapters.serving import build_app
 from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.http.bodies import BodyLimits
 from cotune.recording.records import PolicyRef
 from cotune.sampling.protocol import Completion
 from tests.adapters.test_serve import Scripted, scripted
@@ -103,12 +104,9 @@ def template(base: Path) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
-def test_malformed_requests_are_refused_with_their_cause(
-    template: ChatTemplate, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cotune.adapters.serving.MAX_BODY", LIMIT)
+def test_malformed_requests_are_refused_with_their_cause(template: ChatTemplate, count: int) -> None:
     made = local(template)
-    app = build_app(made)
+    app = build_app(made, limits=BodyLimits(LIMIT))
     rng = random.Random(5)
     valid = json.dumps(CHAT).encode()
     bodies = bad_bodies(rng, CHAT, WRONG_HERE)
