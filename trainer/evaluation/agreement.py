@@ -12,7 +12,7 @@ import msgspec
 from scipy import stats
 
 from cotune.errors import ConfigError, WorkflowError
-from cotune.intervals import Interval, wilson
+from cotune.intervals import LEVEL, Interval, Z, wilson
 from cotune.judging.episodes import outcomes_of
 from cotune.judging.ledger import run_folder, totals_of
 from cotune.judging.rescore import score_calls
@@ -97,15 +97,17 @@ def agreement(groups: Sequence[Compared]) -> Agreement:
         labels=sum(len(group.labels) for group in groups),
         pairs=sum(pairs for _, pairs in right),
         accuracy=clustered_share([(got, pairs) for got, pairs in right if pairs]),
-        tau=mean([tau for tau in taus if math.isfinite(tau)]),
+        tau=mean([tau for tau in taus if math.isfinite(tau)], (-1.0, 1.0)),
     )
 
 
 def clustered_share(clusters: Sequence[tuple[float, int]]) -> Interval | None:
     """Share over clusters of (successes, trials), with Wilson's interval at the effective number of trials.
 
-    That is their number over the design effect: the ratio estimator's variance over the binomial one, at least 1. None
-    without trials; no interval from one cluster.
+    That is their number over the design effect: the ratio estimator's variance over the binomial one, at least 1, which
+    few clusters tell badly (Korn and Graubard 1998, Survey Methodology 24, 193-201, for its degrees of freedom). Where
+    all succeed, or none, nothing tells it: each cluster then counts about once. None without trials; no interval from
+    one cluster.
     """
     trials, count = sum(n for _, n in clusters), len(clusters)
     if not trials:
@@ -113,10 +115,13 @@ def clustered_share(clusters: Sequence[tuple[float, int]]) -> Interval | None:
     p = sum(got for got, _ in clusters) / trials
     if count == 1:
         return Interval(mean=p, n=trials)
-    spread = count / (count - 1) * sum((got - p * n) ** 2 for got, n in clusters) / trials**2
-    binomial = p * (1 - p) / max(trials - 1, 1)
-    n = trials / max(1.0, spread / binomial if binomial else 1.0)
-    low, high = wilson(p, n)
+    largest = sum(n * n for _, n in clusters) / trials
+    effect = largest
+    if 0.0 < p < 1.0 and largest > 1.0:
+        spread = count / (count - 1) * sum((got - p * n) ** 2 for got, n in clusters) / trials**2
+        freedom = (float(stats.t.ppf(0.5 + LEVEL / 2, count - 1)) / Z) ** 2
+        effect = freedom * max(1.0, spread * max(trials - 1, 1) / (p * (1 - p)))
+    low, high = wilson(p, trials / effect)
     return Interval(mean=p, low=low, high=high, n=trials)
 
 

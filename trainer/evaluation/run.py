@@ -16,7 +16,7 @@ from cotune.recording.rollout import EpisodeBatch, rollout
 from cotune.sampling.responder import PolicyResponder
 from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.sink import Ending, EvaluationSink, RoleStatistics, Use, total_use
-from cotune.trainer.evaluation.statistics import mean, pass_at
+from cotune.trainer.evaluation.statistics import mean_reward, pass_at
 from cotune.workflows import Workflow
 
 
@@ -129,8 +129,8 @@ def summarise(label: str, sink: EvaluationSink, seconds: float, prices: Prices, 
         label=label,
         episodes=len(ended),
         success=share(sum(succeeded.values()), len(succeeded)),
-        reward=mean(reward),
-        outcome=mean(outcome) if outcome != reward else None,
+        reward=mean_reward(reward),
+        outcome=mean_reward(outcome) if outcome != reward else None,
         roles=sink.roles(_mean_by_role([trained.by_role[i] for i in first])),
         failed=dict(Counter(reason for e in ended if (reason := failure(e)))),
         pass_at=_pass_at(list(samples.values())) if succeeded else {},

@@ -11,6 +11,8 @@ from cotune.intervals import LEVEL, Interval
 
 POWER = 0.8
 """Chance that so many tasks show the difference."""
+LEAST = 6
+"""Tasks that an exact test needs at least: five that all differ the same way do so by chance in 1 of 16 comparisons."""
 POINTS = 0.05
 """Difference of success shares whose number of tasks is told."""
 
@@ -55,7 +57,8 @@ def verdict_on_reward(label: str, against: str, found: Interval) -> str:
     deviation = half * math.sqrt(found.n) / float(stats.t.ppf(0.5 + LEVEL / 2, found.n - 1))
     if not found.mean or not deviation:
         return said
-    return f"{said}; about {_rounded(tasks_for_mean(deviation, found.mean))} tasks would show a difference of this size"
+    enough = max(tasks_for_mean(deviation, found.mean), LEAST, found.n + 1)
+    return f"{said}; about {_rounded(enough)} tasks would show a difference of this size"
 
 
 def _clear(label: str, against: str, found: Interval, size: str, scale: float, form: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from cotune.cli.main import main
@@ -52,11 +53,28 @@ def test_pairs_of_one_group_count_less_than_those_of_many() -> None:
     assert apart is not None and (apart.low, apart.high) == pytest.approx((0.531299, 0.888138), abs=1e-5), "Wilson's"
     together = clustered_share([(5.0, 5)] * 3 + [(0.0, 5)])
     assert together is not None and together.mean == apart.mean == 0.75
-    # the design effect is 4/3 x (3 x 1.25^2 + 3.75^2) / 20^2 over .75 x .25 / 19, or 19/3: 3.16 of 20 trials count
-    assert (together.low, together.high) == pytest.approx((0.263892, 0.961693), abs=1e-5)
+    # the design effect is 4/3 x (3 x 1.25^2 + 3.75^2) / 20^2 over .75 x .25 / 19, or 19/3; times (t(.975, 3) / z)^2,
+    # or (3.182446 / 1.959964)^2: 1.2 of 20 trials count
+    assert (together.low, together.high) == pytest.approx((0.136039, 0.982805), abs=1e-5)
+    sure = clustered_share([(28.0, 28)] * 2)
+    assert sure is not None and (sure.low, sure.high) == pytest.approx((0.342380, 1.0), abs=1e-5), "two groups"
     one = clustered_share([(5.0, 6)])
     assert one is not None and (one.low, one.n) == (None, 6)
     assert clustered_share([]) is None
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.8])
+@pytest.mark.parametrize("size", [3, 28])
+def test_the_interval_of_a_share_holds_the_truth_for_few_groups(chance: float, size: int) -> None:
+    """Pairs of one group are alike: the groups' own shares vary by a beta distribution."""
+    generator = np.random.default_rng(0)
+    held = 0
+    for _ in range(400):
+        shares = generator.beta(2.0 * chance, 2.0 * (1 - chance), 4)
+        found = clustered_share([(float(generator.binomial(size, share)), size) for share in shares])
+        assert found is not None and found.low is not None and found.high is not None
+        held += found.low <= chance <= found.high
+    assert held / 400 >= 0.93
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,11 @@ def test_a_mode_that_cannot_be_played_is_said() -> None:
 def test_without_success_only_the_reward_is_reported_and_said() -> None:
     report = modes(Workflow("only_reward", only_reward), tasks(3), TRAINED, modes=["base", "trained"])
     assert [e.success for e in report.evaluations.values()] == [None, None]
-    assert report.comparisons[0].reward == Interval(mean=1.0, low=1.0, high=1.0, n=3)
+    assert report.comparisons[0].reward == Interval(mean=1.0, low=0.0, high=1.0, n=3)
+    assert report.comparisons[0].verdict == (
+        "no difference shown between trained and base: +1.000 of reward, 95% interval 0.000 to 1.000, on 3 tasks; "
+        "about 6 tasks would show a difference of this size"
+    )
     assert report.notes == (
         "No success rate: the workflow returns no `success`, so only its reward is reported.",
         "Role 'ask' made no call.",
@@ -212,20 +216,20 @@ def test_an_episode_whose_outcome_nobody_knows_is_neither_a_success_nor_a_failur
 
 
 def test_the_report_as_json_and_as_tables() -> None:
-    report = modes(Workflow("solve", solve), tasks(4, broken=1), TRAINED, modes=["base", "trained"])
+    report = modes(Workflow("solve", solve), tasks(8, broken=2), TRAINED, modes=["base", "trained"])
     plain = json.loads(json.dumps(report.to_json()))
     assert plain["evaluations"]["trained"]["success"]["mean"] == 0.75
-    assert len(plain["evaluations"]["base"]["endings"]) == 4
+    assert len(plain["evaluations"]["base"]["endings"]) == 8
     assert plain["comparisons"][0]["against"] == "base"
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(render(report))
     text = console.export_text()
-    assert "75.0% [30.1, 95.4]" in text and "+75.0%" in text and "asker@3" in text
-    assert "trained: 1 x error" in text
+    assert "75.0% [40.9, 92.9] of 8" in text and "+75.0%" in text and "asker@3" in text
+    assert "trained: 2 x error" in text
     titles = [n for n, line in enumerate(text.splitlines()) if line.startswith(("Differences", "Roles", "Means"))]
     assert len(titles) == 3 and all(not text.splitlines()[n - 1].strip() for n in titles)
     assert text.splitlines()[-1].strip() == (
-        "trained is better than base by 75.0 points of success, 95% interval 8.5 to 95.4, on 4 tasks"
+        "trained is better than base by 75.0 points of success, 95% interval 28.0 to 92.9, on 8 tasks"
     )
 
 

@@ -1,11 +1,22 @@
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from cotune.intervals import Interval, share
-from cotune.trainer.evaluation.statistics import mean, paired_difference, paired_shares, pass_at
+from cotune.trainer.evaluation.statistics import (
+    mean,
+    mean_reward,
+    paired_difference,
+    paired_shares,
+    pass_at,
+)
 
 
 def bounds(interval: Interval | None) -> tuple[float, float]:
@@ -41,10 +52,11 @@ def test_nothing_is_made_up_where_there_is_too_little() -> None:
 def test_pairs_are_the_shared_tasks() -> None:
     after = {"a": 1.0, "b": 2.0, "c": 4.0, "only after": 100.0}
     before = {"a": 0.0, "b": 2.0, "c": 2.0, "only before": -100.0}
-    # differences 1, 0, 2: sd = 1, t(0.975, 2) = 4.302653: 1 +- 4.302653 / sqrt(3)
+    # differences 1, 0, 2: sd = 1, t(0.975, 2) = 4.302653: 1 +- 4.302653 / sqrt(3); with half a 2 and half a -2 more
+    # the mean of four is 0.75 and sd = 1.5, t(0.975, 3) = 3.182446: 0.75 +- 3.182446 x 1.5 / 2
     found = paired_difference(after, before)
     assert found is not None and (found.mean, found.n) == (1.0, 3)
-    assert bounds(found) == pytest.approx((-1.484138, 3.484138), abs=1e-6)
+    assert bounds(found) == pytest.approx((-1.636835, 3.484138), abs=1e-6)
 
 
 def pairs(both: int, gained: int, lost: int, neither: int) -> tuple[dict[str, bool], dict[str, bool]]:
@@ -82,7 +94,69 @@ def test_pass_at_k_is_the_unbiased_estimate_over_tasks() -> None:
     """Of four episodes 1, 0 and 4 succeed: 1 - C(3,2)/C(4,2) = 1/2, 0 and 1 for k = 2."""
     tried = [(4, 1), (4, 0), (4, 4)]
     assert [found.mean for k in (1, 2, 4) if (found := pass_at(k, tried))] == pytest.approx([5 / 12, 1 / 2, 2 / 3])
-    # sd = 1/2, t(0.975, 2) = 4.302653: wider than the chances there are
-    assert bounds(pass_at(2, tried)) == (0.0, 1.0)
-    assert bounds(pass_at(1, [(2, 1)] * 3)) == (0.5, 0.5)
+    assert bounds(pass_at(2, tried)) == (0.0, 1.0), "not wider than the chances there are"
+    # half a 0 and half a 1 more: sd = 0.5 / sqrt(3), t(0.975, 3) = 3.182446: 0.5 +- 3.182446 x 0.288675 / 2
+    assert bounds(pass_at(1, [(2, 1)] * 3)) == pytest.approx((0.040654, 0.959346), abs=1e-6)
     assert pass_at(1, []) is None
+
+
+def draws(values: Sequence[float], chances: Sequence[float], n: int) -> Iterator[tuple[list[float], float]]:
+    """Every sample of n values, in any order, with its probability."""
+    for counts in itertools.product(range(n + 1), repeat=len(values)):
+        if sum(counts) == n:
+            sample = [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
+            yield sample, float(stats.multinomial.pmf(counts, n, chances))
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 12])
+@pytest.mark.parametrize("unlike", [0.1, 0.5, 1.0])
+def test_policies_that_are_equally_good_are_seldom_told_apart(n: int, unlike: float) -> None:
+    """Exact: over all outcomes of `n` tasks, of which only one of both solves a share. The t interval is wrong in 12.5%
+    of comparisons on two tasks."""
+    wrong = 0.0
+    for sample, chance in draws([1.0, 0.0, -1.0], [unlike / 2, 1 - unlike, unlike / 2], n):
+        found = paired_difference(
+            {str(i): max(d, 0.0) for i, d in enumerate(sample)}, {str(i): max(-d, 0.0) for i, d in enumerate(sample)}
+        )
+        low, high = bounds(found)
+        wrong += chance * (low > 0 or high < 0)
+    assert wrong <= 0.05
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 6])
+@pytest.mark.parametrize("scale", [1.0, -4.0])
+def test_graded_rewards_of_equal_policies_are_seldom_told_apart(n: int, scale: float) -> None:
+    """Rewards 0, 1/2 and 1, each as often on both sides; and the same where the range of rewards is not known."""
+    wrong = 0.0
+    for sample, chance in draws([-1.0, -0.5, 0.0, 0.5, 1.0], [1 / 9, 2 / 9, 3 / 9, 2 / 9, 1 / 9], n):
+        after = {str(i): scale * max(d, 0.0) for i, d in enumerate(sample)}
+        low, high = bounds(paired_difference(after, {str(i): scale * max(-d, 0.0) for i, d in enumerate(sample)}))
+        wrong += chance * (low > 0 or high < 0)
+    assert wrong <= 0.05
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 10, 20])
+@pytest.mark.parametrize("chances", [(0.1, 0.2, 0.7), (0.02, 0.0, 0.98), (0.3, 0.4, 0.3), (0.0, 0.05, 0.95)])
+def test_the_interval_of_a_mean_reward_holds_the_truth(n: int, chances: tuple[float, ...]) -> None:
+    """Exact: rewards 0, 1/2 and 1 with these probabilities. Student's interval holds the truth in 4% of two tasks of
+    which each fails in 1 of 50."""
+    truth = chances[1] / 2 + chances[2]
+    held = 0.0
+    for sample, chance in draws([0.0, 0.5, 1.0], chances, n):
+        low, high = bounds(mean_reward(sample))
+        assert -1e-9 <= low <= sum(sample) / n + 1e-9 and sum(sample) / n - 1e-9 <= high <= 1.0 + 1e-9
+        held += chance * (low <= truth + 1e-9 and truth - 1e-9 <= high)
+    assert held >= 0.9, "Wilson's own least, for 0.98 of five"
+
+
+def test_a_difference_of_rewards_stays_within_what_there_is() -> None:
+    after, before = {"a": 0.1, "b": 0.9, "c": 0.2}, {"a": 0.9, "b": 0.4, "c": 0.65}
+    plain = mean([after[task] - before[task] for task in after])
+    assert plain is not None and plain.low is not None and plain.low < -1.0
+    low, high = bounds(paired_difference(after, before))
+    assert -1.0 <= low < 0.0 < high <= 1.0
+
+
+def test_the_interval_of_large_samples_is_students() -> None:
+    rewards = np.random.default_rng(0).beta(2.0, 2.0, 2000).tolist()
+    assert bounds(mean_reward(rewards)) == pytest.approx(bounds(mean(rewards)), abs=1e-3)
