@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from cotune.algorithms.collect import OnFailure, failure_of, is_outcome
 from cotune.algorithms.tree_values import tree_values
 from cotune.errors import RecordError
 from cotune.recording.records import CallRecord, Episode, candidate_id
@@ -30,15 +31,17 @@ def recorded_answers(
     *,
     role: str | None = None,
     min_reward: float | None = None,
+    on_failure: OnFailure = "lowest",
 ) -> Iterator[RecordedAnswer]:
     """The answers of these episodes in order; `left_out` counts the other calls by reason.
 
     An answer that replays have repeated counts once. `role` takes its calls only. `min_reward` is compared with the sum
     of the answer's own rewards, or where it has none with its value in the tree of the episodes that share it
-    (`answer_values`), which for an episode that was not forked is the sum of the episode's rewards.
+    (`answer_values`, with failures as `on_failure` says), which for an episode that was not forked is the sum of the
+    episode's rewards.
     """
     given: set[str] = set()
-    values = {} if min_reward is None else answer_values(store)
+    values = {} if min_reward is None else answer_values(store, outcome_values(store, on_failure))
     for episode in episodes:
         for call in store.calls(episode.id):
             reason = _reason(store, episode, call, role, min_reward, values)
@@ -73,25 +76,44 @@ def best_episodes(store: Store, episodes: Iterable[Episode], count: int, left_ou
     return [episode for place, episode in enumerate(listed) if place in kept]
 
 
-def answer_values(store: Store) -> dict[str, float]:
-    """Values (`algorithms.tree_values`) of the answers in episodes that were forked and in their branches, by the id of
-    the call that first gave the answer. An episode's outcome is the sum of its rewards; those without any, and those
-    that did not end well, are left out.
+def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, float]:
+    """What each episode is worth, by its id: the sum of its rewards, or of one without any that the policy failed what
+    `on_failure` says: a number, nothing (`exclude`), or the lowest of the other episodes of its phase, and at most 0.
     """
-    forks = {e.id: e.fork for e in store.episodes() if e.fork is not None and e.status == "ok"}
+    ended = [episode for episode in store.episodes() if is_outcome(episode)]
+    rewards = store.rewards(episode.id for episode in ended)
+    values: dict[str, float] = {}
+    lowest: dict[str, float] = defaultdict(float)
+    for episode in ended:
+        if named := rewards.get(episode.id):
+            values[episode.id] = sum(named.values())
+            lowest[episode.phase] = min(lowest[episode.phase], values[episode.id])
+    for episode in ended:
+        failure = failure_of(episode, on_failure)
+        if failure is not None and episode.id not in values:
+            values[episode.id] = lowest[episode.phase] if failure == "lowest" else failure
+    return values
+
+
+def answer_values(store: Store, outcomes: Mapping[str, float]) -> dict[str, float]:
+    """Values (`algorithms.tree_values`) of the answers in episodes that were forked and in their branches, by the id of
+    the call that first gave the answer. `outcomes` are the episodes' (`outcome_values`); others are left out.
+    """
+    forks = {e.id: e.fork for e in store.episodes() if e.fork is not None and e.id in outcomes}
     trunks = {fork.trunk: _answered(store, fork.trunk) for fork in forks.values()}
     steps = {call.id: call.step for calls in trunks.values() for call in calls}
-    rewards = store.rewards([*trunks, *forks])
     paths = []
-    for id, named in rewards.items():
+    for id in dict.fromkeys((*trunks, *forks)):
+        if id not in outcomes:
+            continue
         own = trunks[id] if id in trunks else _answered(store, id)
         shared = {call.replayed for call in own if call.replayed}
         if fork := forks.get(id):  # one that went on from a checkpoint has not repeated what was before it
             until = steps.get(fork.call, 0)
             shared |= {call.id for call in trunks[fork.trunk] if call.step < until}
         path = [*sorted(shared, key=lambda call: steps.get(call, 0)), *(call.id for call in own if not call.replayed)]
-        if path and named:
-            paths.append((path, sum(named.values())))
+        if path:
+            paths.append((path, outcomes[id]))
     return {str(answer): value for answer, value in tree_values(paths).items()}
 
 

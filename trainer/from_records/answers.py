@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from cotune.algorithms.collect import OnFailure
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import RecordError
 from cotune.integrations.chat.answers import encode_answer
 from cotune.integrations.chat.template import ChatTemplate
 from cotune.recording.images import holds_images
-from cotune.recording.records import Episode, candidate_id
+from cotune.recording.records import Candidate, Episode, candidate_id
 from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.protocol import Store
 from cotune.storage.recorded_answers import RecordedAnswer, best_episodes, recorded_answers
@@ -21,23 +22,59 @@ from cotune.trainer.from_records.lessons import Recorded, pack
 
 _REDACTED = "{count} answers are of calls with redacted parts: what stands there instead is learned"
 _REWARDED = "Lower --min-reward, or give rewards with: cotune score RUN app:solve --write."
-_WRITTEN = (
-    "The model's chat template cannot write them: take a model that knows what they use, such as tool calls, or set "
-    "tool_format."
-)
+_MEANINGS = {
+    "inexpressible": "the model's chat template does not write the answer, or writes what would be read back as "
+    "something else",
+    "unrenderable": "the model's chat template refuses the messages",
+}
 _REMEDIES = {
     **dict.fromkeys(("below_reward", "no_reward", "not_best"), _REWARDED),
-    **dict.fromkeys(("inexpressible", "unrenderable"), _WRITTEN),
+    **{
+        reason: f"{reason}: {meaning}. Take a model whose chat template writes tool calls, or set tool_format."
+        for reason, meaning in _MEANINGS.items()
+    },
     "too_long": "Take a model with a longer context.",
 }
 _REASONING = "{count} answers lose their reasoning, which the chat template does not show"
 
 
-def read_answers(store: Store, chat: ChatTemplate, settings: RecordsConfig, longest: int) -> Recorded:
+class Unwritten:
+    """Answers that were to be learned and have no row, by role and reason."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, Counter[str]] = {}
+        self._tool_calls: Counter[str] = Counter()
+
+    def add(self, role: str, reason: str, answer: Candidate) -> None:
+        """Count an answer."""
+        self._reasons.setdefault(role, Counter())[reason] += 1
+        self._tool_calls[role] += reason in _MEANINGS and bool(answer.tool_calls)
+
+    def notes(self, rows: Mapping[str, Mapping[str, Sequence[TrainRow]]]) -> tuple[str, ...]:
+        """What to know of the roles that learn nothing, of `rows` by episode and role, or that say what the template
+        cannot write: how much it is, why, and what to do."""
+        learned = Counter(role for roles in rows.values() for role, found in roles.items() for _ in found)
+        return tuple(
+            self._note(role, learned[role], reasons)
+            for role, reasons in sorted(self._reasons.items())
+            if not learned[role] or reasons.keys() & _MEANINGS.keys()
+        )
+
+    def _note(self, role: str, learned: int, reasons: Counter[str]) -> str:
+        lost = reasons.total()
+        why = counts(reasons) + (f", of them {calls} tool calls" if (calls := self._tool_calls[role]) else "")
+        if learned:
+            return f"Role {role} learns {learned} of {learned + lost} answers; left out are {why}. {_remedy(reasons)}"
+        return f"Role {role} learns nothing: all {lost} of its answers are left out ({why}). {_remedy(reasons)}"
+
+
+def read_answers(
+    store: Store, chat: ChatTemplate, settings: RecordsConfig, longest: int, on_failure: OnFailure = "lowest"
+) -> Recorded:
     """The answers of a records file that `settings` ask for, as rows of at most `longest` tokens.
 
-    Held-out evaluations of a run and its first look at the application are not learned from. Raises RecordError where
-    no answer is left.
+    Failed branches count in an answer's value as `on_failure` says. Held-out evaluations of a run and its first look at
+    the application are not learned from. Raises RecordError where no answer is left.
     """
     left_out: Counter[str] = Counter()
     noted: Counter[str] = Counter()
@@ -46,10 +83,13 @@ def read_answers(store: Store, chat: ChatTemplate, settings: RecordsConfig, long
     episodes = learned_from(store, left_out)
     if settings.best_of is not None:
         episodes = iter(best_episodes(store, episodes, settings.best_of, left_out))
-    for found in recorded_answers(store, episodes, left_out, min_reward=settings.min_reward):
+    unwritten = Unwritten()
+    listed = recorded_answers(store, episodes, left_out, min_reward=settings.min_reward, on_failure=on_failure)
+    for found in listed:
         row = _row(chat, found, longest, noted)
         if isinstance(row, str):
             left_out[row] += 1
+            unwritten.add(found.call.role, row, found.call.candidates[found.call.chosen or 0])
             continue
         noted[_REDACTED] += found.call.redacted
         tasks[found.episode.id] = found.episode.task.id
@@ -58,9 +98,9 @@ def read_answers(store: Store, chat: ChatTemplate, settings: RecordsConfig, long
         raise RecordError(
             f"No recorded answer can be learned from ({counts(left_out) or 'there is none'}).", _remedy(left_out)
         )
+    notes = (*unwritten.notes(rows), *(text.format(count=count) for text, count in noted.items() if count))
     if settings.join_turns:
         rows = {e: {role: join_turns(turns) for role, turns in roles.items()} for e, roles in rows.items()}
-    notes = tuple(text.format(count=count) for text, count in noted.items() if count)
     packed, images = pack(rows)
     return Recorded(rows=packed, images=images, tasks=tasks, left_out=dict(left_out), notes=notes)
 

@@ -8,6 +8,7 @@ from statistics import fmean
 
 import msgspec
 
+from cotune.algorithms.collect import OnFailure
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import RecordError, RequestRefused
 from cotune.integrations.chat.answers import encode_answer
@@ -16,8 +17,8 @@ from cotune.recording.images import holds_images, prompt_id
 from cotune.recording.records import CallRecord, Candidate, Episode, candidate_id
 from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.protocol import Store
-from cotune.storage.recorded_answers import answer_values
-from cotune.trainer.from_records.answers import counts, learned_from
+from cotune.storage.recorded_answers import answer_values, outcome_values
+from cotune.trainer.from_records.answers import Unwritten, counts, learned_from
 from cotune.trainer.from_records.lessons import Recorded, pack
 
 
@@ -33,18 +34,19 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
         return fmean(self.rewards)
 
 
-def read_pairs(store: Store, chat: ChatTemplate, longest: int) -> Recorded:
+def read_pairs(store: Store, chat: ChatTemplate, longest: int, on_failure: OnFailure = "lowest") -> Recorded:
     """One pair for each prompt that has a better and a worse answer, as two rows: the best, then the worst.
 
     Answers belong together where role, task and prompt are the same: siblings of a tree, forks of a replay, first turns
     of several episodes. An answer's reward is the sum of its own rewards, or where no answer to its prompt has any, its
-    value in the tree of the episodes that share it (`answer_values`), or else the sum of its episode's; equal answers
-    count once, with their mean. Raises RecordError where there is no pair.
+    value in the tree of the episodes that share it (`answer_values`), or else that of its episode (`outcome_values`,
+    with `on_failure`); equal answers count once, with their mean. Raises RecordError where there is no pair.
     """
     left_out: Counter[str] = Counter()
+    unwritten = Unwritten()
     rows: dict[str, dict[str, list[TrainRow]]] = {}
     tasks: dict[str, str] = {}
-    for answers in _by_prompt(store, left_out).values():
+    for answers in _by_prompt(store, left_out, on_failure).values():
         ranked = sorted(answers, key=lambda answer: answer.worth)
         worst, best = ranked[0], ranked[-1]
         if len(answers) < 2 or not worst.worth < best.worth:
@@ -53,6 +55,8 @@ def read_pairs(store: Store, chat: ChatTemplate, longest: int) -> Recorded:
         pair = _rows(store, chat, best, worst, longest)
         if isinstance(pair, str):
             left_out[pair] += len(answers)
+            for answer in answers:
+                unwritten.add(answer.call.role, pair, answer.candidate)
             continue
         left_out["in_between"] += len(answers) - 2
         tasks[best.episode.id] = best.episode.task.id
@@ -65,14 +69,15 @@ def read_pairs(store: Store, chat: ChatTemplate, longest: int) -> Recorded:
         )
     packed, images = pack(rows)
     counted = {reason: count for reason, count in left_out.items() if count}
-    return Recorded(rows=packed, images=images, tasks=tasks, left_out=counted)
+    return Recorded(rows=packed, images=images, tasks=tasks, left_out=counted, notes=unwritten.notes(rows))
 
 
-def _by_prompt(store: Store, left_out: Counter[str]) -> dict[Hashable, list[_Answer]]:
+def _by_prompt(store: Store, left_out: Counter[str], on_failure: OnFailure) -> dict[Hashable, list[_Answer]]:
     """The different answers to each prompt that have a reward."""
     own: dict[Hashable, list[_Answer]] = defaultdict(list)
     shared: dict[Hashable, list[_Answer]] = defaultdict(list)
-    values = answer_values(store)
+    outcomes = outcome_values(store, on_failure)
+    values = answer_values(store, outcomes)
     repeated: set[str] = set()
     for episode in learned_from(store, left_out):
         for call in store.calls(episode.id):
@@ -88,14 +93,13 @@ def _by_prompt(store: Store, left_out: Counter[str]) -> dict[Hashable, list[_Ans
             prompt: Hashable = (episode.task.id, call.role, same or (call.messages, call.tools))
             bare = msgspec.structs.replace(call, candidates=())
             ids = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
-            found = store.rewards([*ids, episode.id])
-            outcome = found.get(episode.id) if episode.status == "ok" else None
+            found = store.rewards(ids)
             for id, candidate in zip(ids, call.candidates, strict=True):
                 rewards, chosen = found.get(id), candidate.index == call.chosen
-                if not rewards and chosen and first in values:
-                    worth = values[first]
-                elif given := rewards or (outcome if chosen else None):
-                    worth = sum(given.values())
+                if rewards:
+                    worth = sum(rewards.values())
+                elif chosen and (first in values or episode.id in outcomes):
+                    worth = values.get(first, outcomes.get(episode.id, 0.0))
                 else:
                     left_out["no_reward" if chosen else "not_chosen"] += 1
                     continue

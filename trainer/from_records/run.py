@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from cotune.algorithms.collect import failure_reward
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
@@ -141,8 +142,8 @@ def _read(config: TrainConfig, store: SqliteStore) -> Recorded:
     chat = ChatTemplate.load(config.model, config.tool_format)
     longest = _longest(config.model)
     if config.recipe == "dpo":
-        return read_pairs(store, chat, longest)
-    return read_answers(store, chat, config.records, longest)
+        return read_pairs(store, chat, longest, failure_reward(config.on_failure))
+    return read_answers(store, chat, config.records, longest, failure_reward(config.on_failure))
 
 
 def _longest(model: str) -> int:

@@ -38,10 +38,17 @@ LETTERS = {"g0": "i", "v0": "j", "r0": "k", "r1": "l", "r2": "n", "v1": "m", "r3
 
 
 def play(
-    store: SqliteStore, letters: str, outcome: float, trunk: Any = None, at: int = 3, *, resumed: bool = False
+    store: SqliteStore,
+    letters: str,
+    outcome: float | None,
+    trunk: Any = None,
+    at: int = 3,
+    *,
+    resumed: bool = False,
+    blame: Any = "policy",
 ) -> Any:
     """An episode that says `letters`; of a branch those before `at` are from the trunk's record, or where it is
-    `resumed` from a checkpoint not asked again."""
+    `resumed` from a checkpoint not asked again. Without an outcome it fails, by `blame`."""
     live = LiveEpisode(store, Task(id="a", input={"letter": "a"}), workflow="w", phase="train")
     made: list[str] = []
     heard = ""
@@ -57,7 +64,10 @@ def play(
         heard += f" {letter}"
     if trunk is not None:
         live.fork = Fork(trunk=trunk.id, call=trunk.calls[at], at=made[at], resumed=resumed)
-    live.end("ok", rewards={"team": outcome})
+    if outcome is None:
+        live.end("error", error="crashed", blame=blame)
+    else:
+        live.end("ok", rewards={"team": outcome})
     live.calls = made
     return live
 
@@ -98,6 +108,37 @@ def test_sft_learns_the_answers_whose_value_is_above_a_half(recorded: Path, tiny
     }
     assert found.left_out == {"below_reward": 6, **({} if resumed else {"replayed": 6})}
     assert texts(high, tiny_base)["generator"] == letters_of("g2"), "V(g0) = 5/9"
+
+
+@pytest.mark.parametrize(("on_failure", "learned"), [("lowest", ""), (0.5, "i"), (-2.0, ""), ("exclude", "i")])
+def test_branches_that_failed_count_in_the_value_of_the_answer_before(
+    tmp_path: Path, tiny_base: Path, resumed: bool, on_failure: Any, learned: str
+) -> None:
+    """V(i) = (1 + 3 failures) / 4: 0.25, 0.625, -1.25, and 1 without them; what the infrastructure failed never counts.
+    dpo compares i, where it is worth less, with the answer of another episode, which is worth 0.5."""
+    with SqliteStore.open(tmp_path / "tree") as store:
+        trunk = play(store, "ijk", 1.0)
+        for letters, blame in (("imo", "policy"), ("iqs", None), ("ilu", "policy"), ("ivx", "infrastructure")):
+            play(store, letters, None, trunk, 1, resumed=resumed, blame=blame)
+        play(store, "tuv", 0.5)
+        store.flush()
+        chat = ChatTemplate.load(tiny_base)
+        settings = RecordsConfig(path="x", min_reward=0.5)
+        answers = texts(read_answers(store, chat, settings, 256, on_failure), tiny_base)
+        pairs = texts(read_pairs(store, chat, 256, on_failure), tiny_base)
+    assert answers["generator"] == [*learned, "t"]
+    assert pairs["generator"] == (["i", "t"] if learned else ["t", "i"])
+
+
+def test_dpo_takes_the_answer_of_an_episode_that_failed_for_the_worse(tmp_path: Path, tiny_base: Path) -> None:
+    with SqliteStore.open(tmp_path / "flat") as store:
+        play(store, "ijk", 1.0)
+        play(store, "tuv", None)
+        play(store, "wxy", None, blame="infrastructure")
+        store.flush()
+        found = read_pairs(store, ChatTemplate.load(tiny_base), 256)
+    assert texts(found, tiny_base)["generator"] == ["i", "t"]
+    assert found.left_out == {"no_reward": 3, "only_answer": 4}
 
 
 def test_dpo_pairs_siblings_by_their_values(recorded: Path, tiny_base: Path, resumed: bool) -> None:

@@ -98,6 +98,31 @@ def test_what_cannot_be_learned_is_counted(tmp_path: Path, tiny_base: Path) -> N
     }  # fmt: skip
 
 
+def test_a_role_whose_answers_cannot_be_written_is_told(tmp_path: Path, tiny_base: Path) -> None:
+    """The tiny model's template shows no tool calls: the clerk learns nothing, the writer one of two answers."""
+    call = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}], "content": None}
+    with SqliteStore.open(tmp_path) as store:
+        for letter in "ab":
+            record(store, letter, [("clerk", asked(f"say {letter}"), said("", message=call))])
+        record(store, "c", [("writer", asked("say c"), said("cccc"))])
+        record(store, "d", [("writer", asked("say d"), said("dd<end>d"))])
+        record(store, "e", [("third", asked("e" * 300), said("eeee"))])
+        store.flush()
+        found = read(store, tiny_base)
+    assert found.left_out == {"inexpressible": 3, "too_long": 1}
+    clerk, third, writer = found.notes
+    assert clerk == (
+        "Role clerk learns nothing: all 2 of its answers are left out (inexpressible: 2, of them 2 tool calls). "
+        "inexpressible: the model's chat template does not write the answer, or writes what would be read back as "
+        "something else. Take a model whose chat template writes tool calls, or set tool_format."
+    )
+    assert third == (
+        "Role third learns nothing: all 1 of its answers are left out (too_long: 1). "
+        "Take a model with a longer context."
+    )
+    assert writer.startswith("Role writer learns 1 of 2 answers; left out are inexpressible: 1. inexpressible: the mod")
+
+
 def test_best_of_takes_the_episodes_of_each_task_with_the_highest_outcome(tmp_path: Path, tiny_base: Path) -> None:
     with SqliteStore.open(tmp_path) as store:
         for task, text, outcome in (("a", "b", 0.0), ("a", "a", 2.0), ("a", "c", 2.0), ("d", "d", -1.0)):
@@ -332,7 +357,9 @@ def test_records_without_answers(trainer: Trainer, records: Path, tmp_path: Path
     call = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}], "content": None}
     with SqliteStore.open(tmp_path / "tools") as store:
         record(store, "a", [("first", asked("say a"), said("", message=call))])
-    with pytest.raises(RecordError, match=r"\(inexpressible: 1\)\. The model's chat template cannot write them"):
+    with pytest.raises(
+        RecordError, match=r"\(inexpressible: 1\)\. inexpressible: the .* does not write .*\. Take a model whose"
+    ):
         learn(trainer, tmp_path / "tools")
 
 
