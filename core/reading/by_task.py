@@ -22,27 +22,23 @@ def by_task(evaluation: StoredEvaluation, label: str, against: str) -> list[Eval
     """All tasks of an evaluation: first those that lost most from the mode `against` to the mode `label`, in success,
     then in reward; of equal ones those that end worse in `label`, then by their ids."""
     modes = evaluation.evaluations
-    solved = any(ending.success is not None for mode in modes.values() for ending in mode.endings.values())
-    tasks = dict.fromkeys(task for mode in modes.values() for task in mode.endings)
+    endings = [ending for mode in modes.values() for ending in mode.endings.values()]
+    solved = any(ending.success is not None for ending in endings)
+    floor = min((modes[name].floor for name in (label, against) if name in modes), default=0.0)
     found = []
-    for task in tasks:
-        endings = {name: mode.endings[task] for name, mode in modes.items() if task in mode.endings}
-        after, before = _value(endings.get(label), solved), _value(endings.get(against), solved)
-        change = None if after is None or before is None else after - before
-        gained = _gained(endings.get(label), endings.get(against))
-        found.append(((change is None, change or 0.0, gained, after or 0.0, task), endings, change))
-    found.sort(key=lambda one: one[0])
-    return [EvaluatedTask(task=key[-1], endings=endings, change=change) for key, endings, change in found]
+    for task in dict.fromkeys(task for mode in modes.values() for task in mode.endings):
+        ends = {name: mode.endings[task] for name, mode in modes.items() if task in mode.endings}
+        after, before = (_figures(ends.get(name), solved, floor) for name in (label, against))
+        changes = [None if a is None or b is None else a - b for a, b in zip(after, before, strict=True)]
+        change = changes[0] if solved else changes[1]
+        order = (change is None, changes[0] or 0.0, changes[1] or 0.0, after[0] or 0.0, after[1] or 0.0, task)
+        found.append((order, EvaluatedTask(task=task, endings=ends, change=change)))
+    return [row for _, row in sorted(found, key=lambda one: one[0])]
 
 
-def _gained(after: TaskEnding | None, before: TaskEnding | None) -> float:
-    if after is None or before is None or after.reward is None or before.reward is None:
-        return 0.0
-    return after.reward - before.reward
-
-
-def _value(ending: TaskEnding | None, solved: bool) -> float | None:
-    """What is compared: success where any episode reports it, of which a failed one is none; else the reward."""
-    if ending is None:
-        return None
-    return float(ending.status == "ok" and ending.success is True) if solved else ending.reward
+def _figures(ending: TaskEnding | None, solved: bool, floor: float) -> tuple[float | None, float | None]:
+    """Success, of which a failed episode is none, and reward; None for what is not known or not reported."""
+    if ending is None or not ending.known:
+        return None, None
+    success = float(ending.status == "ok" and ending.success is True) if solved else None
+    return success, floor if ending.floored else ending.reward

@@ -31,13 +31,17 @@ IN_TRAINING = "in training"
 
 
 class TaskEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """How the first episode of a task ended in one mode."""
+    """How the first episode of a task ended in one mode. `reward` is the one that is trained on; a `floored` one failed
+    and counts the lowest of the evaluation. One that is not `known` says nothing of the policies and counts in no
+    figure."""
 
     status: str
     reward: float | None = None
     success: bool | None = None
     error: str | None = None
     seconds: float = 0.0
+    known: bool = True
+    floored: bool = False
 
 
 class ModeUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +65,8 @@ class EvaluatedMode(msgspec.Struct, frozen=True, kw_only=True):
     reward: Interval | None = None
     outcome: Interval | None = None
     failed: dict[str, int] = {}
+    floor: float = 0.0
+    """The reward of a failed episode where it is the lowest."""
     endings: dict[str, TaskEnding] = {}
     """By task id; empty in files that do not have them."""
     use: ModeUse = ModeUse()

@@ -195,8 +195,8 @@ def _outcomes(runs: Sequence[OpenedRun], *, selected: bool) -> Iterable[Chart | 
                 [(run.name if len(runs) > 1 else name, run, _by_step(run, "outcome", name)) for run in of_path],
                 title=f"{path.capitalize()}, {name}" if selected else f"{name.capitalize()} in training",
                 help=f"Mean over the step's episodes, of {path}; failed ones count."
-                + (" One sample reaches less." if selected else ""),
-                section="Selected among candidates" if selected else "Outcome",
+                + (" Not what single samples reach." if selected else ""),
+                section="Selected candidates" if selected else "Outcome",
                 percent=name == "success",
             )
 

@@ -37,7 +37,7 @@ from cotune.integrations.viewer.overview import (
 from cotune.integrations.viewer.rendering import address, asset, doing, hues, plain, render
 from cotune.integrations.viewer.settings import settings
 from cotune.integrations.viewer.step_groups import MOST_EPISODES, ShownGroup, StepGroups, by_role_and_turn, step_groups
-from cotune.integrations.viewer.tasks import tasks
+from cotune.integrations.viewer.tasks import selected_path, tasks
 from cotune.integrations.viewer.timeline import timeline
 from cotune.integrations.viewer.tokens import shown_tokens
 from cotune.reading.headline import DISTILL
@@ -322,6 +322,7 @@ class Viewer:
             "tasks.html",
             run,
             found=tasks(run, phase, kind, asked.get("after", "")),
+            path=selected_path(run) if phase == "train" else "",
             phase=phase,
             phases=phases,
             kind=kind,

@@ -8,6 +8,7 @@ import msgspec
 
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.integrations.viewer.queries import SUCCESS
+from cotune.reading.headline import SINGLE
 from cotune.storage.episode_filters import COUNTED
 from cotune.storage.outcomes import IS_OUTCOME, LOWEST_SUM, outcome_sum
 
@@ -84,6 +85,12 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "") -> TaskPa
         high=max(1.0, high or 1.0),
         after=found[PAGE - 1][0] if len(found) > PAGE else "",
     )
+
+
+def selected_path(run: OpenedRun) -> str:
+    """What episodes of training went on with, such as `best of 8 by scorer`; empty for single samples."""
+    path = str(run.metrics[-1].get("path") or SINGLE) if run.metrics else SINGLE
+    return "" if path == SINGLE else path
 
 
 def _columns(run: OpenedRun, phase: str) -> tuple[tuple[int, int], ...]:

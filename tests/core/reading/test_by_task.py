@@ -37,3 +37,12 @@ def test_without_success_rewards_are_compared_and_a_task_without_one_comes_last(
     modes = {name: EvaluatedMode(episodes=3, endings=of) for name, of in zip(("base", "trained"), rewards, strict=True)}
     found = by_task(StoredEvaluation(evaluations=modes), "trained", "base")
     assert [(one.task, one.change) for one in found] == [("a", -0.75), ("b", 0.5), ("c", None)]
+
+
+def test_a_failed_episode_counts_the_lowest_of_both_modes_and_an_outage_counts_nothing() -> None:
+    failed = TaskEnding(status="error", reward=-1.0, floored=True)
+    outage = TaskEnding(status="error", reward=0.0, known=False)
+    base = EvaluatedMode(episodes=2, floor=-2.0, endings=dict.fromkeys("ab", TaskEnding(status="ok", reward=0.5)))
+    trained = EvaluatedMode(episodes=2, floor=-1.0, endings={"a": outage, "b": failed})
+    found = by_task(StoredEvaluation(evaluations={"base": base, "trained": trained}), "trained", "base")
+    assert [(one.task, one.change) for one in found] == [("b", -2.5), ("a", None)]
