@@ -20,6 +20,7 @@ from cotune.trainer.run import Run
 
 UNEVENTFUL = (
     "no_signal", "zero_variance", "zero_advantage", "mean_out_of_range", "group_of_one", "truncated", "consumed",
+    "opponent_failed",
 )  # fmt: skip
 """Reasons to leave out sound candidates: a step that has some goes on without an update."""
 FAULTLESS = ("untrained_role", "not_chosen", "not_forked")
@@ -61,6 +62,7 @@ def collect_samples(run: Run, episodes: Sequence[Episode]) -> Collected:
         continuations=run.config.replay.continuations,
         rewarded=run.recipe.takes_rewards,
         others=run.recipe.joins_calls,
+        seats=run.recipe.by_seat,
     )
 
 

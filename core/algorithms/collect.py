@@ -50,6 +50,7 @@ def collect(
     continuations: bool = False,
     rewarded: bool = True,
     others: bool = False,
+    seats: bool = False,
 ) -> Collected:
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
 
@@ -67,7 +68,8 @@ def collect(
     `on_failure` is the reward of an episode that the policy failed, after weights and gates (`Sample.failure`). An
     episode that the infrastructure failed has no outcome: independent rollouts leave it out, while under a tree plan
     the candidates of its calls are compared with each other all the same. `exclude` leaves out all episodes that
-    failed. A call that failed is left out of every episode.
+    failed. A call that failed is left out of every episode. With `seats`, where roles play against each other, a
+    failure is that of the seat whose call ended last (`failed_seat`), and the candidates of other seats are left out.
     """
     left_out: Counter[str] = Counter()
     usable: list[tuple[Episode, CallRecord]] = []
@@ -83,7 +85,13 @@ def collect(
         if episode.blame == "divergence":
             left_out["diverged"] += 1
             continue
-        for call in store.calls(episode.id):
+        calls_made = store.calls(episode.id)
+        failed = seats and failure_of(episode, on_failure) is not None
+        culprit = failed_seat(calls_made) if failed else None
+        for call in calls_made:
+            if failed and call.role != culprit:
+                left_out["opponent_failed"] += max(1, len(call.candidates))
+                continue
             if others and call.status == "ok" and call.chosen is not None:
                 around.append((episode, call))
             if call.replayed is not None:
@@ -166,6 +174,11 @@ def failure_reward(on_failure: str) -> OnFailure:
 def is_outcome(episode: Episode) -> bool:
     """Whether the episode came to an end that says something of its policies: a good one, or a failure of theirs."""
     return episode.status == "ok" or (episode.status == "error" and episode.blame in ("policy", None))
+
+
+def failed_seat(calls: Iterable[CallRecord]) -> str | None:
+    """The role that failed an episode of roles that play against each other: whose call ended last, answered or not."""
+    return max(calls, key=lambda call: (call.started + call.latency, call.step)).role if calls else None
 
 
 def failure_of(episode: Episode, on_failure: OnFailure) -> Failure | None:

@@ -327,6 +327,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         return any(one.scope != "own" or one.horizon in ("reward_to_go", "mean_to_go") for one in how)
 
     @property
+    def by_seat(self) -> bool:
+        """Whether roles play against each other: each has an outcome of its own."""
+        how = [term.attribution for term in self.terms]
+        return any(one.seats and one.takes_outcome and one.scope == "own" for one in how)
+
+    @property
     def takes_rewards(self) -> bool:
         """Whether candidates need a reward: not where a teacher alone says what is learned."""
         return self.loss.kl_to != "teacher"

@@ -58,6 +58,7 @@ def regroup(
         continuations=config.replay.continuations,
         rewarded=chosen.takes_rewards,
         others=chosen.joins_calls,
+        seats=chosen.by_seat,
     )
     samples, left_out = collected.samples, Counter(collected.left_out)
     candidates = len(samples) + left_out.total()

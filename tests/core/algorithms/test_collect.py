@@ -11,6 +11,7 @@ from cotune.algorithms.attribution import attribute, attribute_outcomes
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import attributed, collect, failure_reward, temperature
 from cotune.algorithms.filters import REASONS
+from cotune.algorithms.prepare import prepare
 from cotune.algorithms.recipes import PROMPT_KEY, Attribution
 from cotune.ids import segment_id
 from cotune.recording.records import Fork, PolicyRef, RewardRecord
@@ -301,6 +302,44 @@ def test_the_leader_of_cory_answers_for_its_observer_too(book):
     book.call("o", "e", role="observer")
     how = recipe("cory").attribution
     assert joined(book, how, plan="independent", roles=["pioneer"])[0] == {"p.0": 3.0}
+
+
+def test_the_seat_whose_call_ended_last_failed_the_game_and_the_other_does_not_lose_for_it(book):
+    """White failed e1 and gets its lowest, -1; black's move in it says nothing. e2, failed by the engine, says nothing.
+    With all samples as those of one outcome both lose, which self_redteam drops as a tie."""
+    book.episode("e0", outcome={"white": -1.0, "black": 1.0})
+    book.episode("e1", status="error", blame="policy")
+    book.episode("e2", status="error", blame="infrastructure")
+    book.episode("e3", outcome={"white": 1.0, "black": -1.0})
+    for name in ("e0", "e1", "e2", "e3"):
+        book.call(f"w{name}", name, role="white")
+        book.call(f"b{name}", name, role="black", started=1.0, latency=1.0)
+        book.call(f"v{name}", name, role="white", turn=1, started=1.5, latency=2.0)
+    spiral, redteam = recipe("spiral"), recipe("self_redteam")
+    collected = collect(book.store, book.store.episodes(), plan="independent", seats=spiral.by_seat)
+    found = attributed(collected, spiral.attribution, spiral.key).tolist()
+    rewards = dict(zip((s.call for s in collected.samples), found, strict=True))
+    assert {call: reward for call, reward in rewards.items() if call[1:] == "e1"} == {"we1": -1.0, "ve1": -1.0}
+    assert collected.left_out == {"opponent_failed": 1, "outage": 3}
+    prepared = prepare(collected.samples, redteam)
+    assert [s.call for s in prepared.samples if s.rollout == "e1"] == ["we1", "ve1"]
+    assert prepared.left_out == {}
+    before = prepare(collect(book.store, book.store.episodes(), plan="independent").samples, redteam)
+    assert before.left_out == {"tie": 3}
+
+
+def test_a_game_that_its_opponent_failed_is_no_loss_of_the_trained_seat(book):
+    book.episode("e1", status="error")
+    book.call("w", "e1", role="white")
+    book.call("b", "e1", role="black", turn=0, step=1, status="error", candidates=[], policy=PolicyRef("black", 1))
+    collected = collect(book.store, book.store.episodes(), plan="independent", roles={"white": "white"}, seats=True)
+    assert (collected.samples, collected.left_out) == ([], {"opponent_failed": 1, "failed_call": 1})
+
+
+def test_roles_that_share_an_outcome_by_seat_fail_together():
+    assert [name for name in ("spiral", "marshal", "self_redteam", "cory", "dr_mas") if recipe(name).by_seat] == [
+        "spiral", "marshal", "self_redteam",
+    ]  # fmt: skip
 
 
 def test_later_rewards_of_a_trunk_count_as_those_of_its_branches(book):
