@@ -19,6 +19,7 @@ from cotune.storage.file_lock import FileLock
 from cotune.storage.run_layout import RunEnd, RunLayout, read_metrics, read_run_json
 from cotune.storage.whole_file import is_full, of_system, whole_file
 from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.config.withheld import written
 
 _PACKAGES = ("cotune", "torch", "transformers", "peft", "openai", "langgraph", "langchain-openai", "numpy")
 
@@ -58,7 +59,7 @@ class RunFolder(RunLayout):
             "versions": {"python": platform.python_version(), **installed(_PACKAGES)},
             "run": str(path),
             "folder": str(Path.cwd()),
-            "config": msgspec.to_builtins(config),
+            "config": written(config),
             **more,
         }
         try:

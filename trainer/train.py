@@ -28,6 +28,7 @@ from cotune.storage.run_layout import read_run_json, relocated
 from cotune.tasks import as_tasks
 from cotune.trainer.checkpoint import load_checkpoint, tidy_checkpoints
 from cotune.trainer.config.train import NO_TASKS, TrainConfig, convert
+from cotune.trainer.config.withheld import WITHHELD, is_withheld, with_values, written
 from cotune.trainer.from_records.loop import learn_steps
 from cotune.trainer.from_records.run import RecordsRun, open_records_run
 from cotune.trainer.loop import train_steps
@@ -128,26 +129,30 @@ def resume(
         finish_going_back(folder)
         saved = load_checkpoint(folder.checkpoints)
         done = saved[0].steps if saved else 0
-        was = _as_started(described, folder.path)
+        was = _as_started(described, folder.path, changes or {})
         config, found = apply_changes(was, changes or {}, done=done)
         if found:
-            past = [*described.get("changes", ()), {"step": done, "changed": found}]
-            now = {"model": config.model, "config": msgspec.to_builtins(config), "changes": past}
+            kept = {name: (WITHHELD, WITHHELD) if is_withheld(name) else pair for name, pair in found.items()}
+            past = [*described.get("changes", ()), {"step": done, "changed": kept}]
+            now = {"model": config.model, "config": written(config), "changes": past}
             folder.describe_as({**described, **now})
         check_tools(config.loggers)
         locate_base(config.model)
         flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids).named_by(config.roles_by)
         stack.pop_all()
     split = split_again(listed, config, described)
-    notes = [f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in found.items()]
+    notes = [
+        f"changed: {name}" + ("" if is_withheld(name) else f" = {new!r}, was {old!r}")
+        for name, (old, new) in found.items()
+    ]
     if done >= config.steps:
         notes.append(f"all {done} steps of the run are made: --steps says up to which it goes on")
     return run_sync(_train(folder, config, flow, split, console, notes))
 
 
-def _as_started(described: Mapping[str, Any], run: Path) -> TrainConfig:
-    """The configuration of a run, with what it names where that is now."""
-    table = dict(described["config"])
+def _as_started(described: Mapping[str, Any], run: Path, changes: Mapping[str, Any]) -> TrainConfig:
+    """The configuration of a run, with what it names where that is now. Raises ConfigError."""
+    table = with_values(described["config"], changes)
     table["model"] = relocated(table["model"], described, run)
     if (records := table.get("records")) and records["path"]:
         table["records"] = {**records, "path": relocated(records["path"], described, run)}

@@ -21,6 +21,7 @@ from cotune.integrations.trackers.tracker import Tool, Tracker
 from cotune.recording.records import Episode
 from cotune.storage.run_layout import leaves
 from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.config.withheld import written
 from cotune.trainer.reporting.metrics import StepMetrics
 from cotune.trainer.run_folder import RunFolder, write_atomically
 
@@ -121,7 +122,7 @@ def _opened(tool: Tool, config: TrainConfig, folder: RunFolder, done: int) -> Tr
     known = json.loads(file.read_text()).get(tool) if file.is_file() else None
     tracker = Tracker(tool, config.project, folder.path, run, known=known, done=done)
     if known is None or tool == "trackio":  # which keeps those of a run's last part
-        settings = leaves(msgspec.to_builtins(config))
+        settings = leaves(written(config))
         tracker.settings({k: v if isinstance(v, bool | int | float | str) else json.dumps(v) for k, v in settings})
     if known is None:
         with _ids:

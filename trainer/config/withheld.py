@@ -1,0 +1,53 @@
+"""What a run folder does not hold of its configuration: values of environment variables, which may be keys."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from cotune.errors import ConfigError
+from cotune.storage.run_layout import leaves
+from cotune.trainer.config.train import TrainConfig, assign
+
+WITHHELD = "(not kept: taken from the environment)"
+"""What is written in place of a value."""
+_TABLES = ("cluster.env.", "cluster.runtime_env.env_vars.")
+
+
+def is_withheld(name: str) -> bool:
+    """Whether the value of a field, by its dotted name, is not written anywhere."""
+    return name.startswith(_TABLES)
+
+
+def written(config: TrainConfig) -> dict[str, Any]:
+    """The configuration as it is written: environment variables by their names alone."""
+    table: dict[str, Any] = msgspec.to_builtins(config)
+    for name, _ in list(leaves(table)):
+        if is_withheld(name):
+            assign(table, name, WITHHELD)
+    return table
+
+
+def with_values(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as it was written, with the values of its environment variables: those that `changes` (dotted
+    names or nested tables) give, else those of this process. Raises ConfigError that names the ones which are missing.
+    """
+    filled: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(table))
+    given, missing = dict(leaves(changes)), []
+    for name, value in list(leaves(filled)):
+        if not is_withheld(name) or value != WITHHELD:
+            continue
+        variable = name.rpartition(".")[2]
+        if (found := given.get(name, os.environ.get(variable))) is None:
+            missing.append(variable)
+        else:
+            assign(filled, name, found)
+    if missing:
+        names = ", ".join(missing)
+        example = f"export {missing[0]}=..., or pass --set cluster.env.{missing[0]}=..."
+        allowed = f"given again: a run folder keeps the names of environment variables, not their values ({names})"
+        raise ConfigError("cluster.env", None, allowed, f"For each: {example}.")
+    return filled
