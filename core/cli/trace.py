@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cotune.algorithms.collect import is_outcome
 from cotune.cli.options import TraceOptions
 from cotune.errors import RunError, WorkflowError
 from cotune.recording.episodes import UNSEEN
@@ -70,9 +71,10 @@ def _report(episodes: list[Episode], lost: int, out: str, console: Console) -> i
     calls = sum(episode.calls for episode in episodes)
     failed = [episode for episode in episodes if episode.status != "ok"]
     console.print(f"{len(episodes)} episodes, {calls} calls, {len(failed)} failed episodes, {lost} lost records: {out}")
-    succeeded = [episode.metrics.get("success", 0.0) >= 0.5 for episode in episodes if episode.status == "ok"]
-    if any("success" in episode.metrics for episode in episodes):
-        console.print(f"success {sum(succeeded) / len(episodes):.1%} ({sum(succeeded)} of {len(episodes)} episodes)")
+    told = [episode for episode in episodes if is_outcome(episode)]
+    succeeded = sum(episode.status == "ok" and episode.metrics.get("success", 0.0) >= 0.5 for episode in told)
+    if any("success" in episode.metrics for episode in told):
+        console.print(f"success {succeeded / len(told):.1%} ({succeeded} of {len(told)} episodes)")
     for error, count in Counter(episode.error for episode in failed).most_common(3):
         console.print(f"  {count} x {error}", markup=False)
     if not calls:

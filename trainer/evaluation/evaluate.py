@@ -33,7 +33,16 @@ from cotune.storage.whole_file import of_system
 from cotune.tasks import as_tasks
 from cotune.terminal import terminal
 from cotune.trainer.config.train import TrainConfig, convert
-from cotune.trainer.evaluation.modes import USUAL, EvaluationOptions, Prices, check_modes, lineups, pairs
+from cotune.trainer.evaluation.modes import (
+    USUAL,
+    EvaluationOptions,
+    Lineup,
+    Prices,
+    against_base,
+    check_modes,
+    lineups,
+    pairs,
+)
 from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies
 from cotune.trainer.evaluation.recorded import beside, read_recorded
 from cotune.trainer.evaluation.report import EvaluationReport, compare, remarks
@@ -172,27 +181,41 @@ async def evaluate_modes(
 
     `responder` answers in the mode `trained`; of its policies `trained` names those that were. `deployed_params` are
     its defaults in the modes that sample as the application asks. `on_mode(mode)` is open while a mode runs, and gives
-    what to call after each episode (or None).
+    what to call after each episode (or None). Where trained roles play against each other, each plays in a mode of its
+    own, `ROLE against base`, with the untrained model in the other seats, and is compared with its untrained self.
     """
     played, notes = lineups(responder.policies, trained, check_modes(modes))
     evaluations: dict[str, Evaluation] = {}
-    for mode, lineup in played.items():
+
+    async def play(label: str, lineup: Lineup, goal: Goal | None) -> None:
         player = None
         if lineup.policies is not None:
             player = dataclasses.replace(responder, policies=lineup.policies, override=lineup.override)
         if player and deployed_params and lineup.temperature is None:
             player.defaults = deployed_params
-        with on_mode(mode) as on_episode:
-            episodes = msgspec.structs.replace(batch, phase=f"eval-{mode}", on_episode=on_episode)
+        with on_mode(label) as on_episode:
+            episodes = msgspec.structs.replace(batch, phase=f"eval-{label}", on_episode=on_episode)
             if lineup.temperature == 0:
                 episodes = msgspec.structs.replace(episodes, rollouts=1)
-            evaluations[mode] = await evaluate_episodes(
-                workflow, episodes, player, label=mode, prices=prices, goal=goal
+            evaluations[label] = await evaluate_episodes(
+                workflow, episodes, player, label=label, prices=prices, goal=goal
             )
+
+    for mode, lineup in played.items():
+        await play(mode, lineup, goal)
     sound = [mode for mode, found in evaluations.items() if found.all_failed is None]
+    comparisons = [compare(evaluations[mode], evaluations[other]) for mode, other in pairs(sound)]
+    if goal is not None and {"base", "trained"} <= set(sound):
+        seats = evaluations["trained"].opposed or evaluations["base"].opposed
+        for role in seats:
+            label = f"{role} against base"
+            await play(
+                label, against_base(responder.policies, role, seats), msgspec.structs.replace(goal, roles=[role])
+            )
+            comparisons.append(compare(evaluations[label], evaluations["base"].of_role(role)))
     return EvaluationReport(
         evaluations=evaluations,
-        comparisons=tuple(compare(evaluations[mode], evaluations[other]) for mode, other in pairs(sound)),
+        comparisons=tuple(comparisons),
         notes=(*notes, *remarks(evaluations, responder)),
     )
 

@@ -127,6 +127,12 @@ def lineups(
     return found, notes
 
 
+def against_base(roles: Mapping[str, PolicyRef], role: str, seats: Collection[str]) -> Lineup:
+    """The trained policy in one of the `seats` that play against each other, the untrained model in the others."""
+    others = {name: PolicyRef(roles[name].name, 0) for name in seats if name != role and name in roles}
+    return Lineup({**roles, **others}, 1.0)
+
+
 def pairs(ran: Collection[str]) -> list[tuple[Mode, Mode]]:
     """The modes that are compared, of those that were run."""
     found = ((mode, next((other for other in others if other in ran), None)) for mode, others in AGAINST if mode in ran)

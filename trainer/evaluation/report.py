@@ -198,12 +198,13 @@ def _failures(label: str, counts: dict[str, int]) -> list[str]:
 
 def _results(report: EvaluationReport) -> Table:
     plain = any(e.outcome for e in report.evaluations.values())
-    columns = ("success>", "reward>", *(["outcome>"] if plain else []), "episodes>", "failed>", "seconds>")
-    table = grid("", *columns, title="Results, 95% intervals, number of tasks")
+    outcome = ["outcome>", "n>"] if plain else []
+    columns = ("success>", "n>", "reward>", "n>", *outcome, "episodes>", "failed>", "seconds>")
+    table = grid("", *columns, title="Results, 95% intervals over n tasks")
     for label, e in report.evaluations.items():
-        rewards = [_on(e.reward, _number(e.reward)), *([_on(e.outcome, _number(e.outcome))] if plain else [])]
-        cells = (_on(e.success, _percent(e.success)), *rewards, str(e.episodes), str(sum(e.failed.values())))
-        table.add_row(label, *cells, f"{e.seconds:.1f}")
+        found = [_percent(e.success), _n(e.success), _number(e.reward), _n(e.reward)]
+        found += [_number(e.outcome), _n(e.outcome)] if plain else []
+        table.add_row(label, *found, str(e.episodes), str(sum(e.failed.values())), f"{e.seconds:.1f}")
     return table
 
 
@@ -212,22 +213,22 @@ def _pass_at(report: EvaluationReport) -> list[Table]:
     ks = sorted({k for e in report.evaluations.values() for k in e.pass_at})
     if not ks:
         return []
-    title = "At least one of k episodes succeeds, 95% intervals, number of tasks"
-    table = grid("", *(f"pass@{k}>" for k in ks), title=title)
+    title = "At least one of k episodes succeeds, 95% intervals over n tasks"
+    table = grid("", *(f"pass@{k}>" for k in ks), "n>", title=title)
     for label, e in report.evaluations.items():
         if e.pass_at:
-            table.add_row(label, *(_on(found := e.pass_at.get(k), _percent(found)) for k in ks))
+            table.add_row(label, *(_percent(e.pass_at.get(k)) for k in ks), _n(e.pass_at[ks[0]]))
     return [table]
 
 
 def _differences(report: EvaluationReport) -> Table:
     plain = any(c.outcome for c in report.comparisons)
-    title = "Differences on the same tasks, 95% intervals, number of tasks"
-    table = grid("", "success>", "reward>", *(["outcome>"] if plain else []), title=title)
+    title = "Differences on the same tasks, 95% intervals over n tasks"
+    table = grid("", "success>", "n>", "reward>", "n>", *(["outcome>", "n>"] if plain else []), title=title)
     for c in report.comparisons:
-        rewards = [c.reward, *([c.outcome] if plain else [])]
-        cells = (_on(c.success, _percent(c.success, "+")), *(_on(found, _number(found, "+")) for found in rewards))
-        table.add_row(f"{c.label} - {c.against}", *cells)
+        found = [_percent(c.success, "+"), _n(c.success), _number(c.reward, "+"), _n(c.reward)]
+        found += [_number(c.outcome, "+"), _n(c.outcome)] if plain else []
+        table.add_row(f"{c.label} - {c.against}", *found)
     return table
 
 
@@ -262,9 +263,9 @@ def _use(report: EvaluationReport) -> Table:
     return table
 
 
-def _on(found: Interval | None, text: str) -> str:
-    """A figure with the number of tasks that it is of."""
-    return f"{text} of {found.n}" if found else text
+def _n(found: Interval | None) -> str:
+    """The number of tasks that a figure is of."""
+    return str(found.n) if found else ""
 
 
 def _percent(interval: Interval | None, sign: str = "") -> str:

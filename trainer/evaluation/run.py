@@ -44,7 +44,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     pass_at: dict[int, Interval] = {}
     """By k, the chance that one of k episodes of a task succeeds; empty for single episodes."""
     opposed: tuple[str, ...] = ()
-    """Trained roles of which one's gain is another's loss: `reward` and `success` say nothing of their policies."""
+    """Trained roles of which one's gain is another's loss: `success` says nothing of them, and there is no `reward`."""
     floor: float = 0.0
     """The reward of a failed episode where it is the lowest."""
     outcome_floor: float = 0.0
@@ -72,6 +72,15 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     def successes(self) -> dict[str, bool]:
         """Success by task; empty where the workflow reports none."""
         return successes(self.endings)
+
+    def of_role(self, role: str) -> Evaluation:
+        """The same with the reward of one role alone, to be compared with an evaluation of that role."""
+        replace = msgspec.structs.replace
+        endings = {
+            t: replace(e, reward=e.by_role.get(role), outcome=None, success=None) for t, e in self.endings.items()
+        }
+        floor = min([0.0, *(e.reward for e in endings.values() if e.reward is not None)])
+        return replace(self, endings=endings, floor=floor, opposed=())
 
 
 async def evaluate_episodes(
@@ -112,6 +121,7 @@ def summarise(label: str, sink: EvaluationSink, seconds: float, prices: Prices, 
             seconds=one.episode.latency,
             known=is_outcome(one.episode),
             outcome=plain.reward[i],
+            by_role=trained.by_role[i],
             floored=trained.failed[i],
             outcome_floored=plain.failed[i],
         )
@@ -129,7 +139,7 @@ def summarise(label: str, sink: EvaluationSink, seconds: float, prices: Prices, 
         label=label,
         episodes=len(ended),
         success=share(sum(succeeded.values()), len(succeeded)),
-        reward=mean_reward(reward),
+        reward=None if trained.opposed else mean_reward(reward),
         outcome=mean_reward(outcome) if outcome != reward else None,
         roles=sink.roles(_mean_by_role([trained.by_role[i] for i in first])),
         failed=dict(Counter(reason for e in ended if (reason := failure(e)))),

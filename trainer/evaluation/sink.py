@@ -87,6 +87,8 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     known: bool = True
     """Whether it says something of the policies: not where the infrastructure failed, or it was cancelled."""
     outcome: float | None = None
+    by_role: dict[str, float] = {}
+    """The trained reward of each role."""
     floored: bool = False
     outcome_floored: bool = False
 
