@@ -23,7 +23,7 @@ UNEVENTFUL = (
     "opponent_failed",
 )  # fmt: skip
 """Reasons to leave out sound candidates: a step that has some goes on without an update."""
-FAULTLESS = ("untrained_role", "not_chosen", "not_forked")
+FAULTLESS = ("untrained_role", "not_chosen", "not_forked", "chose_fork")
 """Reasons that say nothing of a step: one in which nothing else went wrong had no call of its trained roles."""
 
 NO_OUTCOME = "Nobody knows the outcome of any episode of this step, so nothing is learned from outcomes."
@@ -63,6 +63,7 @@ def collect_samples(run: Run, episodes: Sequence[Episode]) -> Collected:
         rewarded=run.recipe.takes_rewards,
         others=run.recipe.joins_calls,
         seats=run.recipe.by_seat,
+        trunks=run.config.replay.trunks,
     )
 
 

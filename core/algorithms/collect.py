@@ -51,12 +51,14 @@ def collect(
     rewarded: bool = True,
     others: bool = False,
     seats: bool = False,
+    trunks: bool = True,
 ) -> Collected:
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
 
     Under a replay plan samples are the calls at which an episode is forked: of the episode itself, and in each of its
     branches (`Episode.fork`) the call in its place; with `continuations` also what a branch goes on to say. What a
-    branch repeats from the record is no candidate of its own.
+    branch repeats from the record is no candidate of its own. Without `trunks` the answers of the episode itself are
+    left out, as where they chose the forks.
 
     Under a tree plan all candidates of a call are samples and need rewards of their own; under independent rollouts
     only the chosen one is, and the episode's outcome will do. Unless `rewarded`, none needs a reward. `roles` are the
@@ -104,6 +106,8 @@ def collect(
             forked = plan != "replay" or call.id in trunk_calls or (continuations and episode.fork is not None)
             if reason is None and not forked:
                 reason = "not_forked"
+            if reason is None and not trunks and trunk_calls.get(call.id) == call.id:
+                reason = "chose_fork"
             reason = reason or _image_reason(store, call, images)
             if reason is None:
                 usable.append((episode, call))

@@ -36,6 +36,7 @@ REASONS: Mapping[str, str] = {
     "greedy": "sampled at temperature 0, so nothing was explored",
     "stale_version": "sampled from another version of the policy than the one being trained",
     "not_forked": "the call was not forked, nor made after a fork of its branch",
+    "chose_fork": "its own log-probabilities chose the call for a fork, so it is no fair sample to compare",
     "continuation": "it goes on from a candidate that is not trained on",
     "diverged": "the episode did not repeat what was recorded: see its error",
     "not_chosen": "the application did not go on with it, and the plan compares whole episodes",

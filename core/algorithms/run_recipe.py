@@ -59,6 +59,7 @@ def regroup(
         rewarded=chosen.takes_rewards,
         others=chosen.joins_calls,
         seats=chosen.by_seat,
+        trunks=config.replay.trunks,
     )
     samples, left_out = collected.samples, Counter(collected.left_out)
     candidates = len(samples) + left_out.total()

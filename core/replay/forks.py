@@ -23,6 +23,16 @@ class ForkRule(msgspec.Struct, frozen=True):
     count: int = 0
     role: str = ""
 
+    @property
+    def by_answer(self) -> bool:
+        """Whether the trunk's own answers decide where it is forked. Such an answer is no fair sample of its prompt: a
+        rare one is chosen more often, so it is not compared with those of the branches."""
+        return self.kind == "entropy"
+
+    def branches(self, k: int) -> int:
+        """Branches of a fork whose group has `k` candidates."""
+        return k if self.by_answer else k - 1
+
 
 def fork_rule(text: str) -> ForkRule:
     """The rule that `replay.forks` names. Raises ConfigError for anything else."""
@@ -96,10 +106,10 @@ class Budget(msgspec.Struct, frozen=True):
         return Budget(self.branches + other.branches, self.sampled + other.sampled, self.repeated + other.repeated)
 
 
-def budget(calls: Sequence[CallRecord], forks: Collection[CallRecord], k: int) -> Budget:
-    """What `k` - 1 branches at each of `forks` take, in an episode of these calls."""
+def budget(calls: Sequence[CallRecord], forks: Collection[CallRecord], branches: int) -> Budget:
+    """What so many branches at each of `forks` take, in an episode of these calls."""
     total = Budget()
     for fork in forks:
         repeated = sum(c.id != fork.id and c.started < fork.started + fork.latency for c in calls)
-        total += Budget(k - 1, (k - 1) * (len(calls) - repeated), (k - 1) * repeated)
+        total += Budget(branches, branches * (len(calls) - repeated), branches * repeated)
     return total

@@ -59,6 +59,12 @@ class ReplayConfig(msgspec.Struct, frozen=True):
     """What of a run's [replay] is read again. Runs that do not say were trained on forked calls alone."""
 
     continuations: bool = False
+    forks: str = "all"
+
+    @property
+    def trunks(self) -> bool:
+        """Whether the answers of an episode at its forks are compared with those of its branches (`ForkRule`)."""
+        return not self.forks.strip().startswith("entropy:")
 
 
 class RoutingConfig(msgspec.Struct, frozen=True):

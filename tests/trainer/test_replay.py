@@ -112,6 +112,19 @@ def test_what_is_shown_of_a_step_is_what_it_was_trained_on(ran: tuple[Trainer, R
     opened.close()
 
 
+def test_forks_by_entropy_have_fresh_candidates_alone(trainer: Trainer):
+    """One fork in each of three episodes, with two branches: groups of two without the trunk's own answer."""
+    plan = {"kind": "replay", "k": 2}
+    trainer(application(relay), steps=1, policies="shared", plan=plan, replay={"forks": "entropy:1"})
+    records = Records(trainer)
+    trunks, branches = records.of(0)
+    (line,) = trainer.metrics()
+    assert (len(trunks), len(branches)) == (3, 6) and line["left_out"]["chose_fork"] == 3
+    assert line["replay"]["forks"] == 3 and line["replay"]["branches"] == 6
+    assert all(role["samples"] for role in line["roles"].values())
+    assert "chosen by the answers of the episode, which are not compared" in " ".join(trainer.said.split())
+
+
 def test_the_budget_is_told_before_the_first_step(ran: tuple[Trainer, Records]):
     said = " ".join(ran[0].said.split())
     assert "plan replay (k=3), recipe replay" in said

@@ -14,8 +14,9 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """[replay] Under `plan.kind = "replay"`: which calls of an episode are forked; see docs/how-to/replay.md."""
 
     forks: str = "all"
-    """all | first:N (the first N calls) | every:N (each Nth) | entropy:N (the N of highest mean token entropy) |
-    role:NAME (all calls of a role). Only calls of trained roles count."""
+    """all | first:N (the first N calls) | every:N (each Nth) | entropy:N (the N whose answers have the highest
+    mean -log p per token; these answers are not compared, so a fork has K branches) | role:NAME (all calls of a role).
+    Only calls of trained roles count."""
     forks_per_episode: int = 4
     """Most calls of an episode that are forked. Where `forks` takes more, a random choice, new in each step, in which
     late calls are likelier: a call's chance goes with 1 / the number of calls from it on, as does what its outcomes
@@ -37,6 +38,11 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     freeze: bool = False
     """Whether clock, uuid and random give, in the part of a branch that repeats its trunk, what they gave there: for
     prompts that hold a date, an id or a random choice. See docs/how-to/replay.md for what is frozen."""
+
+    @property
+    def trunks(self) -> bool:
+        """Whether the answers of an episode at its forks are trained on, beside those of its branches."""
+        return not fork_rule(self.forks).by_answer
 
     def __post_init__(self) -> None:
         fork_rule(self.forks)

@@ -40,8 +40,9 @@ def forks_of(run: Run, trunk: Episode) -> Forks:
     forkable = [call for call in able if repeatable(calls, call)]
     config = run.config.replay
     seed = seed_of(run.seed, "forks", trunk.training_step, trunk.task.id)
-    chosen = choose_forks(forkable, fork_rule(config.forks), config.forks_per_episode, seed)
-    return Forks(chosen, len(able) - len(forkable), budget(calls, chosen, run.plan.k))
+    rule = fork_rule(config.forks)
+    chosen = choose_forks(forkable, rule, config.forks_per_episode, seed)
+    return Forks(chosen, len(able) - len(forkable), budget(calls, chosen, rule.branches(run.plan.k)))
 
 
 async def run_forks(
@@ -54,10 +55,11 @@ async def run_forks(
 ) -> list[Episode]:
     """The branches of the episodes of a step, `done` ones from before an interruption included.
 
-    The branches of fork number f are the rollouts 1 + f (k - 1) and following, so that a resumed run finds them.
+    With b branches of each, those of fork number f are the rollouts 1 + f b and following, so that a resumed run finds
+    them.
     `judged` is told how many there are of each task.
     """
-    more = run.plan.k - 1
+    more = fork_rule(run.config.replay.forks).branches(run.plan.k)
     replays: dict[tuple[str, int], Replay] = {}
     for trunk in trunks:
         if forks := forks_of(run, trunk).calls:
@@ -108,7 +110,7 @@ def expected_budget(config: TrainConfig, store: Store, trained: Collection[str],
         calls = store.calls(episode.id)
         able = [call for call in calls if call.role in trained and call.status == "ok" and repeatable(calls, call)]
         forks = choose_forks(able, rule, config.replay.forks_per_episode, 0)
-        seen.append((len(calls), len(forks), budget(calls, forks, k)))
+        seen.append((len(calls), len(forks), budget(calls, forks, rule.branches(k))))
     count = max(1, len(seen))
     calls_mean = sum(calls for calls, _, _ in seen) / count
     forked = sum(forks for _, forks, _ in seen) / count
@@ -119,6 +121,11 @@ def expected_budget(config: TrainConfig, store: Store, trained: Collection[str],
         f"them, which makes {total.branches / count:.1f} branches: about {per_step:.0f} calls to policies in a step of "
         f"{tasks} tasks, {per_step * config.steps:.0f} in the run; {tasks * total.repeated / count:.0f} a step are "
         "answered from the record"
+        + (
+            "; forks are chosen by the answers of the episode, which are not compared themselves"
+            if rule.by_answer
+            else ""
+        )
     )
 
 

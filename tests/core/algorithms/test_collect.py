@@ -360,6 +360,18 @@ def test_later_rewards_of_a_trunk_count_as_those_of_its_branches(book):
     assert (found, left_out) == ({"t1.0": 7.0, "z1.0": 5.25, "z2.0": 5.0}, {"not_forked": 2})
 
 
+def test_an_answer_that_chose_the_fork_is_not_compared(book):
+    book.episode("t", outcome={"team": 1.0})
+    book.call("t0", "t")
+    book.call("t1", "t", turn=1)
+    for name, at in (("y", "y0"), ("z", "z0")):
+        book.episode(name, outcome={"team": 0.0}, fork=Fork(trunk="t", call="t0", at=at))
+        book.call(at, name)
+    collected = collect(book.store, book.store.episodes(), plan="replay", trunks=False)
+    assert [(s.id, s.branch) for s in collected.samples] == [("y0.0", "t0"), ("z0.0", "t0")]
+    assert collected.left_out == {"chose_fork": 1, "not_forked": 1}
+
+
 def test_what_a_branch_repeats_counts_for_the_roles_of_its_turn(book):
     """The leader's 10 of the turn was answered from the record in the branch: 10 + 1 against 10 + 2."""
     book.episode("t")

@@ -65,11 +65,11 @@ def test_a_role_may_have_any_name():
 
 
 def test_budget():
-    # forks at steps 1 and 3 of six, k = 4: 3 (6 - 1) + 3 (6 - 3) sampled, 3 (1 + 3) from the record
-    assert budget(SIX, [SIX[1], SIX[3]], 4) == Budget(branches=6, sampled=24, repeated=12)
-    assert budget(SIX, [], 4) == Budget()
+    # forks at steps 1 and 3 of six, 3 branches each: 3 (6 - 1) + 3 (6 - 3) sampled, 3 (1 + 3) from the record
+    assert budget(SIX, [SIX[1], SIX[3]], 3) == Budget(branches=6, sampled=24, repeated=12)
+    assert budget(SIX, [], 3) == Budget()
     beside = [call(0), call(1, started=0.2), call(2)]  # 1 began while 0 was answered
-    assert budget(beside, [beside[0]], 2) == Budget(branches=1, sampled=2, repeated=1)
+    assert budget(beside, [beside[0]], 1) == Budget(branches=1, sampled=2, repeated=1)
 
 
 def test_what_cannot_be_repeated_stops_later_forks():
