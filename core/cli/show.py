@@ -17,6 +17,7 @@ from cotune.cli.show_groups import show_groups
 from cotune.cli.summary import headline_lines, learned_from, show_learned
 from cotune.errors import RecordError, RunError
 from cotune.policies import UNTRAINED
+from cotune.reading.causes import FAILED, causes, shortened
 from cotune.reading.headline import read_headline
 from cotune.recording.images import content_text
 from cotune.recording.records import CallRecord, Episode, candidate_id
@@ -46,9 +47,6 @@ _CALLS_BY_ROLE = """
            sum(prompt_tokens), sum(completion_tokens), max(turn) + 1,
            coalesce(avg(json_extract(body, '$.latency')), 0)
     FROM calls GROUP BY role ORDER BY min(id)"""
-_CAUSES = """
-    SELECT phase, json_extract(body, '$.error') AS cause, count(*) AS times FROM episodes WHERE status = 'error'
-    GROUP BY phase, cause ORDER BY times DESC, cause LIMIT ?"""
 _STOOD_IN = """
     SELECT role, count(*) FROM calls JOIN episodes ON episodes.id = calls.episode
     WHERE phase != 'check' AND CASE WHEN json_valid(calls.body) THEN json_extract(calls.body, '$.policy.name') END = ?
@@ -123,10 +121,12 @@ def _causes(store: SqliteStore) -> Iterable[tuple[str, str]]:
     """Rollbacks of the run, why episodes failed, the commonest causes first, and the roles that the untrained model
     stands in for."""
     for back in read_run(store.path.parent).rollbacks if is_run(store.path.parent) else ():
-        steps = f"steps {back.to + 1} to {back.steps}" if back.steps > back.to + 1 else f"step {back.steps}"
-        yield f"{steps} abandoned: rolled back to step {back.to}, as {back.why}\n", "yellow"
-    for phase, cause, times in store.rows(_CAUSES, (CAUSES,)):
-        yield f"{plural(times, 'episode')} of {phase} failed: {first_line(cause)}\n", BAD
+        yield f"{back.text}\n", "yellow"
+    shown, others = shortened(causes(store.rows(FAILED)), CAUSES)
+    for cause in shown:
+        yield f"{plural(cause.count, 'episode')} {cause.text}\n", BAD
+    if others:
+        yield f"{others}\n", BAD
     for role, calls in store.rows(_STOOD_IN, (UNTRAINED.name,)):
         yield (
             f"role {role} has no policy: {UNTRAINED}, the untrained model, answered {plural(calls, 'call')}\n",

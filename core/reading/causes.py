@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from cotune.tables import first_line
+from cotune.tables import first_line, plural
 
 FAILED = """
     SELECT phase, CASE WHEN json_valid(body) THEN json_extract(body, '$.error') END AS cause, count(*) AS times
@@ -38,6 +38,12 @@ class Cause(msgspec.Struct, kw_only=True):
         return first_line(self.example)
 
     @property
+    def text(self) -> str:
+        """What follows a number of episodes: `of train failed: ValueError: ...`."""
+        forms = f" (the commonest of {self.forms} forms that differ in numbers)" if self.forms > 1 else ""
+        return f"of {self.phase} failed: {self.line}{forms}"
+
+    @property
     def rest(self) -> str:
         """What the example says after its first line."""
         return self.example.strip()[len(self.line) :].strip()
@@ -56,3 +62,12 @@ def causes(rows: Iterable[tuple[str, str | None, int]]) -> list[Cause]:
     for key, cause in found.items():
         cause.forms = len(lines[key])
     return sorted(found.values(), key=lambda cause: -cause.count)
+
+
+def shortened(found: Sequence[Cause], most: int) -> tuple[Sequence[Cause], str]:
+    """The commonest causes, and a sentence on how many episodes the others cost; empty where there are no others."""
+    others = found[most:]
+    if not others:
+        return found, ""
+    count = plural(sum(cause.count for cause in others), "more episode")
+    return found[:most], f"{count} failed, for {plural(len(others), 'other reason')}"

@@ -105,6 +105,12 @@ class Rollback(msgspec.Struct, frozen=True):
     why: str = ""
     versions: dict[str, int] = {}
 
+    @property
+    def text(self) -> str:
+        """`steps 5 to 6 abandoned: rolled back to step 4, as ...`."""
+        steps = f"steps {self.to + 1} to {self.steps}" if self.steps > self.to + 1 else f"step {self.steps}"
+        return f"{steps} abandoned: rolled back to step {self.to}{f', as {self.why}' if self.why else ''}"
+
 
 class RunDescription(msgspec.Struct, frozen=True):
     """What of run.json is read again. `model` is a folder or Hugging Face id, `workflow` where the workflow is, and

@@ -8,13 +8,15 @@ import msgspec
 
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.reading.by_task import EvaluatedTask, by_task
-from cotune.reading.causes import Cause, causes
+from cotune.reading.causes import causes, shortened
 from cotune.reading.evaluations import IN_TRAINING, StoredEvaluation
 from cotune.reading.headline import compared_modes
 from cotune.tables import plural
 
 PAGE = 100
 """Tasks of a page."""
+BEFORE = -1
+"""The step under which training records what it evaluates before the first one."""
 MOST_CAUSES = 3
 """Causes of failed episodes that are shown of a mode; the others are counted."""
 
@@ -82,15 +84,14 @@ def _phases(evaluation: StoredEvaluation) -> dict[str, tuple[str, int | None]]:
     """Phase and training step, as records number it, of each mode's episodes."""
     if not evaluation.name.startswith(IN_TRAINING):
         return {mode: (f"eval-{mode}", None) for mode in evaluation.evaluations}
-    return {"trained": ("eval", (evaluation.steps or 0) - 1)}
+    now = (evaluation.steps or 0) - 1
+    return {mode: ("eval", now if mode == "trained" else BEFORE) for mode in evaluation.evaluations}
 
 
 def _failures(mode: str, failed: Mapping[str, int]) -> Iterator[str]:
     """Why episodes of a mode failed, a line for each of the commonest causes."""
     ranked = sorted(failed.items(), key=lambda item: -item[1])
-    known: list[Cause] = causes((mode, reason, count) for reason, count in ranked)
-    for cause in known[:MOST_CAUSES]:
-        yield f"{plural(cause.count, 'episode')} of {mode} failed: {cause.line}"
-    if rest := known[MOST_CAUSES:]:
-        count = sum(cause.count for cause in rest)
-        yield f"{plural(count, 'more episode')} of {mode} failed, for {plural(len(rest), 'other reason')}"
+    shown, others = shortened(causes((mode, reason, count) for reason, count in ranked), MOST_CAUSES)
+    yield from (f"{plural(cause.count, 'episode')} {cause.text}" for cause in shown)
+    if others:
+        yield others

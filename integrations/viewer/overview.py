@@ -12,7 +12,7 @@ import msgspec
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import USUAL
 from cotune.integrations.viewer.opened import OpenedRun
-from cotune.reading.causes import FAILED, Cause, causes
+from cotune.reading.causes import FAILED, causes, shortened
 from cotune.storage.run_layout import Rollback
 from cotune.tables import plural
 
@@ -182,16 +182,22 @@ class Trouble(msgspec.Struct, frozen=True):
 
 def troubles(run: OpenedRun) -> list[Trouble]:
     """Causes of failed episodes, the commonest first, records that are lost, and what the last step noted."""
-    known = causes(run.rows(FAILED))
-    found = [_failure(cause) for cause in known[:MOST_CAUSES]]
-    if rest := known[MOST_CAUSES:]:
-        count = sum(cause.count for cause in rest)
-        more = plural(len(rest), "other reason")
-        found.append(Trouble(f"more {_episodes(count)} failed, for {more}", count, {"status": "error"}))
+    shown, others = shortened(causes(run.rows(FAILED)), MOST_CAUSES)
+    found = [
+        Trouble(
+            f"{plural(cause.count, 'episode')} {cause.text}",
+            cause.count,
+            {"status": "error", "phase": cause.phase},
+            cause.rest,
+        )
+        for cause in shown
+    ]
+    if others:
+        found.append(Trouble(others, 1, {"status": "error"}))
     if run.store:
         counters = run.store.counters()
         texts = {"lost": "records were lost", "refused": "late rewards were refused"}
-        found += [Trouble(text, counters[name]) for name, text in texts.items() if counters[name]]
+        found += [Trouble(f"{n:,} {text}", n) for name, text in texts.items() if (n := counters[name])]
     found += [Trouble(text, 0, {"status": "abandoned"}) for text in rolled_back(run)]
     for line in run.metrics[-1:]:
         found += [Trouble(f"last step: {note}", 0) for note in line.get("notes") or ()]
@@ -202,24 +208,7 @@ def troubles(run: OpenedRun) -> list[Trouble]:
 
 def rolled_back(run: OpenedRun) -> list[str]:
     """Which steps rollbacks took back, and why, the oldest first."""
-    found = []
-    for one in run.description.get("rollbacks") or ():
-        back = msgspec.convert(one, Rollback)
-        first = f"step {back.to + 1}" if back.to + 1 == back.steps else f"steps {back.to + 1} to {back.steps}"
-        to = f"step {back.to}" if back.to else "its start"
-        why = f": {back.why}" if back.why else ""
-        found.append(f"after step {back.steps} the run went back to {to}{why}. The episodes of {first} are abandoned")
-    return found
-
-
-def _failure(cause: Cause) -> Trouble:
-    forms = f" (the commonest of {cause.forms} forms that differ in numbers)" if cause.forms > 1 else ""
-    text = f"{_episodes(cause.count)} of {cause.phase} failed: {cause.line}{forms}"
-    return Trouble(text, cause.count, {"status": "error", "phase": cause.phase}, cause.rest)
-
-
-def _episodes(count: int) -> str:
-    return "episode" if count == 1 else "episodes"
+    return [msgspec.convert(one, Rollback).text for one in run.description.get("rollbacks") or ()]
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):

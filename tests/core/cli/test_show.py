@@ -108,10 +108,11 @@ def test_causes_and_roles_without_a_policy_come_first(tmp_path):
         ask(live, "critic", "?").finish(tree_answer((), "go ", role="base"))
         live.end("error", error=cause)
     store.close()
-    assert shown(tmp_path)[1:5] == [
+    assert shown(tmp_path)[1:6] == [
         "2 episodes of train failed: late",
         "1 episode of train failed: a",
         "1 episode of train failed: b",
+        "1 more episode failed, for 1 other reason",
         "role critic has no policy: base@0, the untrained model, answered 5 calls",
     ]
 

@@ -74,15 +74,14 @@ def run(tmp_path: Path) -> Path:
 def test_a_rollback_is_told_and_its_steps_are_abandoned(run: Path) -> None:
     with viewing([run]) as server:
         said = text(server.url)
-        assert f"after step 2 the run went back to step 1: {WHY}" in said
-        assert "episodes of step 2 are abandoned" in said
+        assert f"step 2 abandoned: rolled back to step 1, as {WHY}" in said
         groups = httpx.get(f"{server.url}/run/r1/groups").text
         assert re.findall(r"<option[^>]*>(\d+)<", groups) == ["1"]
         said = text(f"{server.url}/run/r1/episode/C")
         assert "Abandoned: the run was rolled back to step 1 (nothing of it is trained on any more)" in said
         listed = httpx.get(f"{server.url}/run/r1/episodes?status=abandoned").text
         assert re.findall(r'class="main mono"[^>]*>(\w+)<', listed) == ["C"]
-        assert "went back to step 1" in text(f"{server.url}/run/r1/curves")
+        assert "Not in the curves: step 2 abandoned" in text(f"{server.url}/run/r1/curves")
 
 
 def test_candidates_without_advantage_have_a_badge_of_their_own(run: Path) -> None:
