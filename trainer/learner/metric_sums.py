@@ -101,7 +101,7 @@ def _pool(name: str, values: Tensor) -> float:
 
 def _means(sums: dict[str, float]) -> dict[str, float]:
     found = {"tokens": sums["tokens"]}
-    for name in TOKENS_OF.keys() & sums.keys():
-        if count := sums.get(TOKENS_OF[name], 0.0):
+    for name, counted in TOKENS_OF.items():
+        if name in sums and (count := sums[counted]):
             found[name] = sums[name] if name in MAXIMA else sums[name] / count
     return found
