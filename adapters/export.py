@@ -18,7 +18,7 @@ import msgspec
 
 from cotune.adapters.background import Background, read_background
 from cotune.adapters.card import CURVE, write_card
-from cotune.adapters.fingerprint import BaseFingerprint, base_fingerprint, changed, hashes_of
+from cotune.adapters.fingerprint import BaseFingerprint, base_fingerprint, checkpoint_fault, hashes_of
 from cotune.adapters.manifest import (
     FORMAT,
     MANIFEST,
@@ -49,6 +49,7 @@ from cotune.storage.run_layout import (
     read_metrics,
     read_policies,
     read_run,
+    step_folders,
 )
 from cotune.storage.whole_file import is_full, sync
 
@@ -290,6 +291,8 @@ def latest_policies(run: str | Path, model: str | None = None) -> list[TrainedPo
     described = read_run(run)
     checkpoint = newest_checkpoint(RunLayout(run).checkpoints)
     if checkpoint is None:
+        if there := ", ".join(path.name for path in step_folders(RunLayout(run).checkpoints)):
+            raise RunError(f"{run}/checkpoints/latest is missing.", f"Write the name of one into it: {there}.")
         raise RunError(f"{run} has no checkpoint yet.", "Let the run finish a step.")
     return _policies_of(described, checkpoint, model)
 
@@ -311,7 +314,7 @@ def best_policies(run: str | Path, model: str | None = None) -> list[TrainedPoli
 
 
 def _policies_of(described: RunDescription, checkpoint: Path, model: str | None) -> list[TrainedPolicy]:
-    if wrong := changed(checkpoint):
+    if wrong := checkpoint_fault(checkpoint, described.id):
         remedy = "Name an older checkpoint in checkpoints/latest, or train again."
         raise RunError(f"The checkpoint {checkpoint} is broken: {wrong}.", remedy)
     return [

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from cotune.errors import AdapterError
+from cotune.storage.run_layout import CHECKPOINT, read_identity, steps_of
 
 HASHES = "hashes.json"
 """File of a checkpoint that holds the hash of every other one, by its path in the folder."""
@@ -144,4 +145,24 @@ def changed(folder: Path, expected: Mapping[str, str] | None = None, source: str
             return f"{name} is missing"
         if found[name] != digest:
             return f"{name} has SHA-256 {found[name]}, {source} says {digest}"
+    return None
+
+
+def checkpoint_fault(checkpoint: Path, run: str) -> str | None:
+    """What is wrong with a checkpoint of the run with this id: a file that was changed, or is not among the hashes, or
+    another run or step than its own. None where nothing is. Runs of older versions have an empty id."""
+    if wrong := changed(checkpoint):
+        return wrong
+    listed = msgspec.json.decode((checkpoint / HASHES).read_bytes(), type=dict[str, str])
+    names = (path.relative_to(checkpoint) for path in sorted(checkpoint.rglob("*")) if path.is_file())
+    for name in (path.as_posix() for path in names if not path.name.startswith(".")):
+        if name not in listed and name != HASHES:
+            return f"{name} is not in {HASHES}"
+    found = read_identity(checkpoint)
+    if found is None:
+        return f"{CHECKPOINT} cannot be read" if run else None
+    if found.run != run:
+        return f"it is of another run: {found.run or 'one without an id'}, this one is {run or 'without an id'}"
+    if found.steps != steps_of(checkpoint):
+        return f"it is the checkpoint after {found.steps} steps"
     return None

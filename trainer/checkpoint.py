@@ -13,18 +13,26 @@ from pathlib import Path
 
 import msgspec
 
-from cotune.adapters.fingerprint import changed, write_hashes
+from cotune.adapters.fingerprint import checkpoint_fault, write_hashes
 from cotune.algorithms.advantages import AdvantageState
 from cotune.errors import RunError
 from cotune.policies import Policies
 from cotune.storage.run_layout import (
     BEST,
+    CHECKPOINT,
     POLICIES,
     Best,
+    RunDescription,
     SavedPolicy,
     checkpoint_name,
+    is_abandoned,
+    is_run,
     latest_in,
     newest_checkpoint,
+    read_metrics,
+    read_run,
+    step_folders,
+    steps_of,
 )
 from cotune.storage.whole_file import is_full, sync
 from cotune.trainer.learner.protocol import Learner
@@ -44,6 +52,8 @@ class Checkpoint(msgspec.Struct, kw_only=True):
 
     steps: int = 0
     """Steps done."""
+    run: str = ""
+    """The id of the run."""
     timeline: int = 0
     """Rollbacks that the run had made before."""
     versions: dict[str, int] = {}
@@ -84,10 +94,10 @@ def save_checkpoint(
             shutil.rmtree(stale)
     partial.mkdir(parents=True)
     learner.save(partial)
-    write_atomically(partial / "checkpoint.json", msgspec.json.encode(checkpoint))
+    write_atomically(partial / CHECKPOINT, msgspec.json.encode(checkpoint))
     write_atomically(partial / POLICIES, json.dumps(msgspec.to_builtins(_policies(checkpoint)), indent=2).encode())
     write_hashes(partial)
-    mode = (partial / "checkpoint.json").stat().st_mode
+    mode = (partial / CHECKPOINT).stat().st_mode
     for file in partial.rglob("*"):
         if file.is_file():
             file.chmod(mode)  # safetensors makes files for their owner alone
@@ -103,7 +113,7 @@ def save_checkpoint(
     if replaced.exists():
         shutil.rmtree(replaced)
     kept = {*spare, *(one.checkpoint for one in (best or {}).values())}
-    for old in sorted(path for path in folder.glob("step-*") if path.name <= target.name)[:-keep]:
+    for old in [path for path in step_folders(folder) if path.name <= target.name][:-keep]:
         if old.name not in kept:
             remove_checkpoint(old)
     return target
@@ -145,6 +155,7 @@ def commit_checkpoint(
     best: Mapping[str, Best] | None = None,
 ) -> None:
     """`save_checkpoint` in a run. Raises RunError where it cannot be written, with the way to go on."""
+    checkpoint.run = read_run(folder.path).id
     try:
         save_checkpoint(folder.checkpoints, checkpoint, learner, keep=keep, spare=spare, best=best)
     except OSError as error:
@@ -156,28 +167,34 @@ def commit_checkpoint(
 
 
 def load_checkpoint(folder: Path) -> tuple[Checkpoint, Path] | None:
-    """The newest complete checkpoint and its folder; None when there is none yet.
+    """The newest complete checkpoint of a run and its folder; None where the run has made no step yet.
 
-    Raises RunError where a file of it is not what was written, naming the newest older one that is.
+    Raises RunError where it is missing, or is not what this run has written, naming the checkpoints that are.
     """
     path = newest_checkpoint(folder)
+    run = read_run(folder.parent) if is_run(folder.parent) else RunDescription()
     if path is None:
-        return None
-    wrong = changed(path)
+        made = [steps_of(other) for other in step_folders(folder)] + [1 for _ in read_metrics(folder.parent)]
+        if not any(made):
+            return None
+        raise RunError(f"The run has made steps, but {latest_in(folder)} is missing.", _way_back(folder, run))
+    wrong = checkpoint_fault(path, run.id)
     if wrong is None:
         try:
-            return msgspec.json.decode((path / "checkpoint.json").read_bytes(), type=Checkpoint), path
+            return msgspec.json.decode((path / CHECKPOINT).read_bytes(), type=Checkpoint), path
         except (OSError, msgspec.DecodeError) as error:
-            wrong = f"checkpoint.json: {error}"
-    raise RunError(f"The checkpoint {path} is broken: {wrong}.", _way_back(folder, path))
+            wrong = f"{CHECKPOINT}: {error}"
+    raise RunError(f"The checkpoint {path} is broken: {wrong}.", _way_back(folder, run, path.name))
 
 
-def _way_back(folder: Path, broken: Path) -> str:
-    older = sorted((path for path in folder.glob("step-*") if path.name != broken.name), reverse=True)
-    found = next((path for path in older if changed(path) is None), None)
-    if found is None:
-        return "No other checkpoint of this run is whole: start a new run."
-    return f"Go on from {found.name}, which is whole: echo {found.name} > {latest_in(folder)}, and --resume."
+def _way_back(folder: Path, run: RunDescription, broken: str = "") -> str:
+    there = [path for path in step_folders(folder) if path.name != broken and not is_abandoned(path, run.rollbacks)]
+    whole = [path.name for path in there if checkpoint_fault(path, run.id) is None]
+    if not whole:
+        return f"No {'other ' if broken else ''}checkpoint of this run is whole: start a new run."
+    *others, newest = whole
+    more = f" (so are {', '.join(others)})" if others else ""
+    return f"Go on from {newest}, which is whole{more}: echo {newest} > {latest_in(folder)}, and --resume."
 
 
 def _policies(checkpoint: Checkpoint) -> list[SavedPolicy]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cotune.storage.run_layout import Rollback, checkpoint_name, read_metrics, steps_of
+from cotune.storage.run_layout import Rollback, checkpoint_name, read_metrics, step_folders, steps_of
 from cotune.trainer.config.guard import GuardConfig
 from cotune.trainer.restore import go_back
 from cotune.trainer.run import Run
@@ -80,7 +80,7 @@ def safe_checkpoint(run: Run) -> str | None:
     end = best_window(lines, run.config.guard.window)
     if end is None and lines and lines[0]["step"]:
         end = lines[0]["step"]  # before these tasks
-    there = [steps_of(path) for path in run.folder.checkpoints.glob("step-*")]
+    there = [steps_of(path) for path in step_folders(run.folder.checkpoints)]
     before = [steps for steps in [*there, run.state.steps] if end is not None and steps <= end]
     return checkpoint_name(max(before)) if before else None
 

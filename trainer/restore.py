@@ -11,15 +11,17 @@ from pathlib import Path
 import msgspec
 
 from cotune.errors import LearnerLost
+from cotune.reading.evaluations import drop_after
 from cotune.recording.records import PolicyRef
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import (
     Rollback,
     checkpoint_name,
+    is_abandoned,
     latest_in,
     newest_checkpoint,
-    read_identity,
     read_run,
+    step_folders,
 )
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.best import find_best
@@ -61,8 +63,8 @@ def _timeline(run: Run, checkpoint: Checkpoint) -> tuple[int, dict[str, int]]:
     """How many rollbacks the run has made, and the versions that the policies of the checkpoint have now: after a
     rollback new ones, as those after them are taken. What was kept of abandoned steps is removed."""
     rollbacks, versions = read_run(run.folder.path).rollbacks, dict(checkpoint.versions)
-    for path in run.folder.checkpoints.glob("step-*"):
-        if read_identity(path).abandoned(rollbacks):
+    for path in step_folders(run.folder.checkpoints):
+        if is_abandoned(path, rollbacks):
             remove_checkpoint(path)
     taken = [rollback.versions for rollback in rollbacks]
     run.abandoned_versions = {name: max(of.get(name, 0) for of in taken) for name in set().union(*taken)}
@@ -85,7 +87,7 @@ def go_back(folder: RunFolder, store: Store, rollback: Rollback) -> None:
 def finish_going_back(folder: RunFolder) -> None:
     """Finish a rollback that run.json tells of where it broke off."""
     rollbacks, newest = read_run(folder.path).rollbacks, newest_checkpoint(folder.checkpoints)
-    if newest is not None and read_identity(newest).abandoned(rollbacks):
+    if newest is not None and is_abandoned(newest, rollbacks):
         with SqliteStore.open(folder.records) as store:
             _abandon(folder, store, rollbacks[-1], len(rollbacks))
 
@@ -106,6 +108,7 @@ def _abandon(folder: RunFolder, store: Store, rollback: Rollback, number: int) -
         )
     store.flush()
     folder.abandon_metrics(rollback.to, number)
+    drop_after(folder.path, rollback.to)
     write_atomically(latest_in(folder.checkpoints), checkpoint_name(rollback.to).encode())
 
 

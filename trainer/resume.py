@@ -64,6 +64,16 @@ def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int)
     return new, found
 
 
+def check_files(folder: RunFolder, done: int, config: TrainConfig) -> None:
+    """Raises RunError where a run that has made `done` steps lacks its records or the lines of its steps."""
+    for file in [folder.metrics, *([] if config.from_records else [folder.records])] if done else []:
+        if not file.exists():
+            raise RunError(
+                f"{file} is missing, though the run has made {done} steps.",
+                f"Put it back. To go on without what it held: touch {file}, and --resume.",
+            )
+
+
 def tasks_per_step(config: TrainConfig, changes: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
     """How many tasks a step takes, as (first step that takes so many, count); `changes` as in run.json."""
     made = [(at["step"], at["changed"]["tasks_per_step"]) for at in changes if "tasks_per_step" in at["changed"]]

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from cotune.errors import CotuneError, RunError, error_text
+from cotune.ids import new_id
 from cotune.integrations.versions import installed
 from cotune.storage.file_lock import FileLock
 from cotune.storage.run_layout import RunEnd, RunLayout, read_metrics, read_run_json
@@ -52,6 +53,7 @@ class RunFolder(RunLayout):
             folder.close()
             raise RunError(f"{path} already holds a run.", "Choose another --out, or go on with --resume.")
         described = {
+            "id": new_id(),
             "model": config.model,
             "workflow": workflow,
             "tasks": tasks,

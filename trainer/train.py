@@ -38,7 +38,7 @@ from cotune.trainer.reporting.loggers import Loggers
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.summary import RunSummary, sum_up
 from cotune.trainer.restore import finish_going_back
-from cotune.trainer.resume import apply_changes, base_digests, check_base, check_tasks, tasks_digest
+from cotune.trainer.resume import apply_changes, base_digests, check_base, check_files, check_tasks, tasks_digest
 from cotune.trainer.run import Run
 from cotune.trainer.run_folder import RunFolder
 from cotune.trainer.schedules.curriculum import check_curriculum
@@ -130,6 +130,7 @@ def resume(
         saved = load_checkpoint(folder.checkpoints)
         done = saved[0].steps if saved else 0
         was = _as_started(described, folder.path, changes or {})
+        check_files(folder, done, was)
         config, found = apply_changes(was, changes or {}, done=done)
         if found:
             kept = {name: (WITHHELD, WITHHELD) if is_withheld(name) else pair for name, pair in found.items()}

@@ -127,13 +127,9 @@ class RunDescription(msgspec.Struct, frozen=True):
 class CheckpointIdentity(msgspec.Struct, frozen=True):
     """What a checkpoint says of itself: its run by id, its steps, and how many rollbacks the run had made before."""
 
+    steps: int
     run: str = ""
-    steps: int | None = None
     timeline: int = 0
-
-    def abandoned(self, rollbacks: Sequence[Rollback]) -> bool:
-        """Whether one of these rollbacks, those of its run, has abandoned it."""
-        return any((self.steps or 0) > rollback.to for rollback in rollbacks[self.timeline :])
 
 
 class SavedPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -292,12 +288,23 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
     return checkpoints / Path(latest.read_text(errors="replace").strip() or "?").name
 
 
-def read_identity(checkpoint: Path) -> CheckpointIdentity:
-    """What a checkpoint says of itself; nothing where that cannot be read."""
+def step_folders(checkpoints: Path) -> list[Path]:
+    """The folders of checkpoints, whole or not, the oldest first."""
+    return sorted(path for path in checkpoints.glob("step-*") if path.name[5:].isdecimal() and path.is_dir())
+
+
+def read_identity(checkpoint: Path) -> CheckpointIdentity | None:
+    """What a checkpoint says of itself; None where that cannot be read."""
     try:
         return msgspec.json.decode((checkpoint / CHECKPOINT).read_bytes(), type=CheckpointIdentity)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return CheckpointIdentity()
+        return None
+
+
+def is_abandoned(checkpoint: Path, rollbacks: Sequence[Rollback]) -> bool:
+    """Whether one of these rollbacks, those of its run, has abandoned a checkpoint."""
+    found = read_identity(checkpoint)
+    return found is not None and any(found.steps > rollback.to for rollback in rollbacks[found.timeline :])
 
 
 def read_best(checkpoints: Path) -> dict[str, Best]:
