@@ -17,6 +17,8 @@ from cotune.recording.records import CallRecord, Episode, PolicyRef, candidate_i
 
 NO_ROLE = ""
 """Stands for the role of an episode without an answered call."""
+TELLING = 6
+"""Episodes whose rewards add up to the same, but not to 0, of which it is no chance."""
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,7 +162,7 @@ def _opposed(sound: Sequence[Mapping[str, float]], how: Attribution, names: Sequ
         return ()
     totals = [sum(by_role.values()) for by_role in sound]
     size = max(abs(value) for by_role in sound for value in by_role.values())
+    unlike = any(max(by_role.values()) - min(by_role.values()) > 1e-9 * size for by_role in sound)
     nothing = max(map(abs, totals)) <= 1e-9 * size
-    steady = len(sound) > 1 and max(totals) - min(totals) <= 1e-9 * size
-    unlike = any(len(set(by_role.values())) > 1 for by_role in sound)
-    return tuple(roles) if nothing or (steady and unlike) else ()
+    steady = len(sound) >= TELLING and max(totals) - min(totals) <= 1e-9 * size
+    return tuple(roles) if unlike and (nothing or steady) else ()

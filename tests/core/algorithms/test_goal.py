@@ -104,10 +104,12 @@ def game(number: int, white: float, black: float) -> Played:
 def test_one_gains_what_the_other_loses() -> None:
     spiral = goal_of(recipe("spiral"), "lowest")
     assert worth([game(0, 1, -1), game(1, -1, 1), game(2, 0, 0)], spiral).opposed == ("black", "white")
-    assert worth([game(0, 1, 0), game(1, 0.5, 0.5)], spiral).opposed == ("black", "white"), "a constant sum"
+    halves = [game(0, 0.5, 0.5), *(game(n, n % 2, 1 - n % 2) for n in range(1, 6))]
+    assert worth(halves, spiral).opposed == ("black", "white"), "a constant sum"
+    assert worth(halves[:5], spiral).opposed == (), "which may be chance"
     assert worth([game(0, 1, -1)], spiral).opposed == ("black", "white")
-    assert worth([game(0, 1, 0)], spiral).opposed == ()
-    assert worth([game(0, 1, 1), game(1, 1, 1)], spiral).opposed == (), "both win"
+    assert worth([game(n, 1, 1) for n in range(6)], spiral).opposed == (), "both win"
+    assert worth([game(n, 0, 0) for n in range(6)], spiral).opposed == (), "nobody does yet"
     assert worth([game(0, 1, -1), game(1, 1, 0.5)], spiral).opposed == ()
     one = goal_of(recipe("spiral"), "lowest", ["white"])
     assert worth([game(0, 1, -1), game(1, -1, 1)], one).opposed == (), "the other is not trained"
