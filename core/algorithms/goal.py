@@ -24,13 +24,15 @@ TELLING = 6
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """The reward that counts, by default the plain sum of the outcome, and for which roles (None: all).
 
-    `on_failure` is what a failed episode counts, as in training.
+    `on_failure` is what a failed episode counts, as in training; with `by_seat` it counts for the role alone whose call
+    ended last.
     """
 
     attribution: Attribution = Attribution(horizon="terminal")
     key: tuple[str, ...] = PROMPT_KEY
     on_failure: OnFailure = "lowest"
     roles: Collection[str] | None = None
+    by_seat: bool = False
 
 
 class Played(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +43,8 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
     samples: Sequence[Sample] = ()
     timed_out: Collection[str] = ()
     """Roles of which a call timed out."""
+    last: str = NO_ROLE
+    """The role whose call ended last, answered or not."""
 
 
 class Worth(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +68,8 @@ def goal_of(recipe: Recipe | None, on_failure: str, roles: Collection[str] | Non
     failed = failure_reward(on_failure)
     if recipe is None or recipe.loss.kl_to == "teacher":
         return Goal(on_failure=failed)
-    return Goal(attribution=recipe.attribution, key=recipe.key, on_failure=failed, roles=roles)
+    how = recipe.attribution
+    return Goal(attribution=how, key=recipe.key, on_failure=failed, roles=roles, by_seat=recipe.by_seat)
 
 
 def single_sample(call: CallRecord, rewards: Mapping[str, float]) -> Sample:
@@ -132,11 +137,13 @@ def _counts(episode: Episode, goal: Goal) -> bool:
 
 def _samples(one: Played, goal: Goal) -> list[Sample]:
     """The samples of an episode with what it tells; one for its outcome alone where it has no answered call."""
-    episode = one.episode
-    place = episode.id
-    nobody = Sample(
-        id=f"{place}.0", task="", rollout=place, role=NO_ROLE, turn=0, step=0, branch=place, prompt=place,
-        policy=PolicyRef(NO_ROLE), tokens=0,
+    episode, place, found = one.episode, one.episode.id, one.samples
+    blamed = one.last if goal.by_seat and episode.status != "ok" else NO_ROLE
+    if blamed != NO_ROLE:
+        found = [sample for sample in found if sample.role == blamed]
+    alone = Sample(
+        id=f"{place}.0", task="", rollout=place, role=blamed, turn=0, step=0, branch=place, prompt=place,
+        policy=PolicyRef(blamed), tokens=0,
     )  # fmt: skip
     return [
         msgspec.structs.replace(
@@ -146,7 +153,7 @@ def _samples(one: Played, goal: Goal) -> list[Sample]:
             failure=failure_of(episode, goal.on_failure),
             timed_out=any(goal.roles is None or role in goal.roles for role in one.timed_out),
         )
-        for sample in one.samples or [nobody]
+        for sample in found or [alone]
     ]
 
 

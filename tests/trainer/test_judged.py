@@ -72,6 +72,8 @@ def test_roles_that_play_against_each_other_are_judged_against_the_untrained_mod
         return {"white": white - black, "black": black - white}
 
     evaluation = held_out(trainer, keep_best=True)
+    tasks = "".join(json.dumps({"id": letter, "letter": letter}) + "\n" for letter in "hijklm")
+    (trainer.folder / "held.jsonl").write_text(tasks)
     settings = {"recipe": "spiral", "policies": "shared", "plan": INDEPENDENT}
     trainer(application(play), evaluation=evaluation, **settings)
     figures = [line["held_out"] for line in trainer.metrics()]

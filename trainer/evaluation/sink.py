@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from cotune.algorithms.goal import Played, single_sample
+from cotune.algorithms.goal import NO_ROLE, Played, single_sample
 from cotune.algorithms.samples import Sample
 from cotune.intervals import Interval
 from cotune.recording.recorder import Sink
@@ -106,6 +106,7 @@ class EvaluationSink:
         self._rewards: dict[str, dict[str, float]] = {}
         self._samples: defaultdict[str, list[Sample]] = defaultdict(list)
         self._timed_out: defaultdict[str, set[str]] = defaultdict(set)
+        self._last: dict[str, tuple[float, int, str]] = {}
         self._lock = threading.Lock()
 
     def write(self, records: Sequence[Record]) -> None:
@@ -140,6 +141,7 @@ class EvaluationSink:
             outcome=self._rewards.pop(episode.id, {}),
             samples=self._samples.pop(episode.id, ()),
             timed_out=self._timed_out.pop(episode.id, ()),
+            last=self._last.pop(episode.id, (0.0, 0, NO_ROLE))[2],
         )
 
     def _call(self, call: CallRecord, chosen: dict[str, tuple[_RoleCount, CallRecord, dict[str, float]]]) -> None:
@@ -147,6 +149,8 @@ class EvaluationSink:
         role.add(call)
         if call.status == "ok":
             self.answered.setdefault(call.policy.name if call.policy else call.model, TokenCounts()).add(call)
+        ended = (call.started + call.latency, call.step, call.role)
+        self._last[call.episode] = max(ended, self._last.get(call.episode, ended))
         if call.status == "timeout":
             self._timed_out[call.episode].add(call.role)
         if call.status == "ok" and call.chosen is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
 from cotune.algorithms.catalogue import recipe
@@ -117,3 +118,15 @@ def test_one_gains_what_the_other_loses() -> None:
     duel = [played(n, {"broke": float(n)}, ("attacker", {}), ("defender", {})) for n in range(2)]
     assert worth(duel, goal_of(recipe("dr_mas", weights=weights), "lowest")).opposed == ("attacker", "defender")
     assert worth(duel, goal_of(recipe("dr_mas"), "lowest")).opposed == (), "they share it"
+
+
+def test_a_game_that_a_seat_fails_counts_for_that_seat() -> None:
+    spiral = goal_of(recipe("spiral"), "lowest")
+    good = [game(0, 1, -1), game(1, -1, 1)]
+    failed = played(2, {}, ("white", {}), ("black", {}), **FAILED)
+    found = worth([*good, msgspec.structs.replace(failed, last="black")], spiral)
+    assert found.by_role[2] == {"black": -1.0} and found.failed == [False, False, True]
+    unanswered = msgspec.structs.replace(played(2, {}, ("white", {}), **FAILED), last="black")
+    assert worth([*good, unanswered], spiral).by_role[2] == {"black": -1.0}
+    shared = worth([*good, msgspec.structs.replace(failed, last="black")], goal_of(recipe("dr_mas"), "lowest"))
+    assert shared.by_role[2].keys() == {"white", "black"}, "a team fails together"
