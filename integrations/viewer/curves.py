@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from cotune.integrations.viewer.opened import OpenedRun
+from cotune.reading.evaluations import IN_TRAINING
 from cotune.reading.headline import DISTILL, SINGLE
 
 
@@ -165,19 +166,30 @@ def _by_step(run: OpenedRun, *keys: str) -> dict[int, Any]:
 
 
 def _held_out(runs: Sequence[OpenedRun], name: str, title: str, percent: bool) -> Chart | None:
-    text = "One episode for each held-out task, single samples, nothing selected; the band is its 95% interval."
-    about = {"title": title, "help": text, "section": "Outcome", "percent": percent, "phase": "eval"}
-    chart = _one_line_each(runs, "held_out", name, **about)
+    text = "One episode for each held-out task, single samples, nothing selected; the band is its 95% interval. Step 0 "
+    about = {"title": title, "help": f"{text}is before training.", "section": "Outcome", "percent": percent}
+    known = {run.name: _held_out_figures(run, name) for run in runs}
+    lines = [(run.name if len(runs) > 1 else name, run, known[run.name][""]) for run in runs]
+    chart = _chart(lines, phase="eval", **about)
     if chart is None:
         return None
     bands = []
-    by_name = {run.name: run for run in runs}
     for series in chart.series:
-        run = by_name[series.run]
-        ends = {end: _numbers(_by_step(run, "held_out", f"{name}_{end}")) for end in ("low", "high")}
+        ends = {end: _numbers(known[series.run][end]) for end in ("low", "high")}
         bounds = {end: [values.get(step) for step in chart.steps] for end, values in ends.items()}
         bands.append(msgspec.structs.replace(series, **bounds) if all(ends.values()) else series)
     return msgspec.structs.replace(chart, series=bands)
+
+
+def _held_out_figures(run: OpenedRun, name: str) -> dict[str, dict[int, Any]]:
+    """A held-out figure and the ends of its interval by step; that of step 0 is from before the first one."""
+    found = {end: _by_step(run, "held_out", f"{name}_{end}".rstrip("_")) for end in ("", "low", "high")}
+    first = next((one for one in run.evaluations if one.name.startswith(IN_TRAINING) and one.steps == 0), None)
+    for mode in first.evaluations.values() if first else ():
+        if interval := getattr(mode, name):
+            for end in found:
+                found[end][0] = getattr(interval, end or "mean")
+    return found
 
 
 def _outcomes(runs: Sequence[OpenedRun], *, selected: bool) -> Iterable[Chart | None]:

@@ -11,6 +11,7 @@ from cotune.reading.by_task import EvaluatedTask, by_task
 from cotune.reading.causes import causes, shortened
 from cotune.reading.evaluations import IN_TRAINING, StoredEvaluation
 from cotune.reading.headline import compared_modes
+from cotune.storage.episode_filters import COUNTED
 from cotune.tables import plural
 
 PAGE = 100
@@ -75,7 +76,7 @@ def episodes_of_modes(run: OpenedRun, evaluation: StoredEvaluation, tasks: Seque
     found: dict[tuple[str, str], str] = {}
     for mode, (phase, step) in phases.items():
         sql = f"""SELECT task, min(id) FROM episodes WHERE phase = ? AND training_step IS ? AND task IN ({marks})
-                  AND status != 'cancelled' GROUP BY task"""
+                  AND {COUNTED} GROUP BY task"""
         found |= {(str(task), mode): str(id) for task, id in records.rows(sql, (phase, step, *tasks))}
     return found
 

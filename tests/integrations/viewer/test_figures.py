@@ -13,6 +13,7 @@ from cotune.adapters.background import read_background
 from cotune.adapters.card import card
 from cotune.adapters.manifest import ExportedPolicy, ExportedRole, Manifest
 from cotune.cli.main import main
+from cotune.integrations.viewer.curves import charts
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.integrations.viewer.report import report
 from cotune.integrations.viewer.server import viewing
@@ -169,3 +170,23 @@ def test_a_run_without_an_evaluation_says_how_to_make_one(run: Path) -> None:
     with viewing([run]) as server:
         said = text(f"{server.url}/run/r1/evaluations")
     assert f"cotune eval WORKFLOW --tasks held_out.jsonl --run {run}" in said
+
+
+def test_held_out_curves_begin_before_the_first_step(run: Path) -> None:
+    lines = [{**line(step, 0.9, 0.5), "held_out": {"success": 0.5 + step / 4, "episodes": 5}} for step in range(2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (run / "held_out").mkdir()
+    for steps, modes in ((0, ("base",)), (2, ("base", "trained"))):
+        evaluations = {name: mode(place) for place, name in enumerate(modes)}
+        about = {"evaluations": evaluations, "steps": steps, "created": steps + 1}
+        (run / "held_out" / f"step-{steps:06}.json").write_text(json.dumps(about))
+    with SqliteStore.open(run) as store:
+        for step, success in ((-1, False), (1, True)):
+            store.write([episode(f"H{step}", "t3", "eval", success=success, step=step)])
+    opened = OpenedRun(run, "r1")
+    (chart,) = (chart for chart in charts([opened]) if chart.title == "Success on held-out tasks")
+    said = " ".join(re.sub(r"<[^>]+>", " ", report(opened, {})).split())
+    opened.close()
+    assert chart.steps == [0, 1, 2] and chart.series[0].values == [0.4, 0.5, 0.75]
+    assert "Task t3 before: base not solved" in said and "after: trained solved" in said
+    assert "in training, after step 2" in said
