@@ -20,7 +20,7 @@ def judged_figures(held_out: Mapping[str, float], policies: Mapping[str, list[st
     its roles are trained on; or another figure of the evaluation, the same for all policies. Roles that play against
     each other are judged by what they win against the untrained model.
     """
-    game = any(name.startswith(f"{AGAINST_UNTRAINED}/") for name in held_out)
+    game = is_game(held_out)
     if not by and not game and "success" in held_out:
         by = "success"
     if by not in ("", "reward"):
@@ -33,11 +33,20 @@ def judged_figures(held_out: Mapping[str, float], policies: Mapping[str, list[st
     return {name: fmean(values) for name, values in found.items() if values}
 
 
+def is_game(held_out: Mapping[str, float]) -> bool:
+    """Whether an evaluation has found that its roles play against each other."""
+    return any(name.startswith(f"{AGAINST_UNTRAINED}/") for name in held_out)
+
+
 def note_best(run: Run, held_out: Mapping[str, float], progress: Progress) -> bool:
     """After a step with an evaluation: whether some policy is better than at any earlier one, so that the checkpoint of
     this step is to be kept. Ends the run where none has been for `evaluation.patience` evaluations."""
     config = run.config.evaluation
     if not held_out or not (config.keep_best or config.patience):
+        return False
+    lines = list(read_metrics(run.folder.path))
+    if not is_game(held_out) and any(is_game(line["held_out"]) for line in lines):
+        progress.say_once("no held-out game of an evaluation had a winner, so it judges no policy")
         return False
     figures = _figures(run, held_out)
     if not figures:
@@ -53,7 +62,7 @@ def note_best(run: Run, held_out: Mapping[str, float], progress: Progress) -> bo
     if config.patience is None or better:
         return bool(better)
     last = max(steps_of(Path(best.checkpoint)) for best in run.best.values())
-    since = sum(bool(line["held_out"]) for line in read_metrics(run.folder.path) if line["step"] + 1 > last)
+    since = sum(bool(line["held_out"]) for line in lines if line["step"] + 1 > last)
     if since >= config.patience:
         run.ended = f"{since} evaluations in a row were no better than that after step {last}"
     return False
@@ -68,10 +77,12 @@ def find_best(run: Run) -> list[str]:
     if not (config.keep_best or config.patience):
         return []
     found: dict[str, Best] = {}
-    for line in read_metrics(run.folder.path):
+    evaluated = [line for line in read_metrics(run.folder.path) if line.get("held_out")]
+    games = [line for line in evaluated if is_game(line["held_out"])]
+    for line in games or evaluated:
         here = checkpoint_name(line["step"] + 1)
         if not config.keep_best or (folder / here).is_dir():
-            for name, figure in _figures(run, line.get("held_out") or {}).items():
+            for name, figure in _figures(run, line["held_out"]).items():
                 if name not in found or figure > found[name].figure:
                     found[name] = Best(here, figure)
     run.best = found

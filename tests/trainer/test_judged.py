@@ -118,3 +118,27 @@ def test_the_export_says_which_policy_has_no_best(trainer: Trainer, capsys: pyte
     assert main(["export", str(trainer.folder / "run"), "--to", str(trainer.folder / "out"), "--best"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "second has no best checkpoint, as no evaluation judged it: this is its newest one" in said
+
+
+def test_games_without_a_winner_judge_nobody(trainer: Trainer) -> None:
+    """The second evaluation has draws alone, which do not tell a game from a team that fails: its 0 is no figure of
+    the kind that the first one has, where white loses."""
+    played = [0]  # an evaluation has two tasks, of both roles and of each against the untrained model
+
+    async def play(task: Any) -> dict[str, float]:
+        await ask("white", f"say {task['letter']}")
+        await ask("black", f"answer {task['letter']}")
+        white = float(task["id"] == "a")
+        if task["id"].startswith("held"):
+            white, played[0] = (-1.0 if played[0] < 6 else 0.0), played[0] + 1
+        return {"white": white, "black": -white}
+
+    evaluation = held_out(trainer, keep_best=True)
+    tasks = "".join(json.dumps({"id": f"held-{i}", "letter": "h"}) + "\n" for i in range(2))
+    (trainer.folder / "held.jsonl").write_text(tasks)
+    settings = {"recipe": "spiral", "policies": "full", "plan": INDEPENDENT}
+    trainer(application(play), evaluation=evaluation, **settings)
+    first, second = (line["held_out"] for line in trainer.metrics())
+    assert first["against_untrained/white"] == -1.0 and "against_untrained/white" not in second
+    assert best_of(trainer) == {"white": Best("step-000001", -1.0), "black": Best("step-000001", 1.0)}
+    assert "no held-out game of an evaluation had a winner" in " ".join(trainer.said.split())
