@@ -17,7 +17,7 @@ from cotune.tables import BAD, GOOD, NAME, cells, definitions, figure, grid, plu
 if TYPE_CHECKING:
     from cotune.integrations.viewer.opened import OpenedRun
 
-_STATES = {"finished": GOOD, "under way": "yellow", "recording": "yellow", "stopped": BAD}
+_STATES = {"finished": GOOD, "under way": "yellow", "recording": "yellow", "stopped": BAD, "failed": BAD}
 _COLUMNS = {
     "step": "Number of the step, from 1.",
     "failed": "Episodes that ended in an error.",

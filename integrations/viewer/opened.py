@@ -122,19 +122,19 @@ class OpenedRun:
     @property
     def state(self) -> str:
         """`finished`, `under way`, `failed` or `stopped` for a run; `recording` or `records` for a records file."""
+        records_lock = self._records.with_name(f"{self._records.name}.lock")
+        if not self.is_run:
+            return "recording" if is_held(records_lock) else "records"
         if self.now is not None:
             return "under way"
-        steps, done = self.config.get("steps"), len(self.metrics)
-        if self.is_run and isinstance(steps, int) and done and self.metrics[-1]["step"] + 1 >= steps:
+        end, steps, done = self.end, self.config.get("steps"), len(self.metrics)
+        if end is not None and end.kind == "failed":
+            return "failed"
+        if isinstance(steps, int) and done and self.metrics[-1]["step"] + 1 >= steps:
             return "finished"
-        records_lock = self._records.with_name(f"{self._records.name}.lock")
-        lock = self.path / "lock" if self.is_run else records_lock
-        if is_held(lock):
-            return "under way" if self.is_run else "recording"
-        if not self.is_run:
-            return "records"
-        kind = self.end.kind if self.end else "stopped"
-        return "finished" if kind == "ended" else kind
+        if is_held(self.path / "lock"):
+            return "under way"
+        return "finished" if end is not None and end.kind == "ended" else "stopped"
 
     @property
     def end(self) -> RunEnd | None:

@@ -229,7 +229,8 @@ def ending(run: OpenedRun) -> Ending | None:
     if end is None:
         text = "The process of this run has ended and left no reason: it was killed, or its machine went down."
     elif end.kind == "failed":
-        text = f"Step {len(run.metrics) + 1} failed: {end.cause}"
+        steps, made = run.config.get("steps"), len(run.metrics)
+        text = f"{'The end of the run' if made == steps else f'Step {made + 1}'} failed: {end.cause}"
     else:
         text = f"It ended early: {end.cause}" if end.kind == "ended" else end.cause
     remedy = end.remedy if end else ""

@@ -72,6 +72,18 @@ def test_the_page_of_a_run_that_failed_says_why_and_what_to_do(tmp_path: Path) -
     assert f"cotune train --resume {tmp_path / 'r1'}" in said
 
 
+def test_a_run_that_failed_after_its_last_step_is_not_finished(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "r1")
+    counts = {"outcome": {}, "left_out": {}, "calls": 0, "candidates": 0, "groups": 0, "roles": {}}
+    for step in range(4):
+        folder.append_metrics({"step": step, **counts})
+    folder.note_end("failed", "The disk is full.", "Free some space.")
+    folder.close()
+    with viewing([tmp_path / "r1"]) as server:
+        assert "r1 failed" in (said := text(server.url))
+        assert "The end of the run failed: The disk is full. Free some space." in said
+
+
 def test_an_error_that_nobody_foresaw_is_named_with_its_class(tmp_path: Path) -> None:
     folder = begun(tmp_path / "r1")
     with pytest.raises(ZeroDivisionError), folder.telling():
