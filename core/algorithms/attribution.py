@@ -15,6 +15,8 @@ from cotune.algorithms.samples import Failure, Sample
 Floats = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+LARGEST = 1e38
+"""Most that a reward may be: the 32-bit numbers of training end a little above it."""
 
 
 def codes(values: Sequence[Hashable]) -> tuple[Codes, list[Hashable]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from cotune.algorithms.recipes import Recipe
+from cotune.errors import ConfigError
+from cotune.near_names import did_you_mean, near_names
 
 
 def learns_from(own: Mapping[str, Collection[str]], outcome: Collection[str], recipe: Recipe) -> dict[str, str]:
@@ -56,6 +58,45 @@ def outcome_unused(own: Mapping[str, Collection[str]], outcome: Collection[str],
         f"of one call are compared by their role's scorer, and share one outcome.",
         "Return it from a scorer as `team` to train on it, or use --plan independent.",
     )
+
+
+def unknown_names(
+    recipe: Recipe, own: Mapping[str, Collection[str]], outcome: Collection[str], roles: Collection[str]
+) -> tuple[list[ConfigError], list[str]]:
+    """What is wrong with the rewards and roles that a recipe names: errors for names that are nearly another's and for
+    roles that are none, and notes on rewards that nobody carried. Arguments as for `learns_from`; `roles` are all."""
+    errors: list[ConfigError] = []
+    notes: list[str] = []
+    for setting, name, known in _unknown(recipe, {n for names in own.values() for n in names}, outcome, roles):
+        near = did_you_mean(near_names(name, known))
+        field, seen = f"overrides.{setting}", ", ".join(known)
+        if setting == "mean_range_roles":
+            remedy = f"{near} Correct the name, or list it under `roles` if it shows only on some tasks.".strip()
+            errors.append(ConfigError(field, name, f"roles of the application: {seen}", remedy))
+        elif near:
+            remedy = f"{near} If it is another reward that few episodes carry, return it in all of them."
+            errors.append(ConfigError(field, name, f"a reward that was returned: {seen}", remedy))
+        else:
+            notes.append(
+                f"{setting} names {name!r}, which nothing carried that was looked at: it changes nothing there"
+            )
+    return errors, notes
+
+
+def _unknown(
+    recipe: Recipe, scored: Collection[str], outcome: Collection[str], roles: Collection[str]
+) -> Iterator[tuple[str, str, list[str]]]:
+    """(setting, name, those that there are)."""
+    weighing = recipe.loss.entropy_by
+    if outcome and weighing and weighing not in outcome:
+        yield "entropy_by", weighing, sorted(outcome)
+    returned = sorted({*outcome, *scored})
+    for gate in dict.fromkeys(gate for term in recipe.terms for gate in term.attribution.gates):
+        if returned and gate not in returned:
+            yield "gates", gate, returned
+    for role in recipe.filters.mean_range_roles:
+        if role not in roles:
+            yield "mean_range_roles", role, sorted({*roles})
 
 
 def _weighed(weights: Mapping[str, float]) -> str:

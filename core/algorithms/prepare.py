@@ -12,7 +12,7 @@ import numpy as np
 
 from cotune.algorithms.advantages import AdvantageState, Spread, combine, spread, units
 from cotune.algorithms.align import align
-from cotune.algorithms.attribution import Codes, Floats, attribute, codes, lacking, overlong
+from cotune.algorithms.attribution import LARGEST, Codes, Floats, attribute, codes, lacking, overlong
 from cotune.algorithms.collect import Collected, temperature
 from cotune.algorithms.filters import group_reasons, high_entropy, sample_reason, tied
 from cotune.algorithms.groups import Group, build_groups, explain_alone, one_prompt
@@ -85,6 +85,8 @@ def prepare(
     every = [*samples, *others]
     returns = [attribute(every, term.attribution, term.key)[: len(samples)] for term in recipe.terms]
     shown = returns[0]
+    for rewards in returns:
+        _require_small(samples, rewards)
     if not recipe.takes_rewards:
         returns = [np.nan_to_num(values) for values in returns]
     complete = ~np.isnan(np.sum(returns, axis=0)) if samples else np.zeros(0, np.bool_)
@@ -209,6 +211,18 @@ def _continuations(samples: Sequence[Sample], first: Sequence[Sample], values: F
     of_branch = {sample.rollout: value for sample, value in zip(first, values.tolist(), strict=True)}
     found = [sample for sample in samples if sample.rollout in of_branch]
     return found, np.array([of_branch[sample.rollout] for sample in found], np.float64)
+
+
+def _require_small(samples: Sequence[Sample], rewards: Floats) -> None:
+    """Raise GroupError where a reward is beyond what training can hold."""
+    for i in np.flatnonzero(np.abs(rewards) > LARGEST)[:1]:
+        sample = samples[i]
+        named = ", ".join(f"{name} {value:g}" for name, value in {**sample.outcome, **sample.rewards}.items())
+        raise GroupError(
+            f"Role {sample.role!r} has a reward of {rewards[i]:g} on task {sample.task!r} ({named}, before weights), "
+            "which the 32-bit numbers of training cannot hold.",
+            f"Weighed, rewards must lie between -{LARGEST:g} and {LARGEST:g}: return smaller ones, or lower `weights`.",
+        )
 
 
 def _missing(samples: Sequence[Sample], complete: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Iterable[str]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from cotune.algorithms.attribution import LARGEST
 from cotune.context import current_episode
 from cotune.errors import WorkflowError, error_text
 from cotune.recording.records import Candidate, Task
@@ -101,8 +102,8 @@ MOST_NAMES = 256
 def components(value: Any, source: str, name: str = "local", *, may_be_unknown: bool = False) -> dict[str, float]:
     """Named components of what a scorer or workflow returned; a plain number becomes `{name: number}`.
 
-    Raises WorkflowError for None, NaN, infinities and anything that is not a number; `may_be_unknown` says that None
-    can be returned in place of NaN, as whoever calls this takes it out.
+    Raises WorkflowError for None, NaN, infinities, numbers beyond `LARGEST` and anything that is not a number;
+    `may_be_unknown` says that None can be returned in place of NaN, as whoever calls this takes it out.
     """
     items = value.items() if isinstance(value, Mapping) else [(name, value)]
     named: dict[str, float] = {}
@@ -117,6 +118,11 @@ def components(value: Any, source: str, name: str = "local", *, may_be_unknown: 
         if not math.isfinite(named[str(key)]):
             known = f'; where nobody knows it, {{"{key}": None}}' if may_be_unknown else ""
             raise WorkflowError(f"{source} returned {key} = {number!r}.", f"Return finite numbers only{known}.")
+        if abs(named[str(key)]) > LARGEST:
+            raise WorkflowError(
+                f"{source} returned {key} = {number!r}, which the 32-bit numbers of training cannot hold.",
+                f"Return numbers between -{LARGEST:g} and {LARGEST:g}; rewards near 1 are usual.",
+            )
     if not named:
         raise WorkflowError(f"{source} returned an empty dict.", "Return at least one named number.")
     if len(named) > MOST_NAMES:

@@ -1,5 +1,8 @@
 """Runs whose rewards are not named alike everywhere: by task, or where a scorer gives a bonus."""
 
+import pytest
+
+from cotune.errors import ConfigError
 from tests.trainer.tiny_app import application, converse, letters
 
 SMALL = {"policies": "shared", "steps": 1, "tasks_per_step": 2}
@@ -21,6 +24,30 @@ def test_tasks_with_outcomes_of_other_names_are_all_trained_on(trainer):
     assert (line["episodes"], line["failed"], line["candidates"]) == (8, 0, 16)
     assert "missing_reward" not in line["left_out"]
     assert line["rows"] + sum(line["left_out"].get(name, 0) for name in ("no_signal", "zero_advantage")) == 16
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "value", "remedy"),
+    [
+        ({"entropy_by": "tean"}, "entropy_by", "tean", "Did you mean team?"),
+        ({"gates": ["formt"]}, "gates", "formt", "Did you mean format?"),
+        ({"mean_range": [0, 1], "mean_range_roles": ["frist"]}, "mean_range_roles", "frist", "Did you mean first?"),
+        ({"mean_range": [0, 1], "mean_range_roles": ["x"]}, "mean_range_roles", "x", "Correct the name, or list it"),
+    ],
+)
+def test_names_of_no_reward_or_role_are_refused_before_the_first_step(trainer, overrides, field, value, remedy):
+    async def run(task):
+        return {**await converse(task), "format": 1.0}
+
+    with pytest.raises(ConfigError) as caught:
+        trainer(application(run), overrides=overrides)
+    assert (caught.value.field, caught.value.value) == (f"overrides.{field}", value)
+    assert caught.value.remedy.startswith(remedy)
+
+
+def test_a_gate_that_nothing_carries_is_told(trainer):
+    trainer(application(converse), steps=1, overrides={"gates": ["legal"]})
+    assert "gates names 'legal', which nothing carried that was looked at" in " ".join(trainer.said.split())
 
 
 def test_a_bonus_of_one_candidate_costs_its_group_unless_absent_says_what_it_counts(trainer):

@@ -140,7 +140,7 @@ def check(
         found += [*role_findings(roles, seen, plan), *idle_findings(idle, seen, runner.parts.known)]
         found += call_findings(seen, roles, plan, config)
         if any(outcome.error is None for outcome in outcomes):
-            found += learning_findings(roles, local, team, recipe)
+            found += learning_findings(roles, local, team, recipe, rare)
         found += [*run_findings(ran, watch), *connection_findings(outcomes, watch)]
         done = time.perf_counter()
         return CheckReport(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from cotune.algorithms.learning_signal import learns_from, outcome_unused, scorers_unused
+from cotune.algorithms.learning_signal import learns_from, outcome_unused, scorers_unused, unknown_names
 from cotune.algorithms.recipes import Recipe
 from cotune.errors import CotuneError
 from cotune.recording.app_parts import Part
@@ -45,12 +45,20 @@ def role_findings(roles: Sequence[RoleCheck], calls: Sequence[CallRecord], plan:
 
 
 def learning_findings(
-    roles: Sequence[RoleCheck], local: Mapping[str, Collection[str]], outcome: Collection[str], recipe: Recipe
+    roles: Sequence[RoleCheck],
+    local: Mapping[str, Collection[str]],
+    outcome: Collection[str],
+    recipe: Recipe,
+    listed: Collection[str] = (),
 ) -> Iterator[Finding]:
-    """What each trained role learns from, and a reward of the workflow's that trains nobody."""
+    """What each trained role learns from, what of it is misspelt, and a reward of the workflow's that trains nobody.
+    `listed` roles need not have called."""
     own = {role.role: local.get(role.role, ()) for role in roles if role.trained}
     for role, text in learns_from(own, outcome, recipe).items():
         yield Finding("note", "rewards", f"{role} {text}.")
+    errors, notes = unknown_names(recipe, local, outcome, [*listed, *(role.role for role in roles)])
+    yield from (blocking(error, "rewards") for error in errors)
+    yield from (Finding("warns", "rewards", note) for note in notes)
     for text, remedy in (outcome_unused(own, outcome, recipe), scorers_unused(own, recipe)):
         if text:
             yield Finding("warns", "rewards", text, remedy)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cotune.algorithms.learning_signal import learns_from, outcome_unused, scorers_unused
+from cotune.algorithms.learning_signal import learns_from, outcome_unused, scorers_unused, unknown_names
 from cotune.algorithms.recipes import Recipe
 from cotune.errors import ConfigError, CotuneError, WorkflowError
 from cotune.judging.episodes import judge_episodes
@@ -49,11 +49,15 @@ class PreflightReport:
         return [*self.rewards, *self.unseen]
 
     def lessons(self, policies: Policies, recipe: Recipe) -> list[str]:
-        """What each trained role learns from, and what nobody does."""
+        """What each trained role learns from, and what nobody does. Raises ConfigError where the recipe misspells a
+        reward or a role."""
+        errors, notes = unknown_names(recipe, self.rewards, self.outcome, [*self.roles, *policies.roles])
+        for error in errors:
+            raise error
         trained = {role: names for role, names in self.rewards.items() if policies.of(role).trained}
         said = [f"{role} {text}" for role, text in learns_from(trained, self.outcome, recipe).items()]
         unused = outcome_unused(trained, self.outcome, recipe), scorers_unused(trained, recipe)
-        return [*said, *(" ".join(filter(None, found)) for found in unused)]
+        return [*said, *notes, *(" ".join(filter(None, found)) for found in unused)]
 
 
 async def preflight(

@@ -333,3 +333,11 @@ def test_what_a_branch_goes_on_to_say_has_the_advantage_of_its_candidate():
     assert prepared.left_out == {"zero_variance": 2, "continuation": 1, "truncated": 1, "zero_advantage": 2}
     assert set(prepared.left_out) <= set(REASONS)
     assert prepared.roles["b"].kept == 1 and prepared.roles["a"].groups == 2
+
+
+def test_weighed_rewards_that_training_cannot_hold_are_refused_by_role_and_component():
+    heavy = recipe("at_grpo", weights={"local": 1e10})
+    text = r"Role 'a' has a reward of 3e\+40 on task 'q' \(local 3e\+30, before weights\), which the 32-bit"
+    with pytest.raises(GroupError, match=text):
+        prepare(group("c", 1.0, 3e30), heavy)
+    assert np.isfinite(prepare(group("c", 1.0, 3e30), AT_GRPO).advantages.astype(np.float32)).all()

@@ -265,3 +265,12 @@ def test_a_cancellation_within_a_scorer_costs_the_candidate_and_one_of_the_call_
             await asked
 
     asyncio.run(cancelled_from_outside())
+
+
+@pytest.mark.parametrize("value", [1.1e38, -1e300, {"cost": 2e38}])
+def test_rewards_that_training_cannot_hold_are_refused_by_name(value):
+    name = "cost" if isinstance(value, dict) else "local"
+    with pytest.raises(WorkflowError, match=rf"The scorer of role 'a' returned {name} = .*32-bit numbers") as caught:
+        components(value, "The scorer of role 'a'")
+    assert "between -1e+38 and 1e+38" in caught.value.remedy
+    assert components(1e38, "it") == {"local": 1e38}
