@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cotune.context import role
 from cotune.errors import CotuneError, Outage
 from cotune.lazy_names import opener
-from cotune.recording.episodes import activators
+from cotune.recording.episodes import activators, starters
 from cotune.replay.chance import freezers
 from cotune.replay.tools import recorded
 from cotune.workflows import runners, workflow
@@ -74,7 +74,14 @@ def _freeze() -> None:
     hook_draws()
 
 
+def _be_quiet() -> None:
+    from cotune.integrations.activation import be_quiet
+
+    be_quiet()
+
+
 activators.append(_activate)
+starters.append(_be_quiet)
 freezers.append(_freeze)
 runners.append(_graph_runner)
 # Now as well: LangChain composes an agent's middleware when the agent is made, as applications do at import.

@@ -58,6 +58,11 @@ _RUNNERS = {
 }
 """By how the module of an application object's class begins: the integration whose `runner` runs such objects."""
 
+_QUIET = {
+    "CREWAI_DISABLE_TELEMETRY": "true",
+    "CREWAI_TRACING_ENABLED": "false",
+    "CREWAI_DISABLE_VERSION_CHECK": "true",
+}
 _waiting = dict(INTEGRATIONS)
 _refused: list[CotuneError] = []
 
@@ -73,6 +78,14 @@ def activate() -> None:
         sys.meta_path.insert(0, _WATCH)
     if _refused:
         raise _refused[0]
+
+
+def be_quiet() -> None:
+    """Keep CrewAI from asking whether traces may be shared, for 20 seconds on a terminal, from its telemetry and its
+    look for newer versions, in a process that runs a workflow. What the user has set stays."""
+    if "crewai" in sys.modules:
+        for name, value in _QUIET.items():
+            os.environ.setdefault(name, value)
 
 
 def activate_on_import() -> None:

@@ -26,6 +26,8 @@ from cotune.workflows import Workflow
 
 activators: list[Callable[[], None]] = []
 """Run before every episode, cheaply: what installs the integrations."""
+starters: list[Callable[[], None]] = []
+"""Run before every episode of a workflow that cotune runs itself, cheaply: what keeps its frameworks from asking."""
 
 _BUSY = re.compile(r"(?<!event loop )is (?:already|currently) running")
 """What frameworks say of a crew or team that is asked to run twice at once."""
@@ -91,8 +93,8 @@ async def run_episode(
     `responder` answers the calls in place of the application's provider. Cancelling records the episode as cancelled.
     Raises ConfigError where clock, uuid and random cannot be recorded.
     """
-    for activate in activators:
-        activate()
+    for start in (*activators, *starters):
+        start()
     if options.freeze:
         start_freezing()
     carry_context()

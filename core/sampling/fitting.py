@@ -86,12 +86,13 @@ class Manner(msgspec.Struct, frozen=True):
 AS_IT_FITS = Manner()
 
 
-def fitting(name: str, description: str, variant: int = 0) -> str | None:
-    """A text for a parameter: an example or a choice that its description gives, or what its name asks for."""
+def fitting(name: str, description: str, variant: int = 0, rather: str | None = None) -> str | None:
+    """A text for a parameter: an example or a choice that its description gives (`rather` this one), or what its name
+    asks for."""
     if found := _form_of(f"{name} {description}"):
         return found
     if choices := choices_in(description):
-        return choices[variant % len(choices)]
+        return rather if rather in choices else choices[variant % len(choices)]
     if given := _EXAMPLE.search(description):
         quoted = _QUOTED.match(given[1].lstrip("( "))
         return quoted[2] if quoted else re.split(r"[,;)\n]|\. |\bor\b", given[1].strip("( "))[0].strip(" '\"`.") or None
@@ -105,6 +106,7 @@ def choices_in(text: str) -> list[str]:
         if len(listed := _listed(found[1])) > 1 or (listed and _QUOTED.search(found[1])):
             return listed[:_MOST]
     either = re.search(r"""((['"`])[^'"`\n]{1,40}\2(?:, *|,? or |,? and | *\| *))+(['"`])[^'"`\n]{1,40}\3""", text)
+    either = either or re.search(r"\b[\w-]+(?:, [\w-]+)+,? or [\w-]+", text)
     return _listed(either[0])[:_MOST] if either else []
 
 

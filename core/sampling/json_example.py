@@ -168,7 +168,7 @@ class _Maker:
         if schema.get("format") in _FORMATS:
             return _FORMATS[schema["format"]]
         if isinstance(schema.get("default"), str) and schema["default"]:
-            return str(schema["default"])
+            return self.manner.put(str(schema["default"]), self.variant, plain=False)
         least, most = int(schema.get("minLength") or 0), int(schema.get("maxLength") or 1 << 30)
         who = self.names if _WHO.search(self.inside) else ()
         given = [text for text in who or self.texts if least <= len(text) <= most]
@@ -176,7 +176,7 @@ class _Maker:
             return given[self.variant % len(given)]
         name = self.inside.rpartition(" ")[2]
         described = f"{schema.get('description') or ''} {_line_on(name, self.about)}"
-        fit = fitting(name, described, self.variant)
+        fit = fitting(name, described, self.variant, self.manner.text)
         text = fit if fit is not None and least <= len(fit) <= most else chr(ord("a") + self.variant % 26)
         return self.manner.put(text, self.variant, plain=text != fit).ljust(least, text[0])
 

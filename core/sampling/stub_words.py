@@ -29,6 +29,8 @@ _SKETCHED = re.compile(
     re.I,
 )
 """A type in the place of a value, as in `{"age": integer (in years)}`."""
+_BLANK = re.compile(r"\s*(?:\.\.\.|…|<.*>|\[.*\]|\{.*\})?\s*|.*\.\.\.", re.S)
+"""A text of an example that stands for another."""
 _NAMES = re.compile(r"agent|worker|recipient|assignee|delegate|member|team|target|expert|specialist|role\b|^to$", re.I)
 """Parameters of tools that hand over to somebody, who is listed in the tool's description."""
 _LISTED = re.compile(r"^\s*[-*•]\s*[`'\"]?([\w][\w -]{0,40}?)[`'\"]?\s*(?:\(|:|–|—|$)", re.M)
@@ -69,12 +71,14 @@ def asked_json(
         return None
     offered = listed(text, names)
     shown = list(_objects(text))
-    schema = next((one for one in reversed(shown) if isinstance(one.get("properties"), dict)), None)
+    schema = next(
+        (one for one in reversed(shown) if isinstance(one, dict) and isinstance(one.get("properties"), dict)), None
+    )
     if schema is None and (sketches := list(_objects(_SKETCHED.sub(_as_type, text)))) != shown:
         schema = _schema_of(sketches[-1])
     if schema is not None:
         return json.dumps(example(schema, variant, names=offered, manner=manner))
-    return json.dumps(shown[-1]) if shown else None
+    return json.dumps(example(_schema_of(shown[-1]), variant, names=offered, manner=manner)) if shown else None
 
 
 def _as_type(found: re.Match[str]) -> str:
@@ -82,7 +86,16 @@ def _as_type(found: re.Match[str]) -> str:
 
 
 def _schema_of(sketch: Any) -> Any:
-    """The schema of what `_SKETCHED` was read in: what is a value already stays it."""
+    """The schema of an example in which `_SKETCHED` has found types. A value stays as it is, but for a boolean, a place
+    to be filled in (`...`), and words to choose from (`low|high`)."""
+    if isinstance(sketch, bool):
+        return {"type": "boolean"}
+    if isinstance(sketch, int | float):
+        return {"type": "integer" if isinstance(sketch, int) else "number", "default": sketch}
+    if isinstance(sketch, str) and len(words := [word.strip() for word in re.split(r"[|/]", sketch)]) > 1:
+        return {"enum": words} if all(re.fullmatch(r"[\w -]{1,24}", word) for word in words) else {"const": sketch}
+    if isinstance(sketch, str):
+        return {"type": "string"} if _BLANK.fullmatch(sketch) else {"type": "string", "default": sketch}
     if isinstance(sketch, list):
         return {"type": "array", "items": _schema_of(sketch[0]) if sketch else {}}
     if not isinstance(sketch, dict):
@@ -111,18 +124,18 @@ def _listed(text: str) -> list[str]:
     return list(dict.fromkeys([*_LISTED.findall(text), *(part for part in inline if part)]))
 
 
-def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a text, outermost only."""
-    decoder, at = json.JSONDecoder(), text.find("{")
-    while at >= 0:
+def _objects(text: str) -> Iterator[Any]:
+    """The JSON objects in a text, and lists of such, outermost only."""
+    decoder, end = json.JSONDecoder(), 0
+    for opened in re.finditer(r"\[\s*(?=\{)|\{", text):
+        if opened.start() < end:
+            continue
         try:
-            found, end = decoder.raw_decode(text, at)
+            found, end = decoder.raw_decode(text, opened.start())
         except ValueError:
-            end = at + 1
-        else:
-            if isinstance(found, dict) and found:
-                yield found
-        at = text.find("{", end)
+            continue
+        if found:
+            yield found
 
 
 def _content(message: Mapping[str, Any]) -> str:

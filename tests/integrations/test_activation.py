@@ -68,3 +68,22 @@ def test_an_object_of_no_framework_has_no_runner():
 
     for app in (Other(), Other, Pregel, len, 3):
         assert graph_runner(app) is None
+
+
+def test_crewai_is_kept_from_asking_where_cotune_runs_a_workflow_and_nothing_was_set() -> None:
+    code = (
+        "import os, crewai, cotune, asyncio\n"
+        "from cotune.recording.episodes import run_episode\n"
+        "from cotune.recording.recorder import Nowhere\n"
+        "from cotune.recording.records import Task\n"
+        "names = ['CREWAI_DISABLE_TELEMETRY', 'CREWAI_TRACING_ENABLED', 'CREWAI_DISABLE_VERSION_CHECK']\n"
+        "before = [os.environ.get(name) for name in names]\n"
+        "@cotune.workflow\n"
+        "async def solve(task): return 1.0\n"
+        "asyncio.run(run_episode(solve.cotune, Task(id='t', input=None), sink=Nowhere()))\n"
+        "print(before, [os.environ.get(name) for name in names])"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CREWAI")}
+    environment["CREWAI_TRACING_ENABLED"] = "true"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.splitlines()[-1] == "[None, 'true', None] ['true', 'true', 'true']"

@@ -13,17 +13,18 @@ import functools
 import json
 import linecache
 import re
+import sys
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from cotune.json_values import json_or_none
 from cotune.recording.episodes import Outcome
 from cotune.recording.records import CallRecord
 from cotune.runtime.loop_watch import Blocked
-from cotune.runtime.user_code import is_library
+from cotune.runtime.user_code import is_library, is_library_file
 from cotune.sampling.blame import blame
 from cotune.sampling.fitting import blamed, lessons, quotes
 from cotune.sampling.json_example import example
@@ -35,6 +36,8 @@ _LIMIT = re.compile(
 _LOOKED_AT = 3000
 """Most values that are looked through for one error."""
 _MOST = 50
+_WORDS = 12
+"""Most words that are taken from the application's code."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,8 @@ class Cause:
     instead: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def cause_of(outcome: Outcome, calls: Sequence[CallRecord], asked: bool = False) -> Cause:
-    """Why an episode failed, whose `calls` these are. `asked`: it asked a person."""
+def cause_of(outcome: Outcome, calls: Sequence[CallRecord], raised: BaseException | None, asked: bool = False) -> Cause:
+    """Why an episode failed, whose `calls` these are and which `raised` this. `asked`: it asked a person."""
     error = outcome.error
     if asked and "EOF" in str(error):
         return Cause(False)
@@ -90,9 +93,15 @@ def cause_of(outcome: Outcome, calls: Sequence[CallRecord], asked: bool = False)
     if error is None or not answered:
         return Cause(False)
     if ENDLESS in error.cause:
-        return Cause(True)
-    raised = error.__cause__
-    if raised is None or outcome.live.failures or outcome.live.interrupted or blame(error) == "infrastructure":
+        instead = [_Fault(one, Made.of(answered), error.cause).instead() for one in _chain(raised)] if raised else []
+        return Cause(True, next((found for found in reversed(instead) if found), {}))
+    if (
+        raised is None
+        or error.__cause__ is None
+        or outcome.live.failures
+        or outcome.live.interrupted
+        or blame(error) == "infrastructure"
+    ):
         return Cause(False)
     return cause_of_error(raised, Made.of(answered))
 
@@ -112,12 +121,12 @@ def cause_of_error(raised: BaseException, made: Made) -> Cause:
 class _Fault:
     """One exception, with the frame of the application that it came from."""
 
-    def __init__(self, error: BaseException, made: Made) -> None:
+    def __init__(self, error: BaseException, made: Made, text: str = "") -> None:
         self.error = error
         self.made = made
-        self.text = f"{type(error).__name__}: {error}"
-        frames = [frame for frame in traceback.walk_tb(error.__traceback__) if not is_library(frame[0])]
-        self.frame = frames[-1][0] if frames else None
+        self.text = text or f"{type(error).__name__}: {error}"
+        self.frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if not is_library(frame)]
+        self.frame = self.frames[-1] if self.frames else None
         every = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         self.beyond = every[every.index(self.frame) + 1 :] if self.frame is not None else every
         """Frames of libraries that it went through last."""
@@ -132,6 +141,10 @@ class _Fault:
         if isinstance(self.error, KeyError) and (held := self._lacking()) is not None:
             return set(map(str, held)) <= self.made.keys
         if isinstance(self.error, AttributeError) and self.error.obj is not None:
+            kind = type(self.error.obj)
+            named = sys.modules.get(kind.__module__)
+            if kind.__module__ != "builtins" and is_library_file(str(getattr(named, "__file__", None) or "<")):
+                return False  # what a library's objects have is no matter of answers
             return self._says(self.error.obj)
         if self.nodes and isinstance(self.nodes[-1], ast.For | ast.AsyncFor | ast.While):
             return True  # raised behind a loop that was left without a result
@@ -154,8 +167,23 @@ class _Fault:
             return {"": [json.dumps({**held, **example(schema)})]}
         if found := lessons(self.text, self.made.texts):
             return dict(found)
+        if words := self._waited_for():
+            return dict.fromkeys(blamed(self.text, self.made.texts), words)
         choices = next((list(found) for found in map(self._choices, self._held()) if found), [])
         return dict.fromkeys(blamed(self.text, self.made.texts), choices) if choices else {}
+
+    def _waited_for(self) -> list[str]:
+        """The words that the failing function compares texts with; for a loop without end also those around it."""
+        endless = _LIMIT.search(self.text) or ENDLESS in self.text
+        codes = [frame.f_code for frame in reversed(self.frames if endless else self.frames[-1:])]
+        trees = [_tree(code.co_filename) for code in codes]
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef
+        scopes: list[ast.AST] = []
+        for code, tree in zip(codes, trees, strict=True):
+            scopes += [one for one in ast.walk(tree) if isinstance(one, kinds) and _is_of(one, code)]
+        scopes += trees if endless else ()
+        words = dict.fromkeys(word for scope in scopes for word in _compared(scope))
+        return [word for word in words if word not in self.made.texts][:_WORDS]
 
     def _lacking(self) -> Mapping[Any, Any] | None:
         """The mapping that lacks the key of a KeyError."""
@@ -229,6 +257,34 @@ class _Fault:
 
 
 _UNKNOWN = object()
+
+
+def _is_of(function: ast.FunctionDef | ast.AsyncFunctionDef, code: CodeType) -> bool:
+    first = min([function.lineno, *(one.lineno for one in function.decorator_list)])
+    return (function.name, first) == (code.co_name, code.co_firstlineno)
+
+
+def _compared(scope: ast.AST) -> Iterator[str]:
+    """The words that code compares with: `== "yes"`, `"DONE" in text`, `startswith("a")`, `case "b"`, `(one|two)`."""
+    for node in ast.walk(scope):
+        found: Iterable[ast.AST] = ()
+        if isinstance(node, ast.Compare):
+            found = (node.left, *node.comparators)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in ("startswith", "endswith", "find", "index", "partition", "split"):
+                found = node.args
+            elif isinstance(node.func.value, ast.Name) and node.func.value.id == "re":
+                found = ()
+                for part in (inner for arg in node.args[:1] for inner in ast.walk(arg)):
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                        for group in re.findall(r"\((?:\?:)?([\w -]+(?:\|[\w -]+)+)\)", part.value):
+                            yield from group.split("|")
+        elif isinstance(node, ast.MatchValue):
+            found = (node.value,)
+        for part in (inner for one in found for inner in ast.walk(one)):
+            word = part.value.strip() if isinstance(part, ast.Constant) and isinstance(part.value, str) else ""
+            if 1 < len(word) <= 40 and word != "__main__" and not re.fullmatch(r"\W+", word):
+                yield word
 
 
 def _texts(frame: FrameType) -> list[str]:

@@ -152,7 +152,15 @@ class Runner:
             if not (good.ended and time.perf_counter() < ends and self._more(found, shift)):
                 break
             found.runs.append(await self._once(task, good.variant + shift, good.manner, good))
+        for manner in _OTHERWISE if good.ended else ():
+            if self._idle() and manner.call_tools and time.perf_counter() < ends:
+                other = msgspec.structs.replace(manner, call_tools=good.manner.call_tools)
+                found.runs.append(await self._once(task, good.variant, other, good))
         return found
+
+    def _idle(self) -> bool:
+        """Whether a part of the application has not run."""
+        return not all(self.parts.ran(part) for part in self.parts.known if part.kind not in ("member", "agent"))
 
     async def _until_it_ends(self, found: TaskRuns, ends: float) -> None:
         """Run the task until a run ends well, each time with other answers, while answers are to blame."""
@@ -221,20 +229,14 @@ class Runner:
         outcome = await run_episode(self.workflow, task, sink=self.store, responder=responder, options=options)
         if meeting is not None:
             meeting.held = True
+        raised = outcome.error.__cause__ if outcome.error is not None else None
         # A framework wraps what was raised into its own error, traceback and all; the cause says it better.
         outcome = dataclasses.replace(outcome, error=outcome.live.fatal or outcome.error)
         self.store.flush()
         calls = list(self.store.calls(outcome.episode.id))
         logged = self.watch.logged.get(outcome.episode.id, [])
-        run = Run(
-            manner,
-            variant,
-            outcome,
-            calls,
-            cause_of(outcome, calls, outcome.episode.id in self.watch.asked),
-            logged,
-            stub,
-        )
+        cause = cause_of(outcome, calls, raised, asked=outcome.episode.id in self.watch.asked)
+        run = Run(manner, variant, outcome, calls, cause, logged, stub)
         if run.ended and (logged or _unscored(run)):
             made = Made.of(calls)
             causes = [cause_of_error(error, made) for error in logged]

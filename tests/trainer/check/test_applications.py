@@ -312,3 +312,40 @@ def test_two_agents_without_a_name_are_said_to_share_a_role() -> None:
     assert (
         "Agents without a name share the role 'model', or one that" in finding.text and f"{__file__}:" in finding.text
     )
+
+
+ASKS = """
+import cotune, openai
+
+@cotune.workflow
+def solve(task):
+    with openai.OpenAI(api_key="none") as client, cotune.role("bot"):
+        messages = [{"role": "user", "content": "hi"}]
+        reply = client.chat.completions.create(model="m", messages=messages).choices[0].message.content
+    if task["ask"]:
+        input("Go on? ")
+    if len(reply) < 1000:
+        raise ValueError("too short")
+    return 1.0
+"""
+WITHOUT_GRAMMARS = "import sys; sys.modules['llguidance'] = None; from cotune.cli.main import main; sys.exit(main())"
+
+
+@pytest.mark.parametrize(("asks", "status", "verdict"), [(True, 1, "not trainable as it is"), (False, 3, "undecided")])
+def test_a_person_is_not_waited_for_and_the_status_is_the_verdict(
+    tmp_path: Path, asks: bool, status: int, verdict: str
+) -> None:
+    """In the base install too, and with a standard input on which nothing comes."""
+    (tmp_path / "app.py").write_text(ASKS)
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"id": "q", "ask": asks}) + "\n")
+    read, write = os.pipe()
+    command = [sys.executable, "-c", WITHOUT_GRAMMARS, "check", "app:solve", "--tasks", "tasks.jsonl", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False, stdin=read)
+    os.close(read)
+    os.close(write)
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["verdict"]) == (status, verdict), done.stderr
+    told = " ".join(f"{f['text']} {f['remedy']}" for f in report["findings"] if f["level"] in ("blocks", "undecided"))
+    line = ASKS.splitlines().index('        input("Go on? ")') + 1
+    assert f"it waits for a person: input('Go on? ') at {tmp_path}/app.py:{line} in solve" in told or not asks
+    assert "cotune train app:solve --tasks tasks.jsonl --model MODEL" in told or asks

@@ -324,7 +324,12 @@ async def _until_approved(task: Any) -> float:
 
 
 def test_an_endless_loop_is_stopped_with_a_reason(provider: Provider) -> None:
-    report = dry(application(_until_approved), calls=10)
+    async def until_long(task: Any) -> float:
+        while len(await ask("judge", "go on")) < 1000:
+            pass
+        return 1.0
+
+    report = dry(application(until_long), calls=10)
     assert len(report.calls) == 11 and report.verdict == "undecided"
     (text,) = said(report, "undecided", "runs")
     assert "made 10 calls on one task and did not stop; the last one by 'judge'" in text and "--answer" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import zlib
 from datetime import date
 from typing import Any
 
@@ -130,7 +131,7 @@ def wants_the_unguessable() -> Any:
     async def solve(one: Any) -> float:
         with cotune.role("bot"):
             text = (await chat("Say the secret of the house.")).content
-        if not text.startswith("xyzzy"):
+        if zlib.crc32(text.encode()) != 7:
             raise ValueError(f"wrong secret: {text}")
         return 1.0
 
@@ -141,8 +142,48 @@ def never_ends() -> Any:
     @cotune.workflow
     async def solve(one: Any) -> float:
         with cotune.role("bot"):
+            while len((await chat("go on")).content) < 1000:
+                pass
+        return 1.0
+
+    return solve
+
+
+def ends_by_a_word() -> Any:
+    """A word that stands in the code alone."""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("bot"):
             while "plugh" not in (await chat("go on")).content:
                 pass
+        return 1.0
+
+    return solve
+
+
+def labels() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("classifier"):
+            label = (await chat(one["question"], "What is it?")).content.strip()
+        found = re.match(r"^(bug|feature|question)$", label)
+        assert found, label
+        return 1.0
+
+    return solve
+
+
+def triages() -> Any:
+    """Reads JSON of which its prompt shows an example with places to be filled in."""
+    form = 'Answer in JSON: {"urgency": "low|high", "summary": "...", "tags": [{"name": "..."}]}'
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("triage"):
+            found = json.loads((await chat(one["question"], form)).content)
+        with cotune.role({"low": "responder", "high": "escalator"}[found["urgency"]]):
+            await chat(found["summary"] + found["tags"][0]["name"])
         return 1.0
 
     return solve
@@ -199,6 +240,9 @@ ROWS = {
     "never_ends": Row(
         never_ends, {"bot"}, UNDECIDED, [("undecided", "did not stop")], ["are not trained on"], {"calls": 8}
     ),
+    "ends_by_a_word": Row(ends_by_a_word, {"bot"}),
+    "labels": Row(labels, {"classifier"}),
+    "triages": Row(triages, {"triage", "responder", "escalator"}),
     "embeds": Row(embeds, {"bot"}, says=[("note", "embeddings")], never=["a model that cotune does not see"]),
     "alone_only": Row(alone_only, {"bot"}, NOT, [("blocks", "two episodes")]),
 }
