@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import time
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from cotune.algorithms.goal import goal_of
+from cotune.reading.evaluations import step_file
 from cotune.recording.records import PolicyRef
 from cotune.recording.rollout import EpisodeBatch
+from cotune.trainer.evaluation.report import EvaluationReport, compare
 from cotune.trainer.evaluation.run import Evaluation, summarise
 from cotune.trainer.evaluation.sink import EvaluationSink
-from cotune.trainer.reporting.progress import Progress
+from cotune.trainer.reporting.progress import Progress, held_out_text
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.rollout.episodes import run_episodes
 from cotune.trainer.run import Run
+from cotune.trainer.run_folder import write_atomically
 
 AGAINST_UNTRAINED = "against_untrained"
 """`against_untrained/ROLE` among held-out figures: what the role wins where its opponents are untrained."""
@@ -32,9 +40,61 @@ async def evaluate_held_out(run: Run, report: StepReport, progress: Progress) ->
     if not run.held_out or (step % config.evaluation.every and step != config.steps):
         return {}
     with report.phase("evaluate"):
-        found = await _played(run, run.served(), "eval")
+        found = await _played(run, progress, run.served(), "trained")
     if found is None:
         return {}
+    base = _base(run)
+    _store(run, step, [base, found] if base else [found])
+    figures = _figures(found)
+    if base is not None:
+        figures |= {f"base_{name}": value for name, value in _figures(base).items() if name in ("success", "reward")}
+    if found.opposed:
+        progress.say_once(
+            f"{', '.join(found.opposed)} play against each other: their held-out rewards always add up to the same, so "
+            "each is judged by what it wins against the untrained model"
+        )
+        with report.phase("evaluate"):
+            figures |= await _against_untrained(run, progress, found.opposed)
+    return figures
+
+
+async def evaluate_base(run: Run, report: StepReport, progress: Progress) -> None:
+    """Run the held-out tasks before the first step, unless that was done: with the untrained model, or with what `init`
+    began from. What comes later is compared with it."""
+    if not run.held_out or _base(run) is not None:
+        return
+    begun = bool(run.config.init) and not run.state.steps
+    served = run.served()
+    policies = served if begun else {role: PolicyRef(ref.name) for role, ref in served.items()}
+    with report.phase("evaluate"):
+        found = await _played(run, progress, policies, "start" if begun else "base", training_step=-1)
+    if found is not None:
+        _store(run, 0, [found])
+        progress.say(f"before training, held-out, single samples: {held_out_text(_figures(found)) or 'no figure'}")
+    progress.activity.begin(run.state.steps)
+
+
+def _base(run: Run) -> Evaluation | None:
+    """What was evaluated before the first step, on the held-out tasks of now."""
+    try:
+        plain = json.loads(step_file(run.folder.path, 0).read_bytes())["evaluations"]
+        (found,) = (msgspec.convert(one, Evaluation, strict=False) for one in plain.values())
+    except (OSError, ValueError, LookupError):
+        return None
+    return found if found.endings.keys() == {task.id for task in run.held_out} else None
+
+
+def _store(run: Run, steps: int, evaluations: Sequence[Evaluation]) -> None:
+    """Write an evaluation after so many steps, the last of `evaluations`, and how it compares with the one before."""
+    compared = [compare(after, before) for before, after in itertools.pairwise(evaluations)]
+    report = EvaluationReport(evaluations={one.label: one for one in evaluations}, comparisons=tuple(compared))
+    file = step_file(run.folder.path, steps)
+    file.parent.mkdir(exist_ok=True)
+    write_atomically(file, json.dumps({"created": time.time(), "steps": steps, **report.to_json()}).encode())
+
+
+def _figures(found: Evaluation) -> dict[str, float]:
+    """The figures of an evaluation for metrics.jsonl."""
     figures = {"episodes": float(found.episodes), "failed": float(sum(found.failed.values()))}
     for name, interval in (("success", found.success), ("reward", found.reward), ("outcome", found.outcome)):
         if interval is not None:
@@ -45,24 +105,17 @@ async def evaluate_held_out(run: Run, report: StepReport, progress: Progress) ->
         figures |= {f"{role}/{name}": value for name, value in own.rewards.items()}
         if own.reward is not None:
             figures[f"reward/{role}"] = own.reward
-    if found.opposed:
-        progress.say_once(
-            f"{', '.join(found.opposed)} play against each other: their held-out rewards always add up to the same, so "
-            "each is judged by what it wins against the untrained model"
-        )
-        with report.phase("evaluate"):
-            figures |= await _against_untrained(run, found.opposed)
     return figures
 
 
-async def _against_untrained(run: Run, roles: Sequence[str]) -> dict[str, float]:
+async def _against_untrained(run: Run, progress: Progress, roles: Sequence[str]) -> dict[str, float]:
     """What each of these roles wins where the untrained model plays the others; nothing when the run is stopped."""
     present, figures = run.served(), {}
     for role in roles:
         policies = {
             name: PolicyRef(ref.name) if name in roles and name != role else ref for name, ref in present.items()
         }
-        found = await _played(run, policies, "eval-against-untrained")
+        found = await _played(run, progress, policies, role, "eval-against-untrained")
         if found is None:
             return {}
         reward = found.roles[role].reward if role in found.roles else None
@@ -71,12 +124,27 @@ async def _against_untrained(run: Run, roles: Sequence[str]) -> dict[str, float]
     return figures
 
 
-async def _played(run: Run, policies: Mapping[str, PolicyRef], phase: str) -> Evaluation | None:
-    """The held-out tasks with these policies; None when the run is stopped."""
+async def _played(
+    run: Run,
+    progress: Progress,
+    policies: Mapping[str, PolicyRef],
+    label: str,
+    phase: str = "eval",
+    training_step: int | None = None,
+) -> Evaluation | None:
+    """The held-out tasks with these policies; None when the run is stopped. Its episodes are those of the step in hand,
+    or of `training_step`."""
     seen = EvaluationSink(run.store)
-    batch = EpisodeBatch(tasks=run.held_out, sink=seen, phase=phase, training_step=run.state.steps)
+    progress.evaluation(len(run.held_out))
+    batch = EpisodeBatch(
+        tasks=run.held_out,
+        sink=seen,
+        phase=phase,
+        training_step=run.state.steps if training_step is None else training_step,
+        on_episode=progress.evaluated,
+    )
     work = run_episodes(run, batch, plan=None, stream="eval", policies=policies)
     if await run.interruptible(work) is None:
         return None
     goal = goal_of(run.recipe, run.config.on_failure, run.evaluated_roles())
-    return summarise("held-out", seen, 0.0, {}, goal)
+    return summarise(label, seen, 0.0, {}, goal)

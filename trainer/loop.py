@@ -14,7 +14,7 @@ from cotune.trainer.batch import collect_samples, group_and_weigh
 from cotune.trainer.best import note_best
 from cotune.trainer.checkpoint import commit_checkpoint
 from cotune.trainer.guard import roll_back, safe_checkpoint, watch
-from cotune.trainer.held_out import evaluate_held_out
+from cotune.trainer.held_out import evaluate_base, evaluate_held_out
 from cotune.trainer.reporting.profiled import profiled
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.step_report import StepReport
@@ -37,6 +37,7 @@ async def train_steps(run: Run, progress: Progress) -> None:
     await report.begin()
     with report.phase("checkpoint"):
         await commit(run)
+    await evaluate_base(run, report, progress)
     roll_out_step = functools.partial(roll_out, run, progress)
     async with RolloutPipeline(roll_out_step, steps=steps, ahead=run.config.ahead) as rollouts:
         while run.state.steps < steps and not (run.stopping or run.ended):

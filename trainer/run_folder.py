@@ -16,6 +16,7 @@ import msgspec
 from cotune.errors import CotuneError, RunError, error_text
 from cotune.ids import new_id
 from cotune.integrations.versions import installed
+from cotune.reading.evaluations import drop_after
 from cotune.storage.file_lock import FileLock
 from cotune.storage.run_layout import RunEnd, RunLayout, read_metrics, read_run_json
 from cotune.storage.whole_file import is_full, of_system, whole_file
@@ -106,7 +107,8 @@ class RunFolder(RunLayout):
             file.write(json.dumps(line) + "\n")
 
     def truncate_metrics(self, steps: int) -> None:
-        """Drop the lines of steps that the checkpoint does not know: they are done again."""
+        """Drop the lines of steps that the checkpoint does not know, and their evaluations: they are done again."""
+        drop_after(self.path, steps)
         kept = [line for line in read_metrics(self.path) if line["step"] < steps]
         write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept).encode())
 

@@ -187,8 +187,8 @@ def _run_train(a: argparse.Namespace) -> int:
     shown = [change for change in summary.headline.changes if change.kind not in ("training", "selected")]
     for change in shown:
         tell(change_text(change))
-    if summary.headline.verdict:
-        tell(summary.headline.verdict)
+    if found := summary.headline.evaluation:
+        tell(f"{summary.headline.verdict or 'no verdict'} ({found.name})")
     if summary.stayed:
         tell("never updated: " + ", ".join(f"{policy} ({why})" for policy, why in summary.stayed.items()))
     for role, steps in summary.silent.items():

@@ -14,7 +14,7 @@ NOW = "now.json"
 
 
 class Now(msgspec.Struct, frozen=True, kw_only=True):
-    """The phase of a run: `rollout`, 37 of 64 `episodes`, in step 12 of 100. Times are Unix times, `left` seconds."""
+    """The phase of a run: `rollout`, 37 of 64 episodes, in step 12 of 100. Times are Unix times, `left` seconds."""
 
     phase: str
     """load | look | rollout | group | update | publish | evaluate | checkpoint | ..., as `seconds` in metrics.jsonl."""
@@ -22,8 +22,7 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
     """What the phase works on: the policies of an update, the weights that are loaded."""
     done: int = 0
     total: int = 0
-    """How many of `unit` are done, of how many; 0 where the phase counts nothing."""
-    unit: str = ""
+    """How many episodes of the phase have ended, of how many; 0 for a phase without episodes."""
     step: int = 0
     """The step in hand, from 1; 0 before the first one."""
     steps: int = 0
@@ -37,7 +36,7 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         """`rollout, 37 of 64 episodes`, `update of writer`."""
         what = f"{PHASES.get(self.phase, self.phase)}{f' of {self.of}' if self.of else ''}"
-        return f"{what}, {self.done:,} of {self.total:,} {self.unit}".rstrip() if self.total else what
+        return f"{what}, {self.done:,} of {self.total:,} episodes" if self.total else what
 
     def remaining(self, now: float | None = None) -> float | None:
         """Seconds to the end of the run as of now."""

@@ -24,7 +24,7 @@ from tests.trainer.tiny_app import application, ask, letters
 
 
 class Scripted:
-    """Outcomes of the held-out task, one after the other; other tasks are as good as their letters."""
+    """Outcomes of the held-out task, one after the other, in a new run that of the base first."""
 
     def __init__(self, held_out: Sequence[float]) -> None:
         self.left = list(held_out)
@@ -51,7 +51,7 @@ def steps_kept(trainer: Trainer) -> list[str]:
 def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(
     trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    app = application(Scripted([0.2, 0.8, 0.5, 0.8, 0.7]), first=letters, second=letters)
+    app = application(Scripted([0.0, 0.2, 0.8, 0.5, 0.8, 0.7]), first=letters, second=letters)
     evaluation = held_out(trainer, keep_best=True, patience=2, best_by="outcome")
     settings = {"steps": 9, "keep_checkpoints": 1, "checkpoint_every": 3, "policies": "full"}
     summary = trainer(app, evaluation=evaluation, **settings)
@@ -94,7 +94,9 @@ def test_a_kill_while_the_former_best_is_removed_loses_no_best(
     evaluation = held_out(trainer, keep_best=True, best_by="outcome")
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr("cotune.trainer.checkpoint.shutil.rmtree", killed)
-        trainer(application(Scripted([0.2, 0.8]), first=letters), evaluation=evaluation, keep_checkpoints=1, steps=4)
+        trainer(
+            application(Scripted([0.0, 0.2, 0.8]), first=letters), evaluation=evaluation, keep_checkpoints=1, steps=4
+        )
     best = {"first": Best("step-000002", 0.8)}
     assert read_best(checkpoints) == best and steps_kept(trainer) == ["step-000002"]
     again = application(Scripted([0.5]), first=letters)
@@ -109,7 +111,7 @@ def test_a_kill_while_the_former_best_is_removed_loses_no_best(
 
 
 def test_each_policy_may_have_a_best_checkpoint_of_its_own(trainer: Trainer) -> None:
-    held = {"first": [0.9, 0.1, 0.3], "second": [0.1, 0.2, 0.8]}
+    held = {"first": [0.0, 0.9, 0.1, 0.3], "second": [0.0, 0.1, 0.2, 0.8]}
 
     def scripted(role: str) -> Any:
         def scorer(candidate: Any, call: Any, task: Any) -> float:
@@ -117,7 +119,7 @@ def test_each_policy_may_have_a_best_checkpoint_of_its_own(trainer: Trainer) -> 
 
         return scorer
 
-    app = application(Scripted([0.0] * 3), first=scripted("first"), second=scripted("second"))
+    app = application(Scripted([0.0] * 4), first=scripted("first"), second=scripted("second"))
     settings = {"steps": 3, "keep_checkpoints": 1, "policies": "full"}
     trainer(app, evaluation=held_out(trainer, keep_best=True, best_by="reward"), **settings)
     run = trainer.folder / "run"

@@ -21,8 +21,8 @@ def best_of(trainer: Trainer) -> dict[str, Best]:
 
 
 def test_the_best_checkpoint_and_patience_go_by_the_weights(trainer: Trainer) -> None:
-    """By the plain sum, 2, 5 and 1.5, the second evaluation is the best, which is the worst."""
-    script = [(1.0, 1.0), (0.0, 5.0), (1.0, 0.5)]
+    """By the plain sum, 2, 5 and 1.5, the second evaluation after the base's is the best, which is the worst."""
+    script = [(0.0, 0.0), (1.0, 1.0), (0.0, 5.0), (1.0, 0.5)]
 
     async def timed(task: Any) -> dict[str, float]:
         correct, minutes = script.pop(0) if task["id"] == "held" else (0.0, float(task["id"] == "a"))
@@ -49,9 +49,9 @@ def test_a_failed_held_out_episode_counts(trainer: Trainer) -> None:
         if not task["id"].startswith("held"):
             return float(task["id"] == "a")
         played[0] += 1
-        if played[0] > 4 and task["id"] != "held-0":
+        if played[0] > 8 and task["id"] != "held-0":
             raise ValueError("boom")
-        return 0.85 if played[0] > 4 else 0.5
+        return 0.85 if played[0] > 8 else 0.5
 
     evaluation = held_out(trainer, keep_best=True)
     lines = "".join(json.dumps({"id": f"held-{i}", "letter": "h"}) + "\n" for i in range(4))
@@ -91,7 +91,7 @@ def test_roles_that_play_against_each_other_are_judged_against_the_untrained_mod
 )
 def test_figures_go_to_the_policies_that_play_in_evaluations(trainer: Trainer, routing: dict[str, Any]) -> None:
     """A step lets another policy, or an old version, play a role; the export does not."""
-    held = {"first": [0.9, 0.1], "second": [0.1, 0.2]}
+    held = {"first": [0.0, 0.9, 0.1], "second": [0.0, 0.1, 0.2]}
 
     def scripted(role: str) -> Any:
         def scorer(candidate: Any, call: Any, task: Any) -> float:

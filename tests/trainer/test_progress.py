@@ -64,17 +64,15 @@ def test_phases_add_up_and_a_file_says_what_the_run_is_doing(tmp_path: Path, mon
     now = 16.0
     assert activity.step(1) == 30.0
     with activity.phase("rollout"):
-        activity.count(2)
-        activity.advance()
-        activity.advance()
+        activity.count("rollout", 2)
+        activity.advance("rollout")
+        activity.advance("rollout")
         now = 20.0
         with activity.phase("update", "writer"):
             assert (told().text, told().step, told().left) == ("update of writer", 2, 26.0)
             assert told().remaining(told().written + 20) == 6.0
-        assert told().text == "rollout"
-        activity.count(64)
-        activity.advance()
-        activity.count(64)
+            activity.count("rollout", 64)
+            assert told().text == "update of writer", "rollouts of later steps go on meanwhile"
         assert told().text == "rollout, 0 of 64 episodes"
     assert read_now(tmp_path) is None, "no process holds the run"
     lock = FileLock(tmp_path / "lock", "The run")

@@ -120,7 +120,7 @@ def test_figures_of_a_step_are_named_for_what_they_are_and_failed_episodes_count
     assert "held-out, single samples: success 0.500 [0.150, 0.850] on 4" in said[1] and "outcome -0.750" in said[1]
     assert "(1 of 4 failed)" in said[1]
     evaluated = [call for call, _ in calls_of(trainer.folder / "run", "eval")]
-    assert len(evaluated) == 2 * 4 and {len(call.candidates) for call in evaluated} == {1}
+    assert len(evaluated) == 3 * 4 and {len(call.candidates) for call in evaluated} == {1}
 
 
 def test_held_out_tasks_that_are_trained_on_are_said(trainer: Trainer) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cotune.errors import ConfigError
+from cotune.reading.evaluations import read_evaluations
 from cotune.storage.run_layout import read_run_json
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tasks import as_tasks, load_tasks
@@ -89,4 +90,15 @@ def test_a_run_never_trains_on_what_it_holds_out(trainer: Trainer) -> None:
         trained = {task for (task,) in store.rows("SELECT task FROM episodes WHERE phase IN ('train', 'check')")}
         tried = {task for (task,) in store.rows("SELECT task FROM episodes WHERE phase = 'eval'")}
     assert trained == {task["id"] for task in given} - set(own) and tried == set(own)
-    assert json.loads((run / "metrics.jsonl").read_text())["held_out"]["episodes"] == 5
+    line = json.loads((run / "metrics.jsonl").read_text())
+    assert line["held_out"]["episodes"] == 5 and "before training, held-out, single samples: reward" in trainer.said
+    before, after = read_evaluations(run)
+    assert (before.name, after.name) == ("in training, before the first step", "in training, after step 1")
+    assert after.evaluations["base"].endings.keys() == after.evaluations["trained"].endings.keys() == set(own)
+    found = summary.headline
+    assert found.verdict == after.comparisons[0].verdict and found.changes[0].kind == "held_out"
+    assert (found.changes[0].first.mean, found.changes[0].last.mean) == (
+        line["held_out"]["base_reward"], line["held_out"]["reward"],
+    )  # fmt: skip
+    trainer.resume(application(first=letters), given, steps=2)
+    assert trainer.said.count("before training") == 0 and len(read_evaluations(run)) == 3

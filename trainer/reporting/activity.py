@@ -33,6 +33,7 @@ class Activity:
         self._file = folder / NOW if folder else None
         self._now = Now(phase="load", steps=steps)
         self._open: list[tuple[str, str]] = []
+        self._counts: dict[str, tuple[int, int]] = {}
         self._since = time.perf_counter()
         self._written = 0.0
         self._begun = self._step_began = time.perf_counter()
@@ -43,7 +44,7 @@ class Activity:
         """Count the seconds within as those of this phase; `of` says what it works on."""
         self._book()
         self._open.append((name, of))
-        self._show(phase=name, of=of, done=0, total=0, unit="", since=time.time())
+        self._show(phase=name, of=of, since=time.time())
         try:
             yield
         finally:
@@ -51,16 +52,18 @@ class Activity:
             self._open.pop()
             if self._open:
                 outer, of = self._open[-1]
-                self._show(phase=outer, of=of, done=0, total=0, unit="", since=time.time())
+                self._show(phase=outer, of=of, since=time.time())
 
-    def count(self, total: int, unit: str = "episodes") -> None:
-        """The phase has so many of something to do."""
-        self._show(done=0, total=total, unit=unit)
+    def count(self, phase: str, episodes: int) -> None:
+        """A phase, which need not be the one in hand, has so many episodes to run."""
+        self._counts[phase] = (0, episodes)
+        self._show()
 
-    def advance(self) -> None:
-        """One of them is done."""
-        self._now = msgspec.structs.replace(self._now, done=self._now.done + 1)
-        if time.monotonic() - self._written >= _BETWEEN or self._now.done == self._now.total:
+    def advance(self, phase: str) -> None:
+        """One of them has ended."""
+        done, total = self._counts.get(phase, (0, 0))
+        self._counts[phase] = (done + 1, total)
+        if time.monotonic() - self._written >= _BETWEEN or done + 1 == total:
             self._show()
 
     def begin(self, made: int) -> None:
@@ -104,6 +107,8 @@ class Activity:
     def _show(self, **changes: object) -> None:
         left = self._left(self._now.steps - self._now.step + 1)
         self._now = msgspec.structs.replace(self._now, left=left, written=time.time(), **changes)
+        done, total = self._counts.get(self._now.phase, (0, 0))
+        self._now = msgspec.structs.replace(self._now, done=done, total=total)
         self._written = time.monotonic()
         if self._file is None:
             return

@@ -87,19 +87,25 @@ class Progress:
         self._bars.update(self._steps, completed=step)
         self.activity.begin(step)
 
-    def rollout(self, episodes: int, name: str = "episodes") -> None:
+    def rollout(self, episodes: int) -> None:
         """A rollout of so many episodes begins."""
-        self._bars.reset(self._episodes, total=episodes, description=name)
-        self.activity.count(episodes)
+        self._bars.reset(self._episodes, total=episodes, description="episodes")
+        self.activity.count("rollout", episodes)
 
-    def advance(self, episode: Episode) -> None:
-        """Count an episode that has ended."""
+    def evaluation(self, episodes: int) -> None:
+        """An evaluation of so many episodes begins."""
+        self._bars.reset(self._episodes, total=episodes, description="held-out")
+        self.activity.count("evaluate", episodes)
+
+    def evaluated(self, episode: Episode) -> None:
+        """Count an episode of an evaluation that has ended."""
         self._bars.advance(self._episodes)
-        self.activity.advance()
+        self.activity.advance("evaluate")
 
     def episode(self, episode: Episode) -> None:
         """Count an episode that has ended, and show why it failed, up to `CAUSES` different causes."""
-        self.advance(episode)
+        self._bars.advance(self._episodes)
+        self.activity.advance("rollout")
         if self.loggers is not None:
             self.loggers.episode(episode)
         if episode.status != "error":
@@ -209,6 +215,7 @@ def held_out_text(figures: Mapping[str, float]) -> str:
     count, failed = figures.get("episodes", 0.0), figures.get("failed", 0.0)
     found = [
         f"{name} {figures[name]:.3f}{_ends(figures, name)} on {figures.get(f'{name}_n', count):.0f}"
+        + (f" (base {figures[f'base_{name}']:.3f})" if f"base_{name}" in figures else "")
         for name in ("success", "reward", "outcome")
         if name in figures
     ]

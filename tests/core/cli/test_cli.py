@@ -13,6 +13,7 @@ import pytest
 from cotune.cli import main as cli
 from cotune.cli.command import prices
 from cotune.errors import ConfigError
+from cotune.reading.evaluations import StoredEvaluation
 from cotune.reading.headline import Headline, role_rewards
 from cotune.trainer import train as train_module
 from cotune.trainer.config import train as train_config
@@ -147,13 +148,14 @@ def trained(monkeypatch):
 
     def train(workflow, tasks, config, *, run):
         seen.workflow, seen.tasks, seen.config, seen.run = workflow, tasks, config, run
+        of = StoredEvaluation(evaluations={}, name="in training, after step 3")
         lines = [{"step": step, "roles": {"planner": {"reward": 0.25 + step / 4}}} for step in range(3)]
         return RunSummary(
             finished=seen.finished,
             steps=3,
             seconds=1.4,
             path="runs/r1",
-            headline=Headline(changes=tuple(role_rewards(lines)), verdict="trained is better than base"),
+            headline=Headline(changes=tuple(role_rewards(lines)), verdict="better", evaluation=of),
             calls=9,
             candidates=9,
             groups=3,
@@ -196,7 +198,7 @@ def test_flags_of_train_become_its_configuration(trained, capsys):
         "loading app:solve ...",
         "finished after 3 steps in 1 s: runs/r1",
         "reward of planner: 0.25 in step 1, 0.75 in step 3",
-        "trained is better than base",
+        "better (in training, after step 3)",
         "next: cotune eval app:solve --run runs/r1 --tasks HELD_OUT.jsonl",
         "then: cotune export runs/r1 --to adapters/; to look at it: cotune view runs/r1",
     ]

@@ -42,9 +42,9 @@ def ids(run: Path, sql: str) -> list[str]:
 def test_one_run_is_shown_at_once_with_its_figures(site, run):
     said = text(site)
     last = list(read_metrics(run))[-1]
-    assert "held-out success 66.7% step 3 20.8% – 93.9% 3 tasks step 1 66.7%" in said
+    assert "held-out success 66.7% trained 20.8% – 93.9% 3 tasks base 66.7%" in said
     assert f"steps {STEPS} of {STEPS}" in said and "recipe at_grpo" in said
-    assert f"calls {2 * 3 * (2 * STEPS + 1)}" in said and last["held_out"]["episodes"] == 3
+    assert f"calls {2 * 3 * (2 * STEPS + 2)}" in said and last["held_out"]["episodes"] == 3
 
 
 def test_tokens_by_role_with_their_cost(run):
@@ -76,8 +76,8 @@ def test_curves_hold_every_step_with_the_interval_of_held_out_success(site, run)
         c["id"]: c for c in msgspec.json.decode(re.search(r'id="charts"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
     }
     success = charts["outcome-success-on-held-out-tasks"]
-    assert success["steps"] == [1, 2, 3] and success["phase"] == "eval"
-    assert [round(v, 3) for v in success["series"][0]["low"]] == [0.208] * STEPS
+    assert success["steps"] == [0, 1, 2, 3] and success["phase"] == "eval"
+    assert [round(v, 3) for v in success["series"][0]["low"]] == [0.208] * (STEPS + 1)
     lines = list(read_metrics(run))
     assert {s["label"]: s["values"] for s in charts["roles-reward"]["series"]} == {
         role: [line["roles"][role]["reward"] for line in lines] for role in ("first", "second")
@@ -115,8 +115,8 @@ def test_steps_count_from_1_wherever_a_person_looks(site, run, capsys):
     assert "step 1 … 3" in text(f"{site}/run/trained/tasks") and "<title>step 3:" in pages["tasks"]
     assert re.findall(r"episodes\?step=(\d)\">(\d)<", pages["curves"]) == [("1", "1"), ("2", "2"), ("3", "3")]
     opened = OpenedRun(run, "r")
-    assert {step for chart in charts([opened]) for step in chart.steps} == {1, 2, 3}
-    assert "before: step 1" in (said := report(opened, {})) and "after: step 3" in said
+    assert {step for chart in charts([opened]) for step in chart.steps} == {0, 1, 2, 3}
+    assert "before: base" in (said := report(opened, {})) and "after: trained" in said
     opened.close()
     (last,) = ids(run, "SELECT max(id) FROM episodes WHERE phase = 'train'")
     assert 'episodes?step=3&amp;phase=train">step 3</a>' in httpx.get(f"{site}/run/trained/episode/{last}").text
