@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from cotune.algorithms.catalogue import RECIPES, recipe
-from cotune.algorithms.groups import build_groups
+from cotune.algorithms.groups import build_groups, one_prompt
+from cotune.algorithms.recipes import USUAL
 from cotune.algorithms.samples import Sample
 from cotune.errors import GroupError
 from cotune.recording.records import PolicyRef
 
 AT_GRPO = RECIPES["at_grpo"]
+ROOT = Path(__file__).parents[3]
 
 
 def sample(id: str, task: str = "q", rollout: str = "e", role: str = "a", turn: int = 0, **fields) -> Sample:
@@ -87,3 +92,14 @@ def test_ids_depend_on_key_and_step_not_on_members_or_order():
 def test_different_prompts_in_one_group_are_refused_and_named():
     with pytest.raises(GroupError, match=r"2 different prompts, from calls \['c', 'd'\]"):
         build_groups([sample("c.0", prompt="p1"), sample("d.0", prompt="p2")], AT_GRPO)
+
+
+def test_the_pages_say_what_a_group_is_in_each_plan():
+    """What the default recipes compare, by their keys, and the sentences that say so."""
+    one_prompt_by_plan = {plan: one_prompt(recipe(name)) for plan, name in USUAL.items()}
+    assert one_prompt_by_plan == {"tree": True, "independent": False, "replay": True}
+    assert recipe("dr_mas").key == ("task", "role")
+    for page in ("README.md", "docs/index.md", "docs/explanation/update.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        assert re.search(r"all calls of one role in the (K )?episodes of a task", text), page
+        assert "Candidates with identical prompt token ids, of one task, role and turn, form" not in text, page
