@@ -21,6 +21,7 @@ from cotune.policies import LoraSpec, policies_for
 from cotune.reading.evaluations import read_evaluations
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.records import Episode
+from cotune.storage.run_layout import read_run_json
 from cotune.trainer.checkpoint import Checkpoint, save_checkpoint
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.config.train import convert
@@ -141,7 +142,8 @@ def test_a_run_whose_adapters_have_not_moved_equals_its_base(
     run = RunFolder.create(tmp_path / "run", config, workflow="app:talk", tasks="tasks.jsonl")
     run.close()
     policies = policies_for("lora", ROLES, LORA)
-    checkpoint = Checkpoint(steps=1, versions=dict.fromkeys(ROLES, 1), policies=policies)
+    own = read_run_json(run.path)["id"]
+    checkpoint = Checkpoint(steps=1, versions=dict.fromkeys(ROLES, 1), policies=policies, run=own)
     save_checkpoint(run.checkpoints, checkpoint, learner, keep=1)
     report = evaluate(run.path, TALK, TASKS, EvaluationOptions(limit=2), modes=("base_greedy", "greedy"))
     greedy, base = report.evaluations["greedy"], report.evaluations["base_greedy"]
