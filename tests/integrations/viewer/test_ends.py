@@ -118,9 +118,9 @@ def test_a_run_under_way_says_its_phase_and_the_time_to_the_end(tmp_path: Path) 
     activity = Activity(4, folder.path)
     activity.begin(0)
     with viewing([tmp_path / "r1"]) as server, activity.phase("rollout"):
-        activity.count(64)
+        activity.count("rollout", 64)
         for _ in range(64):
-            activity.advance()
+            activity.advance("rollout")
         assert "step 1 of 4: rollout, 64 of 64 episodes" in text(server.url)
         activity.step(1)
         with activity.phase("update", "writer"):
