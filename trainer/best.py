@@ -46,7 +46,7 @@ def note_best(run: Run, held_out: Mapping[str, float], progress: Progress) -> bo
         return False
     lines = list(read_metrics(run.folder.path))
     if not is_game(held_out) and any(is_game(line["held_out"]) for line in lines):
-        progress.say_once("no held-out game of an evaluation had a winner, so it judges no policy")
+        progress.say_once("no held-out game had a winner in this evaluation, so it judges no policy")
         return False
     figures = _figures(run, held_out)
     if not figures:

@@ -18,7 +18,7 @@ from cotune.recording.records import CallRecord, Episode, PolicyRef, candidate_i
 NO_ROLE = ""
 """Stands for the role of an episode without an answered call."""
 TELLING = 6
-"""Episodes whose rewards add up to the same, but not to 0, of which it is no chance."""
+"""Least number of episodes with one constant sum of rewards, other than 0, that is not taken for chance."""
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,9 +96,9 @@ def single_sample(call: CallRecord, rewards: Mapping[str, float]) -> Sample:
 def worth(played: Sequence[Played], goal: Goal) -> Worth:
     """What each episode is worth.
 
-    Nobody knows it of an episode that the infrastructure has failed, or that was cancelled, nor does a failed one count
-    where `on_failure` is `exclude`. Each role has its mean over the calls of an episode, or its whole return where
-    rewards are summed up to the end.
+    Episodes that the infrastructure failed, that were cancelled, or that failed under `on_failure = "exclude"` have no
+    reward. A role's reward in an episode is the mean over its calls, or the return from its first call where the recipe
+    sums rewards up to the end.
     """
     samples = [sample for one in played if _counts(one.episode, goal) for sample in _samples(one, goal)]
     found = _by_role(samples, goal)
