@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cotune.algorithms.recipes import PROMPT_KEY, Attribution
-from cotune.algorithms.samples import Failure, Sample
+from cotune.algorithms.samples import Sample
 
 Floats = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.int64]
@@ -49,13 +49,11 @@ def attribute(samples: Sequence[Sample], attribution: Attribution, key: tuple[st
     own, outcome = _mixed(samples, attribution, key)
     mine, shared, counts = own.value - overlong(samples, attribution), outcome.value, outcome.some
     gate = _gate([{**s.outcome, **s.rewards} for s in samples], [s.role for s in samples], attribution)
-    failures = [s.failure for s in samples]
-    shut = np.isnan(gate) & np.array([failure is not None for failure in failures], np.bool_)
+    shut = np.isnan(gate) & np.array([s.failure is not None for s in samples], np.bool_)
     mine = np.where(shut, np.minimum(mine, 0.0), gate * mine)
     if attribution.takes_outcome:
         late = attribution.timeout_penalty * np.array([s.timed_out for s in samples], np.float64)
-        ended = _Outcomes([s.role for s in samples], [bool(s.outcome) for s in samples], failures)
-        shared, counts = ended.with_failures(gate * (shared - late), counts, late)
+        shared, counts = _with_failures(samples, gate * (shared - late), counts, late)
     some = own.some | counts
     if attribution.horizon in ("reward_to_go", "mean_to_go"):
         value = _reward_to_go(samples, mine, shared, attribution.gamma)
@@ -108,47 +106,22 @@ def attribute_siblings(
     return np.where(own.some, gate * (own.value - penalty), np.nan)
 
 
-def attribute_outcomes(
-    outcomes: Sequence[Mapping[str, float]],
-    role: str,
-    attribution: Attribution,
-    failures: Sequence[Failure | None],
-    tasks: Sequence[str],
-) -> Floats:
-    """[n] reward of `role` for the outcomes of episodes, as `attribute` weighs them; NaN where a component is missing.
-
-    `failures` (`collect.failure_of`) count for failed episodes; `tasks` are the ids of the episodes' tasks.
+def _with_failures(samples: Sequence[Sample], mixed: Floats, counts: Bools, late: Floats) -> tuple[Floats, Bools]:
+    """([n] reward, [n] whether it counts): `mixed` and `counts`, but the failure less `late` for a failed episode
+    without a whole outcome of its own. A failure counts for the roles that outcomes count for, or where none is known.
     """
-    roles = [role] * len(outcomes)
-    mixed = _mix(outcomes, roles, codes(tasks)[0], attribution, {}, outcome=True)
-    ended = _Outcomes(roles, list(map(bool, outcomes)), failures)
-    gated = _gate(outcomes, roles, attribution) * mixed.value
-    shared, counts = ended.with_failures(gated, mixed.some, np.zeros(len(outcomes)))
-    return np.where(counts, shared, np.nan)
-
-
-class _Outcomes(NamedTuple):
-    """[n] the role of each sample, whether its episode has an outcome, and its failure."""
-
-    roles: Sequence[str]
-    known: Sequence[bool]
-    failures: Sequence[Failure | None]
-
-    def with_failures(self, mixed: Floats, counts: Bools, late: Floats) -> tuple[Floats, Bools]:
-        """([n] reward, [n] whether it counts): `mixed` and `counts`, but the failure less `late` for a failed episode
-        without a whole outcome of its own."""
-        failed = np.array([failure is not None for failure in self.failures], np.bool_)
-        stated = np.array([f if isinstance(f, float) else np.nan for f in self.failures])
-        role, names = codes(self.roles)
-        lowest = np.zeros(len(names))
-        ended = counts & ~failed & ~np.isnan(mixed)
-        np.minimum.at(lowest, role[ended], mixed[ended])
-        weighs = np.bincount(role, counts & ~failed, len(names)) > 0
-        unseen = np.bincount(role, np.array(self.known, np.bool_) & ~failed, len(names)) == 0
-        here = failed & (np.isnan(mixed) | ~counts)
-        value = np.where(np.isnan(stated), lowest[role], stated) - late
-        counted = (weighs | unseen)[role]
-        return np.where(here, np.where(counted, value, 0.0), mixed), np.where(here, counted, counts)
+    failed = np.array([s.failure is not None for s in samples], np.bool_)
+    stated = np.array([s.failure if isinstance(s.failure, float) else np.nan for s in samples])
+    role, names = codes([s.role for s in samples])
+    lowest = np.zeros(len(names))
+    ended = counts & ~failed & ~np.isnan(mixed)
+    np.minimum.at(lowest, role[ended], mixed[ended])
+    weighs = np.bincount(role, counts & ~failed, len(names)) > 0
+    unseen = np.bincount(role, np.array([bool(s.outcome) for s in samples], np.bool_) & ~failed, len(names)) == 0
+    here = failed & (np.isnan(mixed) | ~counts)
+    value = np.where(np.isnan(stated), lowest[role], stated) - late
+    counted = (weighs | unseen)[role]
+    return np.where(here, np.where(counted, value, 0.0), mixed), np.where(here, counted, counts)
 
 
 def _gate(rewards: Sequence[Mapping[str, float]], roles: Sequence[str], attribution: Attribution) -> Floats:

@@ -16,7 +16,7 @@ from cotune.algorithms.samples import Sample
 REASONS: Mapping[str, str] = {
     "failed_episode": "the episode was cancelled, or it failed and such episodes are excluded",
     "abandoned": "the run was rolled back to a step before that of its episode",
-    "outage": "the engine, network or store failed the episode, not its policies",
+    "outage": "a model's engine or provider, or the store, failed the episode, or it raised cotune.Outage",
     "failed_call": "the request failed, so there is no answer to learn from",
     "timed_out_call": "the request timed out",
     "cancelled_call": "the request was cancelled, or its answer not read to the end",

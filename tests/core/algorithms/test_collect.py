@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cotune.algorithms.attribution import attribute, attribute_outcomes
+from cotune.algorithms.attribution import attribute
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import attributed, collect, failure_reward, temperature
 from cotune.algorithms.filters import REASONS
@@ -239,15 +239,6 @@ def test_a_failure_leaves_what_a_scorer_gave_and_no_gain_where_a_gate_is_missing
     assert rewards_of(book, Attribution(outcome=True, gates=("format",))) == {"e1": 3.0, "e2": 0.0, "e3": 0.0}
     assert rewards_of(book, Attribution(outcome=True, weights={"format": 0.0})) == {"e1": 3.0, "e2": 3.0, "e3": 2.0}
     assert rewards_of(book, Attribution()) == {"e1": 2.0, "e2": 2.0, "e3": 2.0}
-
-
-def test_outcomes_by_themselves_mix_as_in_training():
-    outcomes = [{"right": 1.0, "minutes": 4.0}, {}, {"right": 1.0, "minutes": 1.0}, {"right": 1.0}]
-    weighed = Attribution(weights={"minutes": -0.5})
-    found = attribute_outcomes(outcomes, "a", weighed, [None, "lowest", None, None], ["q"] * 4)
-    assert found.tolist()[:3] == [-1.0, -1.0, 0.5]
-    assert math.isnan(found[3])
-    assert attribute_outcomes([{}, {}], "a", weighed, ["lowest", -1.0], ["q", "p"]).tolist() == [0.0, -1.0]
 
 
 @pytest.mark.parametrize("blame", ["policy", "infrastructure"])
