@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from cotune.errors import LearnerLost
+from cotune.errors import LearnerLost, RunError
 from cotune.reading.evaluations import drop_after
 from cotune.recording.records import PolicyRef
 from cotune.storage.protocol import Store
@@ -94,7 +94,7 @@ def finish_going_back(folder: RunFolder) -> None:
 
 def _abandon(folder: RunFolder, store: Store, rollback: Rollback, number: int) -> None:
     """Mark what belongs to the steps after those that a rollback keeps. Done again, it changes nothing."""
-    why = f"the run was rolled back to step {rollback.to}"
+    why, lost = f"the run was rolled back to step {rollback.to}", store.lost
     for step in itertools.count(rollback.to):
         found = list(store.episodes(training_step=step))
         if not found and step > rollback.steps:
@@ -107,13 +107,16 @@ def _abandon(folder: RunFolder, store: Store, rollback: Rollback, number: int) -
             ]
         )
     store.flush()
+    if store.lost > lost:
+        cause = "The episodes that a rollback abandons could not be marked in the records."
+        raise RunError(cause, f"Free some space, then go on with: cotune train --resume {folder.path}")
     folder.abandon_metrics(rollback.to, number)
     drop_after(folder.path, rollback.to)
     write_atomically(latest_in(folder.checkpoints), checkpoint_name(rollback.to).encode())
 
 
 async def begin_from(run: Run, source: str, names: Collection[str] | None = None) -> list[str]:
-    """Start policies (all, or those in `names`) from those of another run or an export, as version 1.
+    """Start policies (all, or those in `names`) from those of another run or an export, as their first version.
 
     Returns what the user should know. Raises ConfigError.
     """

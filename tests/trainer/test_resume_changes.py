@@ -187,7 +187,7 @@ def test_a_late_reward_counts_until_its_group_is_trained_and_is_refused_after(tr
         said = await ask("first", f"say {task['letter']}")
         if live.phase == "train":
             past.append((live.id, "team"))
-        return said.count("a") / 4 + len(past) % 3
+        return said.count("a") / 4 + len(past) % 5  # different ones for each task
 
     scorers = {"first": letters} if plan["kind"] == "tree" else {}
     trainer(application(run, **scorers), steps=2, plan=plan, concurrency=1)

@@ -48,7 +48,7 @@ def test_a_reinforcement_run_starts_from_what_was_learned(
     assert summary.versions == {"first": 2, "second": 2}
     versions = json.loads((tmp_path / "run/checkpoints/step-000000/checkpoint.json").read_text())["versions"]
     assert versions == {"first": 1, "second": 1}
-    assert trainer.metrics()[0]["staleness"] == {"0": 24}
+    assert trainer.metrics()[0]["staleness"].keys() == {"0"}
 
 
 def test_its_resumption_does_not_need_the_other_run(trainer: Trainer, taught: Path, tmp_path: Path) -> None:
