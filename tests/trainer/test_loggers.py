@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from cotune.errors import ConfigError
+from cotune.trainer.reporting.loggers import named, public
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, letters
 
+ROLES = ("first", "second")
 APP = application(first=letters, second=letters)
 
 ALL = ["tensorboard", "mlflow", "wandb"]
@@ -53,17 +55,23 @@ def test_each_tool_has_every_step_and_a_resumed_run_goes_on_in_its_curve(
     assert "logger" not in trainer.said
 
     curves = scalars(run)
-    assert [step for step, _ in curves["candidate_reward"]] == [1, 2]
-    assert [value for _, value in curves["candidate_reward"]] == pytest.approx(wanted)
+    assert [step for step, _ in curves["step/candidate_reward"]] == [1, 2]
+    assert [value for _, value in curves["step/candidate_reward"]] == pytest.approx(wanted)
     assert set(trainer.metrics()[0]["roles"]) == {n.split("/")[1] for n in curves if n.startswith("roles/")}
+
+    first = sorted(curves)[:6]
+    assert first == [f"1_main/{title}/{role}" for title in ("2_reward", "3_entropy", "4_sampler_gap") for role in ROLES]
 
     (experiment, name), *more = in_mlflow(
         trainer.folder, "SELECT e.name, r.name FROM runs r JOIN experiments e USING (experiment_id)"
     )
     assert (experiment, name, more) == ("letters", "run", [])
-    rewards = in_mlflow(trainer.folder, "SELECT step, value FROM metrics WHERE key = 'candidate_reward' ORDER BY step")
+    rewards = in_mlflow(
+        trainer.folder, "SELECT step, value FROM metrics WHERE key = 'step/candidate_reward' ORDER BY step"
+    )
     assert rewards == [(1, pytest.approx(wanted[0])), (2, pytest.approx(wanted[1]))]
     assert dict(in_mlflow(trainer.folder, "SELECT key, value FROM params"))["learner.lr"] == "0.003"
+    assert dict(in_mlflow(trainer.folder, "SELECT key, value FROM params"))["model"] == trainer.base.name
 
     offline = sorted((run / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(offline) == 2
@@ -106,7 +114,7 @@ def test_a_tool_that_cannot_be_reached_costs_no_step(
     assert summary.finished
     assert f"logger mlflow: 2 of 2 steps did not arrive ({why}" in trainer.said.replace("\n", " ")
     assert "logger tensorboard" not in trainer.said
-    assert [step for step, _ in scalars(trainer.folder / "run")["rows"]] == [1, 2]
+    assert [step for step, _ in scalars(trainer.folder / "run")["step/rows"]] == [1, 2]
 
 
 def test_tools_are_named_before_work_starts(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,3 +124,15 @@ def test_tools_are_named_before_work_starts(trainer: Trainer, monkeypatch: pytes
     with pytest.raises(ConfigError, match="pip install trackio"):
         trainer(APP, loggers=["trackio"])
     assert not (trainer.folder / "run").exists()
+
+
+def test_the_figures_that_say_most_stand_first_and_a_setting_tells_no_path_or_password() -> None:
+    roles = {"planner": {"reward": 0.5, "entropy": 1.0, "sampler_gap_mean": 0.01}}
+    found = named({"calls": 3, "held_out": {"success": 0.25}, "roles": roles, "seconds": {"update": 2.0}})
+    assert sorted(found)[:4] == [
+        "1_main/1_held_out_success", "1_main/2_reward/planner", "1_main/3_entropy/planner",
+        "1_main/4_sampler_gap/planner",
+    ]  # fmt: skip
+    assert (found["step/calls"], found["seconds/update"], found["held_out/success"]) == (3.0, 2.0, 0.25)
+    assert public("/home/me/models/base") == "base" and public(3) == 3 and public("org/model") == "org/model"
+    assert public("http://me:secret@host:8000/v1") == "http://host:8000/v1"

@@ -11,8 +11,10 @@ import json
 import logging
 import math
 import queue
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +32,9 @@ log = logging.getLogger("cotune")
 SHOWN_EPISODES = 8
 """Episodes of a step in its table."""
 COLUMNS = ("step", "task", "input", "status", "calls", "metrics", "error")
+MAIN = "1_main"
+"""Group of the figures that a tracker shows first."""
+_PASSWORD = re.compile(r"(\w+://)[^/@\s]+@")
 LONGEST = 2000
 """Characters of a cell."""
 _END_SECONDS = 30.0
@@ -52,7 +57,7 @@ class Loggers:
 
     def step(self, metrics: StepMetrics) -> None:
         """Send a step, under the number that its line shows; does not wait."""
-        figures = dict(flat(msgspec.to_builtins(metrics)))
+        figures = named(msgspec.to_builtins(metrics))
         number = metrics.step + 1
         rows = [_row(number, episode) for episode in self._episodes]
         self._episodes = []
@@ -106,6 +111,25 @@ class _Logger(threading.Thread):
             log.warning("Logger %s failed at its end: %r", self.tool, error)
 
 
+def named(line: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a step as trackers show them: under `1_main`, which stands first in every tool, those that say
+    most; the counts of the step under `step`; the others by their path in metrics.jsonl."""
+    found = {f"{MAIN}/1_held_out_{name}": line["held_out"].get(name) for name in ("success", "reward")}
+    for key, title in (("reward", "2_reward"), ("entropy", "3_entropy"), ("sampler_gap_mean", "4_sampler_gap")):
+        found |= {f"{MAIN}/{title}/{role}": figures.get(key) for role, figures in line["roles"].items()}
+    rest = ((name if "/" in name else f"step/{name}", value) for name, value in flat(line))
+    return {name: value for name, value in found.items() if value is not None} | dict(rest)
+
+
+def public(value: Any) -> Any:
+    """A setting as it may leave this machine: of a path its last part, of an address no password."""
+    if not isinstance(value, str):
+        return value
+    if Path(value).is_absolute():
+        return Path(value).name
+    return _PASSWORD.sub(r"\1", value)
+
+
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
     """The finite numbers in nested mappings, by their path: `roles/planner/reward`."""
     if isinstance(value, Mapping):
@@ -122,7 +146,7 @@ def _opened(tool: Tool, config: TrainConfig, folder: RunFolder, done: int) -> Tr
     known = json.loads(file.read_text()).get(tool) if file.is_file() else None
     tracker = Tracker(tool, config.project, folder.path, run, known=known, done=done)
     if known is None or tool == "trackio":  # which keeps those of a run's last part
-        settings = leaves(written(config))
+        settings = ((name, public(value)) for name, value in leaves(written(config)))
         tracker.settings({k: v if isinstance(v, bool | int | float | str) else json.dumps(v) for k, v in settings})
     if known is None:
         with _ids:
