@@ -123,14 +123,14 @@ def test_the_export_says_which_policy_has_no_best(trainer: Trainer, capsys: pyte
 def test_games_without_a_winner_judge_nobody(trainer: Trainer) -> None:
     """The second evaluation has draws alone, which do not tell a game from a team that fails: its 0 is no figure of
     the kind that the first one has, where white loses."""
-    played = [0]  # an evaluation has two tasks, of both roles and of each against the untrained model
+    played = [0]  # two tasks: of the base, of both roles, and of each role against the untrained model
 
     async def play(task: Any) -> dict[str, float]:
         await ask("white", f"say {task['letter']}")
         await ask("black", f"answer {task['letter']}")
         white = float(task["id"] == "a")
         if task["id"].startswith("held"):
-            white, played[0] = (-1.0 if played[0] < 6 else 0.0), played[0] + 1
+            white, played[0] = (-1.0 if played[0] < 8 else 0.0), played[0] + 1
         return {"white": white, "black": -white}
 
     evaluation = held_out(trainer, keep_best=True)
