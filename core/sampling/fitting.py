@@ -30,7 +30,8 @@ _BY_NAME: Sequence[tuple[str, str]] = (
     ("city|location|place|destination|origin|town", "Paris"),
     ("country", "France"),
     ("phone", "+15550100"),
-    ("number|num|count|index|idx|id|amount|price|quantity|limit|age|size|minutes|hours|days|percentage|score", "1"),
+    ("number|num|count|index|idx|id|amount|price|quantity|total|cost", "1"),
+    ("rating|limit|age|size|minutes|hours|days|percentage|score", "1"),
 )
 """What a parameter is called, and a text that such a one takes."""
 _BY_ERROR: Sequence[tuple[re.Pattern[str], str]] = tuple(
@@ -137,8 +138,9 @@ def form_shown(prompt: str) -> str | None:
     for label, kind in dict.fromkeys(re.findall(r"^[ \t*#-]*([A-Z][\w ]{0,30}?)\**: *([\[<{(][^\n]*)", prompt, re.M)):
         parts.append(f"{label}: {_filled(label, kind)}")
     for tag in dict.fromkeys(re.findall(r"<(\w+)>", prompt)):
-        if f"</{tag}>" in prompt or re.search(rf"<{tag}> tags?\b", prompt):
-            parts.append(f"<{tag}>{fitting(tag, '') or 'a'}</{tag}>")
+        inner = re.search(rf"<{tag}>(.*?)</{tag}>", prompt, re.S)
+        if inner or re.search(rf"<{tag}> tags?\b", prompt):
+            parts.append(f"<{tag}>{_filled(tag, inner[1] if inner else '')}</{tag}>")
     for language in dict.fromkeys(re.findall(r"```(\w*)", prompt)):
         parts.append(f"```{language}\n{'{}' if language == 'json' else 'print(1)'}\n```")
         break

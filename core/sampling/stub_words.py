@@ -29,6 +29,10 @@ _SKETCHED = re.compile(
     re.I,
 )
 """A type in the place of a value, as in `{"age": integer (in years)}`."""
+_KEYS = re.compile(
+    r"\b(?:fields|keys|properties)\b:?\s+((?:[`'\"]?\w+[`'\"]?(?:\s*,\s*(?:and\s+)?|\s+and\s+))+[`'\"]?\w+)", re.I
+)
+"""The keys of an object, as a sentence lists them."""
 _BLANK = re.compile(r"\s*(?:\.\.\.|…|<.*>|\[.*\]|\{.*\})?\s*|.*\.\.\.", re.S)
 """A text of an example that stands for another."""
 _NAMES = re.compile(r"agent|worker|recipient|assignee|delegate|member|team|target|expert|specialist|role\b|^to$", re.I)
@@ -77,6 +81,11 @@ def asked_json(
     if schema is None and (sketches := list(_objects(_SKETCHED.sub(_as_type, text)))) != shown:
         schema = _schema_of(sketches[-1])
     if schema is not None:
+        return json.dumps(example(schema, variant, names=offered, manner=manner))
+    if not shown and (named := _KEYS.search(text)):
+        keys = re.findall(r"\b(?!and\b)\w+", named[1])
+        lists = {key: {"type": "array", "items": {}} for key in keys if key.endswith("s") and not key.endswith("ss")}
+        schema = {"type": "object", "properties": {key: lists.get(key, {}) for key in keys}, "required": keys}
         return json.dumps(example(schema, variant, names=offered, manner=manner))
     return json.dumps(example(_schema_of(shown[-1]), variant, names=offered, manner=manner)) if shown else None
 

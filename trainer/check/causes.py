@@ -150,7 +150,7 @@ class _Fault:
             return True  # raised behind a loop that was left without a result
         if any(self._says(value) for frame in self.beyond for value in _texts(frame)):
             return True
-        if any(value is None or self._says(value) for value in self._values()):
+        if any(self._is_unknown(value) or self._says(value) for value in self._values()):
             return True
         if isinstance(self.error, OSError) or not self.nodes:
             return False
@@ -234,6 +234,12 @@ class _Fault:
         words = [one for one in value if isinstance(one, str) and one and len(one) <= 60 and "\n" not in one]
         return words if len(words) == len(value) and not any(map(self._says, words)) else ()
 
+    def _is_unknown(self, value: Any) -> bool:
+        """Whether a value may come from an answer without showing it: nothing that was found, or a piece of it."""
+        if value is None or (isinstance(value, str | list | tuple | Mapping) and not value):
+            return True
+        return isinstance(value, str) and any(value in text for text in self.made.texts)
+
     def _says(self, value: Any) -> bool:
         """Whether a made-up text or number is in a value, so far as one looks."""
         left, queue = _LOOKED_AT, [(value, 0)]
@@ -265,7 +271,8 @@ def _is_of(function: ast.FunctionDef | ast.AsyncFunctionDef, code: CodeType) -> 
 
 
 def _compared(scope: ast.AST) -> Iterator[str]:
-    """The words that code compares with: `== "yes"`, `"DONE" in text`, `startswith("a")`, `case "b"`, `(one|two)`."""
+    """The words that code compares with: `== "yes"`, `"DONE" in text`, `startswith("a")`, `case "b"`, `{"c": 1}[text]`,
+    `(one|two)`."""
     for node in ast.walk(scope):
         found: Iterable[ast.AST] = ()
         if isinstance(node, ast.Compare):
@@ -281,6 +288,8 @@ def _compared(scope: ast.AST) -> Iterator[str]:
                             yield from group.split("|")
         elif isinstance(node, ast.MatchValue):
             found = (node.value,)
+        elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Dict):
+            found = [key for key in node.value.keys if key is not None]
         for part in (inner for one in found for inner in ast.walk(one)):
             word = part.value.strip() if isinstance(part, ast.Constant) and isinstance(part.value, str) else ""
             if 1 < len(word) <= 40 and word != "__main__" and not re.fullmatch(r"\W+", word):

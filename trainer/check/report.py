@@ -132,7 +132,7 @@ def _parts(report: CheckReport) -> Iterable[RenderableType]:
         ("dry run ", "bold"),
         f"of {report.workflow} on {plural(len(report.tasks), 'task')} ({', '.join(report.tasks)}), ",
         f"{plural(report.runs, 'run')} with made-up answers\n{report.seconds:.1f} s: ",
-        ", ".join(f"{what} {seconds:.1f} s" for what, seconds in report.spent.items()),
+        ", ".join(f"{what} the application {seconds:.1f} s" for what, seconds in report.spent.items()),
         f"\n{report.plan}\n",
     )
     yield _frameworks(report.frameworks)

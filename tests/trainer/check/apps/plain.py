@@ -189,6 +189,45 @@ def triages() -> Any:
     return solve
 
 
+def evaluates() -> Any:
+    form = "Evaluate in this form: <evaluation>PASS, NEEDS_IMPROVEMENT, or FAIL</evaluation>"
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("evaluator"):
+            reply = (await chat(one["question"], form)).content
+        verdict = re.search(r"<evaluation>(.*?)</evaluation>", reply).group(1)  # type: ignore[union-attr]
+        return {"PASS": 1.0, "NEEDS_IMPROVEMENT": 0.5, "FAIL": 0.0}[verdict.strip()]
+
+    return solve
+
+
+def extracts() -> Any:
+    """Repeats by itself, and gives up; a sentence lists the keys."""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("extractor"):
+            for _ in range(3):
+                reply = await chat("Extract the invoice as JSON with the fields number, total and due.")
+                with contextlib.suppress(ValueError):
+                    return float(json.loads(reply.content)["total"])
+        raise RuntimeError("could not extract")
+
+    return solve
+
+
+def reads_a_table() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("tabulator"):
+            reply = await chat("Give a table of two columns.")
+        rows = [line for line in reply.content.splitlines() if line.startswith("|")]
+        return float(len(rows[2].split("|")) == 4)
+
+    return solve
+
+
 def embeds() -> Any:
     @cotune.workflow
     async def solve(one: Any) -> float:
@@ -243,6 +282,9 @@ ROWS = {
     "ends_by_a_word": Row(ends_by_a_word, {"bot"}),
     "labels": Row(labels, {"classifier"}),
     "triages": Row(triages, {"triage", "responder", "escalator"}),
+    "evaluates": Row(evaluates, {"evaluator"}),
+    "extracts": Row(extracts, {"extractor"}),
+    "reads_a_table": Row(reads_a_table, {"tabulator"}, UNDECIDED, [("undecided", "IndexError")]),
     "embeds": Row(embeds, {"bot"}, says=[("note", "embeddings")], never=["a model that cotune does not see"]),
     "alone_only": Row(alone_only, {"bot"}, NOT, [("blocks", "two episodes")]),
 }
