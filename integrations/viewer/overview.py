@@ -208,12 +208,14 @@ def troubles(run: OpenedRun) -> list[Trouble]:
 
 def rolled_back(run: OpenedRun) -> list[str]:
     """Which steps rollbacks took back, and why, the oldest first."""
-    return [msgspec.convert(one, Rollback).text for one in run.description.get("rollbacks") or ()]
+    try:
+        return [back.text for back in msgspec.convert(run.description.get("rollbacks") or (), tuple[Rollback, ...])]
+    except msgspec.ValidationError as error:
+        return [f"the rollbacks in run.json cannot be read: {error}"]
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run that has not made all its steps ended: in a sentence, what to do about it, and the command that goes
-    on."""
+    """How a run ended badly or early: in a sentence, what to do about it, and the command that continues it."""
 
     text: str
     remedy: str
@@ -221,7 +223,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ending(run: OpenedRun) -> Ending | None:
-    """None for a run that is under way, made all its steps, or never was one."""
+    """None for a run that is under way or ended well, and for records."""
     end, state = run.end, run.state
     if state not in ("failed", "stopped") and not (state == "finished" and end and end.kind == "ended"):
         return None

@@ -96,7 +96,7 @@ def before_and_after(run: OpenedRun, evaluation: StoredEvaluation | None) -> tup
     """Episodes of the same tasks before and after the training, and a sentence on how they were chosen; never by their
     outcome. Where no task was tried twice, the latest episodes."""
     if evaluation is not None and (pairs := _evaluated(run, evaluation)):
-        return pairs, f"The same held-out tasks in {evaluation.name}: the first by their ids, whatever came of them."
+        return pairs, f"The same held-out tasks ({evaluation.name}), the first by their ids, whatever came of them."
     for phase, what in (("eval", "held-out"), ("train", "training")):
         sql = f"""SELECT task, min(training_step), max(training_step) FROM episodes
                  WHERE phase = ? AND {COUNTED} AND training_step >= 0
