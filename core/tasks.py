@@ -34,6 +34,9 @@ def load_tasks(path: str | Path) -> list[Task]:
             value = msgspec.json.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError("tasks", f"{path}, line {number}", f"valid JSON ({error})", _EXAMPLE) from None
+        except RecursionError:
+            allowed = "valid JSON; this is nested too deeply"
+            raise ConfigError("tasks", f"{path}, line {number}", allowed, _EXAMPLE) from None
         task = as_task(value, number)
         if task.id in seen:
             allowed = f"unique ids; {task.id!r} is also on line {seen[task.id]}"

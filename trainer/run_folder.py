@@ -18,7 +18,7 @@ from cotune.ids import new_id
 from cotune.integrations.versions import installed
 from cotune.reading.evaluations import drop_after
 from cotune.storage.file_lock import FileLock
-from cotune.storage.run_layout import RunEnd, RunLayout, read_metrics, read_run_json
+from cotune.storage.run_layout import RunEnd, RunLayout, read_config, read_metrics, read_run_json
 from cotune.storage.whole_file import is_full, of_system, whole_file
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.config.withheld import written
@@ -79,7 +79,7 @@ class RunFolder(RunLayout):
     def open(cls, path: str | Path) -> RunFolder:
         """Open an existing run for writing. Raises RunError when there is none or another process holds it."""
         path = Path(path).absolute()
-        read_run_json(path)
+        read_config(path)
         return cls(path, FileLock(path / "lock", f"The run {path}"))
 
     @property

@@ -24,7 +24,7 @@ from cotune.runtime.interrupts import stop_by
 from cotune.runtime.openmp import spin_briefly
 from cotune.runtime.process_exit import go_on
 from cotune.runtime.run_sync import run_sync
-from cotune.storage.run_layout import read_run_json, relocated
+from cotune.storage.run_layout import relocated
 from cotune.tasks import as_tasks
 from cotune.trainer.checkpoint import load_checkpoint, tidy_checkpoints
 from cotune.trainer.config.train import NO_TASKS, TrainConfig, convert
@@ -118,7 +118,6 @@ def resume(
     or RunError, before work starts, for what would make it another run.
     """
     spin_briefly(os.environ)
-    read_run_json(run)
     folder = RunFolder.open(run)
     with contextlib.ExitStack() as stack:
         stack.callback(folder.close)

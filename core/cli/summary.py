@@ -11,7 +11,7 @@ from rich.text import Text
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.reading.headline import Headline, read_headline
 from cotune.reading.words import change_text
-from cotune.storage.run_layout import RunLayout, is_run, read_metrics, read_run_json
+from cotune.storage.run_layout import RunLayout, is_run, read_config, read_metrics
 from cotune.tables import QUIET, plural
 
 
@@ -28,14 +28,14 @@ def learned_from(path: Path | str) -> str:
     Raises RunError where run.json is broken."""
     if not is_run(path) or RunLayout(path).records.is_file():
         return ""
-    config = read_run_json(path)["config"]
+    config = read_config(path)
     return str(config["records"]["path"]) if config.get("recipe") in FROM_RECORDS else ""
 
 
 def show_learned(path: Path | str, records: str) -> Iterator[RenderableType]:
     """A run that learns from records: what from, its losses, and what was left out."""
     lines = [*read_metrics(path)]
-    config = read_run_json(path)["config"]
+    config = read_config(path)
     yield Text.assemble(("run ", "bold"), f"{path}: recipe {config['recipe']}, learns from {records}")
     done = f"{len(lines)} of {plural(config['steps'], 'step')}"
     if not lines:

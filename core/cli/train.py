@@ -19,7 +19,7 @@ from cotune.cli.command import (
 from cotune.cli.fields import RUN, add_fields, given
 from cotune.cli.options import TraceOptions
 from cotune.errors import ConfigError
-from cotune.storage.run_layout import read_run_json
+from cotune.storage.run_layout import read_config, read_run_json
 from cotune.storage.whole_file import whole_file
 from cotune.terminal import progress, tell, terminal
 
@@ -87,7 +87,7 @@ def add_doctor(commands: Any) -> None:
         flags = {**given(a), **settings(a.set)}
         config = load_config(a.config, flags) if a.config or a.model else None
         if a.run_folder is not None:
-            config = load_config(None, {**read_run_json(a.run_folder)["config"], **flags})
+            config = load_config(None, {**read_config(a.run_folder), **flags})
         if config is None and "cluster.address" in flags:
             raise ConfigError("model", None, "given where --cluster is", "Pass --model or --config.")
         report = examine(config, prompt=a.prompt_tokens)

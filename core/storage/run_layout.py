@@ -20,7 +20,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -41,6 +41,7 @@ CHECKPOINT = "checkpoint.json"
 BEST = "best.json"
 """Name of the file in the folder of checkpoints that names the best one of each policy."""
 _RUN = "run.json"
+_NAME_ONE = "Write the name of a step folder into checkpoints/latest, such as step-000012."
 
 
 class PlanConfig(msgspec.Struct, frozen=True):
@@ -124,6 +125,14 @@ class RunDescription(msgspec.Struct, frozen=True):
     rollbacks: tuple[Rollback, ...] = ()
 
 
+class _Described(RunDescription, frozen=True, kw_only=True):
+    """What every run.json has, typed."""
+
+    tasks: str | None = None
+    run: str | None = None
+    folder: str | None = None
+
+
 class CheckpointIdentity(msgspec.Struct, frozen=True):
     """What a checkpoint says of itself: its run by id, its steps, and how many rollbacks the run had made before."""
 
@@ -163,15 +172,45 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
     remedy: str = ""
 
 
-class _Line(msgspec.Struct):
-    """What every line of metrics.jsonl has that is read again."""
+_Figures = dict[str, float | None]
 
-    step: int
-    outcome: dict[str, float | None]
+
+class _Line(msgspec.Struct):
+    """What a line of metrics.jsonl has that is read again, typed; `trainer.reporting.metrics` documents the fields."""
+
+    step: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    outcome: _Figures
     left_out: dict[str, int]
     calls: int
     candidates: int
     groups: int
+    episodes: int = 0
+    failed: int = 0
+    unknown: int = 0
+    rows: int = 0
+    path: str = ""
+    candidate_reward: float | None = None
+    held_out: _Figures = {}
+    roles: dict[str, _Figures] = {}
+    policies: dict[str, _Figures] = {}
+    staleness: dict[str, int] = {}
+    counters: _Figures = {}
+    lr_scale: float | None = None
+    seconds: dict[str, float] = {}
+    tokens_per_s: float | None = None
+    rollout_tokens_per_s: float | None = None
+    update_tokens_per_s: float | None = None
+    total_tokens: int = 0
+    distinct_tokens: int = 0
+    updated: bool = True
+    stayed: dict[str, str] = {}
+    silent: dict[str, int] = {}
+    notes: list[str] = []
+    replay: dict[str, int] = {}
+
+
+_USED = ("roles", "seconds", "rows")
+"""Fields that every line has for its readers, empty where it lacks them."""
 
 
 class RunLayout:
@@ -199,7 +238,18 @@ def read_run_json(path: str | Path) -> dict[str, Any]:
     file = RunLayout(path).run_json
     if not file.is_file():
         raise RunError(f"{path} holds no run: there is no run.json.", "Name a folder that cotune train wrote.")
-    return _read(file, dict[str, Any], "Restore it, or start a new run.")
+    remedy = "Restore it, or start a new run."
+    found = _read(file, dict[str, Any], remedy)
+    _converted(file, found, _Described, remedy)
+    return found
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The configuration in run.json. Raises RunError as `read_run_json` does, and where there is none."""
+    found = read_run_json(path).get("config")
+    if not isinstance(found, dict):
+        raise RunError(f"{RunLayout(path).run_json} is broken: it has no `config`.", "Restore it, or start a new run.")
+    return found
 
 
 def read_run(path: str | Path) -> RunDescription:
@@ -236,17 +286,19 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     file = RunLayout(path).metrics
     if not file.is_file():
         return
-    broken = 0
-    for line in file.read_bytes().splitlines():
+    broken: list[str] = []
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:
-            found = json.loads(line)  # which takes NaN, as a figure may be
-            msgspec.convert(found, _Line)
-        except (ValueError, RecursionError):
-            broken += bool(line.strip())
+            found = _loaded(line)
+            typed = msgspec.convert(found, _Line)
+        except (ValueError, RecursionError) as error:
+            if line.strip():
+                broken.append(f"line {number}: {_fault(error)}")
         else:
-            yield found
+            yield {**{name: getattr(typed, name) for name in _USED}, **found}
     if broken:
-        log.warning("%s: %d broken %s left out", file, broken, "line is" if broken == 1 else "lines are")
+        many = f"{len(broken)} broken {'line is' if len(broken) == 1 else 'lines are'} left out"
+        log.warning("%s: %s (%s)", file, many, broken[0])
 
 
 def read_end(path: str | Path) -> RunEnd | None:
@@ -277,15 +329,24 @@ def checkpoint_name(steps: int) -> str:
 
 def steps_of(checkpoint: Path) -> int:
     """Steps after which a checkpoint was written, by its name."""
-    return int(checkpoint.name.rpartition("-")[2])
+    steps = checkpoint.name.rpartition("-")[2]
+    if not steps.isdecimal():
+        raise RunError(f"{checkpoint} is not the name of a checkpoint.", _NAME_ONE)
+    return int(steps)
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """The checkpoint that `latest` names, which may be damaged; None where there is none yet."""
+    """The checkpoint that `latest` names, which may be damaged; None where there is none yet.
+
+    Raises RunError for a name that is none of a checkpoint.
+    """
     latest = latest_in(checkpoints)
     if not latest.is_file():
         return None
-    return checkpoints / Path(latest.read_text(errors="replace").strip() or "?").name
+    name = latest.read_text(errors="replace").strip().rpartition("/")[2]
+    if not name or not name.isprintable():
+        raise RunError(f"{latest} names no checkpoint: {name[:100]!r}.", _NAME_ONE)
+    return checkpoints / name
 
 
 def step_folders(checkpoints: Path) -> list[Path]:
@@ -321,13 +382,21 @@ def read_policies(checkpoint: Path) -> list[SavedPolicy]:
     return _read(checkpoint / POLICIES, list[SavedPolicy], remedy)
 
 
+def _loaded(raw: bytes) -> Any:
+    """A JSON value, which may hold NaN, as a figure may be. Raises ValueError, also for half a character."""
+    found = json.loads(raw)
+    if b"\\ud" in raw.lower():
+        json.dumps(found, ensure_ascii=False).encode()
+    return found
+
+
 def _read(file: Path, kind: type[T], remedy: str) -> T:
     try:
-        found = json.loads(file.read_bytes())  # which takes NaN, as a figure may be
+        found = _loaded(file.read_bytes())
     except OSError as error:
         raise RunError(f"{file} cannot be read: {error.strerror}.", remedy) from None
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{file} is broken: {error}.", remedy) from None
+        raise RunError(f"{file} is broken: {_fault(error)}.", remedy) from None
     return _converted(file, found, kind, remedy)
 
 
@@ -335,5 +404,14 @@ def _converted(file: Path, found: Any, kind: type[T], remedy: str) -> T:
     try:
         return msgspec.convert(found, kind)
     except msgspec.ValidationError as error:
-        field, reason = field_and_fault(error)
-        raise RunError(f"{file} is broken: {f'{field}: ' if field else ''}{reason}.", remedy) from None
+        raise RunError(f"{file} is broken: {_fault(error)}.", remedy) from None
+
+
+def _fault(error: Exception) -> str:
+    """What is wrong, after the field that it is in."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if not isinstance(error, msgspec.ValidationError):
+        return str(error)
+    field, reason = field_and_fault(error)
+    return f"{field}: {reason}" if field else reason

@@ -93,6 +93,9 @@ class SqliteStore:
             lock.release()
             cause = f"The records file {path} cannot be written: {error.strerror}."
             raise RunError(cause, "Check its rights.") from None
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # a table that the writer reads at its start
+            lock.release()
+            raise unusable(path, error) from error
         except BaseException:
             lock.release()
             raise
@@ -306,7 +309,7 @@ def _connect_writer(path: Path) -> sqlite3.Connection:
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute("PRAGMA wal_autocheckpoint = 2000")
         db.execute("PRAGMA cache_size = -8000")
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         db.close()
         raise unusable(path, error) from error
     except BaseException:

@@ -88,7 +88,11 @@ class Writer:
         self._reported: set[str] = set()
         self._counted = {"lost": 0, "refused": 0}
         self._saved = dict(self._counted)
-        self._any_closed = connection.execute("SELECT EXISTS (SELECT 1 FROM closed)").fetchone()[0] == 1
+        try:
+            self._any_closed = connection.execute("SELECT EXISTS (SELECT 1 FROM closed)").fetchone()[0] == 1
+        except BaseException:
+            connection.close()
+            raise
         self._thread = threading.Thread(target=self._run, name="cotune-store", daemon=True)
         self._thread.start()
 

@@ -126,7 +126,7 @@ class _Reading:
         self, root: Span, chats: Sequence[Span], known: Mapping[str, Span], phase: str, left_out: Counter[str]
     ) -> None:
         self.root = root
-        self.chats = sorted(chats, key=lambda span: (span.attributes.get(names.STEP, 0), span.start))
+        self.chats = sorted(chats, key=lambda span: (whole(span.attributes.get(names.STEP)), span.start))
         self.known = known
         self.phase = phase
         self.left_out = left_out

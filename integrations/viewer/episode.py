@@ -70,11 +70,12 @@ def find_episode(run: OpenedRun, id: str) -> Episode | None:
 
 def timed_calls(run: OpenedRun, episode: str) -> list[TimedCall]:
     """All calls of an episode, without what was said."""
-    sql = """SELECT id, step, role, turn, status, coalesce(json_extract(body, '$.started'), 0),
-             coalesce(json_extract(body, '$.latency'), 0), coalesce(json_extract(body, '$.parents'), '[]')
+    sql = """SELECT id, step, role, turn, status, CAST(coalesce(json_extract(body, '$.started'), 0) AS REAL),
+             CAST(coalesce(json_extract(body, '$.latency'), 0) AS REAL),
+             iif(json_type(body, '$.parents') = 'array', json_extract(body, '$.parents'), '[]')
              FROM calls WHERE episode = ? ORDER BY step, id"""
     return [
-        TimedCall(id, step, role, turn, status, started, latency, tuple(json.loads(parents)))
+        TimedCall(id, step, role, turn, status, started, latency, tuple(map(str, json.loads(parents))))
         for id, step, role, turn, status, started, latency, parents in run.rows(sql, (episode,))
     ]
 

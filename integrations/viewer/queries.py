@@ -23,7 +23,8 @@ _HOLDS = """(body LIKE ? ESCAPE '\\' AND EXISTS (
     SELECT 1 FROM json_tree(body) AS part WHERE part.type = 'text' AND part.atom LIKE ? ESCAPE '\\'
     AND coalesce(part.key, '') NOT IN ('role', 'type', 'id', 'finish_reason', 'status', 'phase')))"""
 """Whether a JSON value holds a text: first as JSON has it, which is quick, then in its values, not in its keys."""
-SUCCESS = "iif(json_valid(metrics), json_extract(metrics, '$.success'), NULL)"
+SUCCESS = """iif(json_valid(metrics) AND json_type(metrics, '$.success') IN ('integer', 'real', 'true', 'false'),
+    json_extract(metrics, '$.success'), NULL)"""
 
 
 class Filters(EpisodeFilters, frozen=True, kw_only=True):
@@ -61,8 +62,10 @@ class EpisodePage(msgspec.Struct, frozen=True, kw_only=True):
     searched: int | None = None
 
 
-_FIELDS = f"""id, task, phase, training_step + 1, status, coalesce(json_extract(body, '$.calls'), 0),
-    coalesce(json_extract(body, '$.latency'), 0), json_extract(body, '$.error'), {SUCCESS}"""
+_FIELDS = f"""id, task, phase, training_step + 1, status,
+    CAST(coalesce(json_extract(body, '$.calls'), 0) AS INTEGER),
+    CAST(coalesce(json_extract(body, '$.latency'), 0) AS REAL), CAST(json_extract(body, '$.error') AS TEXT),
+    {SUCCESS}"""
 
 
 def episodes(run: OpenedRun, filters: Filters, before: str = "") -> EpisodePage:

@@ -100,3 +100,8 @@ def test_values_must_be_some_and_differ():
 def test_one_task_is_no_list_of_tasks(value):
     with pytest.raises(ConfigError, match="Put one task into a list"):
         as_tasks(value)
+
+
+def test_a_line_that_is_nested_too_deeply_is_named(file):
+    with pytest.raises(ConfigError, match=r"line 2': allowed is valid JSON; this is nested too deeply"):
+        load_tasks(file("1\n" + "[" * 10**6 + "\n"))

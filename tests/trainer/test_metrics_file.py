@@ -62,7 +62,7 @@ def test_odd_lines(folder: RunFolder, count: int) -> None:
         folder.metrics.write_bytes(json.dumps(LINE).encode() + b"\n" + odd + b"\n" + json.dumps(LINE).encode() + b"\n")
         folder.truncate_metrics(1)
         found = list(read_metrics(folder.path))
-        assert found[0] == found[-1] == LINE
+        assert found[0] == found[-1] and LINE.items() <= found[0].items()
         for line in found:
             sum(line["left_out"].values())
 

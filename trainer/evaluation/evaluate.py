@@ -27,7 +27,7 @@ from cotune.recording.rollout import EpisodeBatch
 from cotune.runtime.run_sync import run_sync
 from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.responder import PolicyResponder
-from cotune.storage.run_layout import RunLayout, newest_checkpoint, read_run_json, steps_of
+from cotune.storage.run_layout import RunLayout, newest_checkpoint, read_config, steps_of
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.storage.whole_file import of_system
 from cotune.tasks import as_tasks
@@ -83,7 +83,7 @@ def evaluate(
         _check_out(out)
     evaluated = open_evaluated_policies(source, chosen.model)
     evaluated.check_base()
-    trained = convert(read_run_json(source)["config"]) if of_run else None
+    trained = convert(read_config(source)) if of_run else None
     app = app.named_by(chosen.roles_by or (trained.roles_by if trained else None))
     goal, note = _goal(trained, app, evaluated)
     prices = _all_prices({**(trained.prices if trained else {}), **chosen.prices}, evaluated)

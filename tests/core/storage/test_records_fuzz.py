@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cotune.cli.main import main
+from cotune.errors import RecordError, RunError
 from cotune.ids import new_id
 from cotune.recording.answers import Answer
 from cotune.recording.images import Image, data_url
@@ -116,3 +118,35 @@ def test_odd_records(whole: Path, tmp_path: Path, capsys, count: int) -> None:
             assert len(told) <= 1 and "Traceback" not in "".join(said), said
             assert (run / "records.db").read_bytes() == before
     assert WIDTHS.keys() == COLUMNS.keys()
+
+
+@pytest.mark.parametrize("count", [25, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+def test_a_damaged_file_is_written_on_or_refused(whole: Path, tmp_path: Path, count: int) -> None:
+    rng, run = random.Random(3), tmp_path / "run"
+    run.mkdir()
+    raw = whole.read_bytes()
+    for _ in range(count):
+        made = bytearray(raw[: rng.randrange(len(raw))] if rng.random() < 0.2 else raw)
+        for _ in range(rng.randrange(1, 60)):
+            made[rng.randrange(min(len(made) - 1, rng.choice((16, 100))), len(made))] = rng.randrange(256)
+        for file in run.iterdir():
+            file.unlink()
+        (run / "records.db").write_bytes(made)
+        with contextlib.suppress(RunError), SqliteStore.open(run) as store:
+            live = LiveEpisode(store, Task(id="new", input=1), workflow="w")
+            live.end("ok", rewards={"team": 1.0})
+            with contextlib.suppress(RecordError):
+                store.consume({"h": ["b.0"]}, 1)
+            assert store.counters() and list(store.episodes()) is not None
+
+
+def test_a_table_that_the_writer_reads_at_its_start(whole: Path, tmp_path: Path) -> None:
+    file = Path(shutil.copy(whole, tmp_path / "records.db"))
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        page = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'closed'").fetchone()[0]
+        size = db.execute("PRAGMA page_size").fetchone()[0]
+    raw = bytearray(file.read_bytes())
+    raw[(page - 1) * size : page * size] = b"\xff" * size
+    file.write_bytes(raw)
+    with pytest.raises(RunError, match="is damaged"):
+        SqliteStore.open(file)

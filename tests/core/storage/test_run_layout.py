@@ -14,6 +14,8 @@ from cotune.storage.run_layout import (
     RunDescription,
     RunLayout,
     newest_checkpoint,
+    read_config,
+    read_metrics,
     read_policies,
     read_run,
     read_run_json,
@@ -84,3 +86,50 @@ def test_policies_that_cannot_be_read_are_said_so(tmp_path: Path, content: str |
         (tmp_path / "policies.json").write_text(content)
     with pytest.raises(RunError, match=message):
         read_policies(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["\0", "step-000012\0", ""])
+def test_a_latest_that_names_no_checkpoint_is_quoted(tmp_path: Path, text: str) -> None:
+    layout = RunLayout(tmp_path)
+    layout.checkpoints.mkdir()
+    layout.latest.write_text(text)
+    with pytest.raises(RunError, match=r"checkpoints/latest names no checkpoint: '"):
+        newest_checkpoint(layout.checkpoints)
+
+
+@pytest.mark.parametrize(
+    ("described", "fault"),
+    [
+        ({"config": {"on_failure": 1e308}}, "config.on_failure"),
+        ({"config": [1]}, "config"),
+        ({"config": {}, "tasks": 5}, "tasks"),
+    ],
+)
+def test_a_field_of_run_json_that_is_odd_is_named(tmp_path: Path, described: Any, fault: str) -> None:
+    with pytest.raises(RunError, match=rf"run\.json is broken: .*({fault})"):
+        read_run_json(run(tmp_path, described))
+
+
+def test_a_line_of_metrics_with_an_odd_field_is_left_out_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = {
+        "step": 0,
+        "outcome": {},
+        "left_out": {},
+        "calls": 1,
+        "candidates": 1,
+        "groups": 1,
+        "seconds": {"update": 1.0},
+    }
+    odd = {**whole, "step": 1, "seconds": {"update": [1]}}
+    RunLayout(tmp_path).metrics.write_text(f"{json.dumps(whole)}\n{json.dumps(odd)}\n")
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0]
+    assert "metrics.jsonl: 1 broken line is left out (line 2: seconds" in caplog.text
+
+
+def test_a_run_json_without_a_configuration_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"run\.json is broken: it has no `config`"):
+        read_config(run(tmp_path, {}))
+    with pytest.raises(RunError, match="abc is not the name of a checkpoint"):
+        steps_of(tmp_path / "abc")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from cotune.integrations.otel.spans import Detail
 from cotune.recording.records import CallRecord, Episode, PolicyRef, Usage
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.otel.records import TOOL, record, seen
+from tests.mutations import as_json, mutated
 
 MS = 1_000_000
 
@@ -392,3 +395,24 @@ def test_messages_survive_the_conventions_form(message: dict[str, Any]) -> None:
     there = json.loads(json.dumps(to_parts(message, left_out)))
     assert from_parts(there, left_out) == [message]
     assert left_out == {}
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.long)])
+def test_odd_spans_are_read_or_counted(tmp_path: Path, count: int) -> None:
+    (tmp_path / "a").mkdir()
+    with record(tmp_path / "a") as there:
+        export_file(there, tmp_path / "spans.jsonl", detail=Detail(content=True, tokens=True))
+    (whole,) = [json.loads(line) for line in (tmp_path / "spans.jsonl").read_bytes().splitlines()]
+    rng = random.Random(7)
+    with SqliteStore.open(tmp_path / "b" / "records.db") as back:
+        for _ in range(count):
+            (tmp_path / "odd.json").write_bytes(as_json(mutated(rng, whole)))
+            with contextlib.suppress(ConfigError):
+                import_file(tmp_path / "odd.json", back)
+
+
+@pytest.mark.parametrize("odd", ["x", [1], {"a": 1}, 1.5])
+def test_a_step_that_is_no_number_sorts_first(tmp_path: Path, odd: Any) -> None:
+    about = {"gen_ai.operation.name": "chat"}
+    chats = [span(1, 0, "chat m", {**about, "cotune.step": 1}), span(2, 0, "chat m", {**about, "cotune.step": odd})]
+    assert Read(tmp_path, span(0, None, "run", {}), *chats).made.calls == 2
