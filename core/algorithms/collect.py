@@ -91,9 +91,6 @@ def collect(
         failed = seats and failure_of(episode, on_failure) is not None
         culprit = failed_seat(calls_made) if failed else None
         for call in calls_made:
-            if failed and call.role != culprit:
-                left_out["opponent_failed"] += max(1, len(call.candidates))
-                continue
             if others and call.status == "ok" and call.chosen is not None:
                 around.append((episode, call))
             if call.replayed is not None:
@@ -106,6 +103,8 @@ def collect(
             forked = plan != "replay" or call.id in trunk_calls or (continuations and episode.fork is not None)
             if reason is None and not forked:
                 reason = "not_forked"
+            if reason is None and failed and call.role != culprit:
+                reason = "opponent_failed"
             if reason is None and not trunks and trunk_calls.get(call.id) == call.id:
                 reason = "chose_fork"
             reason = reason or _image_reason(store, call, images)

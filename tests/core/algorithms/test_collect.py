@@ -325,6 +325,7 @@ def test_a_game_that_its_opponent_failed_is_no_loss_of_the_trained_seat(book):
     book.call("b", "e1", role="black", turn=0, step=1, status="error", candidates=[], policy=PolicyRef("black", 1))
     collected = collect(book.store, book.store.episodes(), plan="independent", roles={"white": "white"}, seats=True)
     assert (collected.samples, collected.left_out) == ([], {"opponent_failed": 1, "failed_call": 1})
+    assert collected.roles == {"white", "black"}
 
 
 def test_roles_that_share_an_outcome_by_seat_fail_together():
