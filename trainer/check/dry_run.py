@@ -147,7 +147,7 @@ def check(
             workflow=workflow if isinstance(workflow, str) else flow.name,
             tasks=tuple(task.id for task in listed),
             seconds=done - started,
-            spent={"loading": loaded - started, "running": ended - loaded, "judging": done - ended},
+            spent={"loading": loaded - started, "running": ended - loaded},
             plan=why,
             frameworks=tuple(_frameworks({call.integration for call in seen})),
             runs=len(outcomes),

@@ -92,7 +92,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     tasks: tuple[str, ...]
     seconds: float
     spent: Mapping[str, float] = {}
-    """Seconds of loading the application, of running it, and of looking at what it did."""
+    """Seconds of loading the application, and of running it."""
     plan: str
     frameworks: tuple[Framework, ...]
     runs: int = 1
