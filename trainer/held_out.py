@@ -70,7 +70,10 @@ async def evaluate_base(run: Run, report: StepReport, progress: Progress) -> Non
         found = await _played(run, progress, policies, "start" if begun else "base", training_step=-1)
     if found is not None:
         _store(run, 0, [found])
-        progress.say(f"before training, held-out, single samples: {held_out_text(_figures(found)) or 'no figure'}")
+        figures = _figures(found)
+        progress.say(f"before training, held-out, single samples: {held_out_text(figures) or 'no figure'}")
+        if progress.loggers is not None:
+            progress.loggers.base(figures)
     progress.activity.begin(run.state.steps)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cotune.cli.command import add_address, add_command, add_repeated, add_trust, pairs
 from cotune.cli.fields import add_fields
-from cotune.storage.run_layout import RunLayout, newest_checkpoint, read_best, read_run, steps_of
+from cotune.storage.run_layout import RunLayout, newest_checkpoint, read_best, read_run, read_run_json, steps_of
 from cotune.terminal import tell
 
 _UNTRAINED = {"frozen": "frozen, the base model answers", "provider": "the application's own provider"}
@@ -43,6 +43,11 @@ def add_export(commands: Any) -> None:
             tell(text)
         for role in sorted(kinds.keys() - set(trained)):
             tell(f"no folder for {role}: its policy is {_UNTRAINED[kinds[role]]}")
+        if loggers := read_run_json(a.run_folder)["config"].get("loggers"):
+            from cotune.trainer.reporting.loggers import send_export
+
+            tell(f"sending the export to {', '.join(loggers)} ...")
+            send_export(Path(a.run_folder), Path(a.to), tell)
         if a.push:
             try:
                 tell(f"pushed to {push(Path(a.to), a.push, private=a.private)}")

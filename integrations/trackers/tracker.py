@@ -18,6 +18,9 @@ PACKAGES: Mapping[Tool, Sequence[str]] = {
 }
 """What must be installed for each: one of these."""
 
+KEEP_FILES: Sequence[Tool] = ("wandb", "mlflow")
+"""The tools that keep files beside figures."""
+
 
 def check_tools(tools: Sequence[Tool]) -> None:
     """Raises ConfigError for a tool that is not installed."""
@@ -85,6 +88,19 @@ class Tracker:
 
             by_column = dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True))
             mlflow.log_table(by_column, f"{name}/step-{step:06d}.json")
+
+    def keep(self, folder: Path, name: str) -> None:
+        """Store all files of a folder as an artefact of the run; only tools of `KEEP_FILES` can."""
+        if self._tool == "wandb":
+            import wandb
+
+            artefact = wandb.Artifact(f"{name}-{self.id}", type="model")
+            artefact.add_dir(str(folder))
+            self._made.tracker.log_artifact(artefact)
+        elif self._tool == "mlflow":
+            import mlflow
+
+            mlflow.log_artifacts(str(folder), name)
 
     def finish(self) -> None:
         """End the run's part that was logged here."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cotune.cli.main import main
 from cotune.errors import ConfigError
 from cotune.trainer.reporting.loggers import named, public
 from tests.trainer.conftest import Trainer
@@ -44,7 +45,7 @@ def in_mlflow(folder: Path, query: str) -> list[Any]:
 
 @pytest.mark.slow
 def test_each_tool_has_every_step_and_a_resumed_run_goes_on_in_its_curve(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(trainer.folder)
     monkeypatch.setattr("cotune.trainer.reporting.loggers._END_SECONDS", 300.0)  # MLflow lays out its database
@@ -77,6 +78,14 @@ def test_each_tool_has_every_step_and_a_resumed_run_goes_on_in_its_curve(
     assert len(offline) == 2
     assert len({file.name for file in offline}) == 1, "both parts have the run's one id"
     assert set(json.loads((run / "loggers.json").read_text())) == set(ALL)
+
+    assert main(["export", "run", "--to", "adapters"]) == 0
+    said = capsys.readouterr().out
+    assert "stored in mlflow as an artefact of the run" in said and "stored in wandb" in said, said
+    kept = {file.name for file in (trainer.folder / "mlruns").rglob("export/*")}
+    assert "roles.json" in kept, kept
+    (sent,) = {*(run / "wandb").glob("offline-run-*/run-*.wandb")} - {*offline}
+    assert b"roles.json" in sent.read_bytes()
 
 
 def test_trackio_keeps_the_settings_of_a_resumed_run_and_its_own_names(

@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from cotune.integrations.trackers.tracker import Tool, Tracker
+from cotune.integrations.trackers.tracker import KEEP_FILES, Tool, Tracker
 from cotune.recording.records import Episode
-from cotune.storage.run_layout import leaves
-from cotune.trainer.config.train import TrainConfig
+from cotune.storage.run_layout import leaves, read_run_json
+from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.config.withheld import written
 from cotune.trainer.reporting.metrics import StepMetrics
 from cotune.trainer.run_folder import RunFolder, write_atomically
@@ -35,6 +35,8 @@ COLUMNS = ("step", "task", "input", "status", "calls", "metrics", "error")
 MAIN = "1_main"
 """Group of the figures that a tracker shows first."""
 _PASSWORD = re.compile(r"(\w+://)[^/@\s]+@")
+EXPORT = "export"
+"""Name of the artefact that `cotune export` sends."""
 LONGEST = 2000
 """Characters of a cell."""
 _END_SECONDS = 30.0
@@ -54,6 +56,12 @@ class Loggers:
         """An episode of the step in hand has ended; the first ones go into the step's table."""
         if len(self._episodes) < SHOWN_EPISODES:
             self._episodes.append(episode)
+
+    def base(self, held_out: Mapping[str, float]) -> None:
+        """Send what was evaluated before the first step; does not wait."""
+        figures = named({"held_out": held_out, "roles": {}})
+        for thread in self._threads:
+            thread.work.put((0, figures, []))
 
     def step(self, metrics: StepMetrics) -> None:
         """Send a step, under the number that its line shows; does not wait."""
@@ -87,7 +95,7 @@ class _Logger(threading.Thread):
         self.given = 0
         self.sent = 0
         self.fault = ""
-        self._open = functools.partial(_opened, tool, config, folder, done)
+        self._open = functools.partial(_opened, tool, config, folder.path, done)
         self.start()
 
     def run(self) -> None:
@@ -99,7 +107,7 @@ class _Logger(threading.Thread):
                 tracker.log(figures, step)
                 if rows:
                     tracker.table("episodes", COLUMNS, rows, step)
-                self.sent += 1
+                self.sent += step > 0
             except BaseException as error:  # noqa: BLE001  (whatever a tool raises, the run goes on)
                 if not self.fault:
                     log.warning("Logger %s failed: %r. The run goes on; metrics.jsonl has its steps.", self.tool, error)
@@ -139,12 +147,30 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
         yield name, float(value)
 
 
-def _opened(tool: Tool, config: TrainConfig, folder: RunFolder, done: int) -> Tracker:
+def send_export(run: Path, export: Path, say: Callable[[str], None]) -> None:
+    """Store an export of a run as an artefact of the run in each of its tools that keep files. A tool that fails is
+    named; the export stays as it is."""
+    config = convert(read_run_json(run)["config"])
+    for tool in (tool for tool in config.loggers if tool in KEEP_FILES):
+        try:
+            tracker = _opened(tool, config, run.absolute(), 0)
+            try:
+                tracker.keep(export, EXPORT)
+            finally:
+                tracker.finish()
+        except Exception as error:  # noqa: BLE001  (whatever a tool raises)
+            why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            say(f"logger {tool}: the export was not stored there ({why})")
+        else:
+            say(f"stored in {tool} as an artefact of the run")
+
+
+def _opened(tool: Tool, config: TrainConfig, path: Path, done: int) -> Tracker:
     """The run in a tool: the same as before where loggers.json knows one; a new one is told the configuration."""
-    described, file = folder.described, folder.path / "loggers.json"
+    described, file = read_run_json(path), path / "loggers.json"
     run = hashlib.sha256(f"{described['run']} {described['created']}".encode()).hexdigest()[:12]
     known = json.loads(file.read_text()).get(tool) if file.is_file() else None
-    tracker = Tracker(tool, config.project, folder.path, run, known=known, done=done)
+    tracker = Tracker(tool, config.project, path, run, known=known, done=done)
     if known is None or tool == "trackio":  # which keeps those of a run's last part
         settings = ((name, public(value)) for name, value in leaves(written(config)))
         tracker.settings({k: v if isinstance(v, bool | int | float | str) else json.dumps(v) for k, v in settings})
