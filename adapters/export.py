@@ -41,16 +41,8 @@ from cotune.integrations.models.folder import (
 from cotune.integrations.models.to_gguf import Precision, check_gguf, write_gguf
 from cotune.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
-from cotune.storage.run_layout import (
-    RunDescription,
-    RunLayout,
-    newest_checkpoint,
-    read_best,
-    read_metrics,
-    read_policies,
-    read_run,
-    step_folders,
-)
+from cotune.storage.checkpoints import newest_checkpoint, read_best, read_policies, step_folders
+from cotune.storage.run_layout import RunDescription, RunLayout, read_metrics, read_run
 from cotune.storage.whole_file import is_full, sync
 
 

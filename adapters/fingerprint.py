@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from cotune.errors import AdapterError
-from cotune.storage.run_layout import CHECKPOINT, read_identity, steps_of
+from cotune.storage.checkpoints import CHECKPOINT, read_identity, steps_of
 
 HASHES = "hashes.json"
 """File of a checkpoint that holds the hash of every other one, by its path in the folder."""

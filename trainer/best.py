@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
-from cotune.storage.run_layout import Best, checkpoint_name, read_best, read_metrics, steps_of
+from cotune.storage.checkpoints import Best, checkpoint_name, read_best, steps_of
+from cotune.storage.run_layout import read_metrics
 from cotune.trainer.checkpoint import write_best
 from cotune.trainer.held_out import AGAINST_UNTRAINED
 from cotune.trainer.reporting.progress import Progress

@@ -17,23 +17,19 @@ from cotune.adapters.fingerprint import checkpoint_fault, write_hashes
 from cotune.algorithms.advantages import AdvantageState
 from cotune.errors import RunError
 from cotune.policies import Policies
-from cotune.storage.run_layout import (
+from cotune.storage.checkpoints import (
     BEST,
     CHECKPOINT,
     POLICIES,
     Best,
-    RunDescription,
     SavedPolicy,
     checkpoint_name,
-    is_abandoned,
-    is_run,
     latest_in,
     newest_checkpoint,
-    read_metrics,
-    read_run,
     step_folders,
     steps_of,
 )
+from cotune.storage.run_layout import RunDescription, is_abandoned, is_run, read_metrics, read_run
 from cotune.storage.whole_file import is_full, sync
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.run_folder import RunFolder, write_atomically

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cotune.storage.run_layout import Rollback, checkpoint_name, read_metrics, step_folders, steps_of
+from cotune.storage.checkpoints import checkpoint_name, step_folders, steps_of
+from cotune.storage.run_layout import Rollback, read_metrics
 from cotune.trainer.config.guard import GuardConfig
 from cotune.trainer.restore import go_back
 from cotune.trainer.run import Run

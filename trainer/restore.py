@@ -13,16 +13,9 @@ import msgspec
 from cotune.errors import LearnerLost, RunError
 from cotune.reading.evaluations import drop_after
 from cotune.recording.records import PolicyRef
+from cotune.storage.checkpoints import checkpoint_name, latest_in, newest_checkpoint, step_folders
 from cotune.storage.protocol import Store
-from cotune.storage.run_layout import (
-    Rollback,
-    checkpoint_name,
-    is_abandoned,
-    latest_in,
-    newest_checkpoint,
-    read_run,
-    step_folders,
-)
+from cotune.storage.run_layout import Rollback, is_abandoned, read_run
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.best import find_best
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint, remove_checkpoint

@@ -15,8 +15,8 @@ from cotune.policies import Policies, past_role
 from cotune.recording.records import PolicyRef, Task
 from cotune.sampling.plans import Plan, seed_of
 from cotune.sampling.protocol import ChatFormat, Sampler
+from cotune.storage.checkpoints import Best
 from cotune.storage.protocol import Store
-from cotune.storage.run_layout import Best
 from cotune.trainer.checkpoint import Checkpoint
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.protocol import Learner

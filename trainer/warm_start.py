@@ -14,7 +14,8 @@ from cotune.adapters.fingerprint import BaseFingerprint
 from cotune.adapters.manifest import is_export
 from cotune.errors import ConfigError
 from cotune.policies import Policies, PolicySpec
-from cotune.storage.run_layout import RunLayout, is_run, newest_checkpoint, read_run_json
+from cotune.storage.checkpoints import newest_checkpoint
+from cotune.storage.run_layout import RunLayout, is_run, read_run_json
 from cotune.trainer.evaluation.policies import open_evaluated_policies
 from cotune.trainer.learner.protocol import Learner
 

@@ -21,8 +21,9 @@ from cotune.errors import GroupError, RunError
 from cotune.policies import past_role, swapped_roles
 from cotune.recording.records import Episode
 from cotune.sampling.plans import PlanKind
+from cotune.storage.checkpoints import newest_checkpoint, read_policies
 from cotune.storage.protocol import Store
-from cotune.storage.run_layout import RunConfig, RunLayout, is_run, newest_checkpoint, read_policies, read_run
+from cotune.storage.run_layout import RunConfig, RunLayout, is_run, read_run
 from cotune.storage.sqlite_store import SqliteStore
 
 

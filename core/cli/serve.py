@@ -9,7 +9,8 @@ from typing import Any
 
 from cotune.cli.command import add_address, add_command, add_repeated, add_trust, pairs
 from cotune.cli.fields import add_fields
-from cotune.storage.run_layout import RunLayout, newest_checkpoint, read_best, read_run, read_run_json, steps_of
+from cotune.storage.checkpoints import newest_checkpoint, read_best, steps_of
+from cotune.storage.run_layout import RunLayout, read_run, read_run_json
 from cotune.terminal import tell
 
 _UNTRAINED = {"frozen": "frozen, the base model answers", "provider": "the application's own provider"}

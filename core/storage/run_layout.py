@@ -15,7 +15,6 @@ RUN/opponents/         weights of earlier versions that later steps may play aga
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,24 +23,19 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from cotune.errors import RunError, field_and_fault
-from cotune.policies import LoraSpec, OtherRoles, PolicyKind
+from cotune.errors import RunError
+from cotune.policies import OtherRoles
 from cotune.sampling.plans import PlanKind
 from cotune.step_profile import StepProfile
+from cotune.storage.checkpoints import latest_in, read_identity
+from cotune.storage.typed_json import converted, fault, loaded, read_typed
 
 log = logging.getLogger("cotune")
 T = TypeVar("T")
 
 RECORDS = "records.db"
 """Name of the records file in a run folder."""
-POLICIES = "policies.json"
-"""Name of the file in a checkpoint that describes its policies."""
-CHECKPOINT = "checkpoint.json"
-"""Name of the file in a checkpoint that holds the state of the run."""
-BEST = "best.json"
-"""Name of the file in the folder of checkpoints that names the best one of each policy."""
 _RUN = "run.json"
-_NAME_ONE = "Write the name of a step folder into checkpoints/latest, such as step-000012."
 
 
 class PlanConfig(msgspec.Struct, frozen=True):
@@ -133,37 +127,6 @@ class _Described(RunDescription, frozen=True, kw_only=True):
     folder: str | None = None
 
 
-class CheckpointIdentity(msgspec.Struct, frozen=True):
-    """What a checkpoint says of itself: its run by id, its steps, and how many rollbacks the run had made before."""
-
-    steps: int
-    run: str = ""
-    timeline: int = 0
-
-
-class SavedPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of a checkpoint's policies.json. `model` is None for the run's own, `metrics` are by role.
-
-    `weights_file` is a safetensors file of the checkpoint; None for a policy that is not trained.
-    """
-
-    name: str
-    kind: PolicyKind
-    version: int
-    roles: tuple[str, ...]
-    lora: LoraSpec | None = None
-    model: str | None = None
-    metrics: dict[str, dict[str, float]] = {}
-    weights_file: str | None = None
-
-
-class Best(msgspec.Struct, frozen=True):
-    """The checkpoint at which a policy's held-out figure was the highest, and that figure."""
-
-    checkpoint: str
-    figure: float
-
-
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
     """Why a run ended before its last step: it failed, it was stopped, or it ended by its own settings."""
 
@@ -239,8 +202,8 @@ def read_run_json(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise RunError(f"{path} holds no run: there is no run.json.", "Name a folder that cotune train wrote.")
     remedy = "Restore it, or start a new run."
-    found = _read(file, dict[str, Any], remedy)
-    _converted(file, found, _Described, remedy)
+    found = read_typed(file, dict[str, Any], remedy)
+    converted(file, found, _Described, remedy)
     return found
 
 
@@ -255,7 +218,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def read_run(path: str | Path) -> RunDescription:
     """What of run.json is read again, typed; the model where it is now. Raises RunError as `read_run_json` does."""
     known = read_run_json(path)
-    found = _converted(RunLayout(path).run_json, known, RunDescription, "Restore it, or start a new run.")
+    found = converted(RunLayout(path).run_json, known, RunDescription, "Restore it, or start a new run.")
     if found.model is None:
         return found
     return msgspec.structs.replace(found, model=relocated(found.model, known, Path(path).absolute()))
@@ -289,11 +252,11 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     broken: list[str] = []
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:
-            found = _loaded(line)
+            found = loaded(line)
             typed = msgspec.convert(found, _Line)
         except (ValueError, RecursionError) as error:
             if line.strip():
-                broken.append(f"line {number}: {_fault(error)}")
+                broken.append(f"line {number}: {fault(error)}")
         else:
             yield {**{name: getattr(typed, name) for name in _USED}, **found}
     if broken:
@@ -314,104 +277,10 @@ def read_profiles(path: str | Path) -> list[StepProfile]:
     files = sorted(RunLayout(path).profiles.glob("step-*[0-9].json"))
     if not files:
         raise RunError(f"No step of {path} was profiled.", "Profile one: cotune train ... --profile STEP.")
-    return [_read(file, StepProfile, "Profile another step.") for file in files]
-
-
-def latest_in(checkpoints: Path) -> Path:
-    """The file in a folder of checkpoints that holds the name of the newest one."""
-    return checkpoints / "latest"
-
-
-def checkpoint_name(steps: int) -> str:
-    """Name of the checkpoint after so many steps."""
-    return f"step-{steps:06d}"
-
-
-def steps_of(checkpoint: Path) -> int:
-    """Steps after which a checkpoint was written, by its name."""
-    steps = checkpoint.name.rpartition("-")[2]
-    if not steps.isdecimal():
-        raise RunError(f"{checkpoint} is not the name of a checkpoint.", _NAME_ONE)
-    return int(steps)
-
-
-def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """The checkpoint that `latest` names, which may be damaged; None where there is none yet.
-
-    Raises RunError for a name that is none of a checkpoint.
-    """
-    latest = latest_in(checkpoints)
-    if not latest.is_file():
-        return None
-    name = latest.read_text(errors="replace").strip().rpartition("/")[2]
-    if not name or not name.isprintable():
-        raise RunError(f"{latest} names no checkpoint: {name[:100]!r}.", _NAME_ONE)
-    return checkpoints / name
-
-
-def step_folders(checkpoints: Path) -> list[Path]:
-    """The folders of checkpoints, whole or not, the oldest first."""
-    return sorted(path for path in checkpoints.glob("step-*") if path.name[5:].isdecimal() and path.is_dir())
-
-
-def read_identity(checkpoint: Path) -> CheckpointIdentity | None:
-    """What a checkpoint says of itself; None where that cannot be read."""
-    try:
-        return msgspec.json.decode((checkpoint / CHECKPOINT).read_bytes(), type=CheckpointIdentity)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return None
+    return [read_typed(file, StepProfile, "Profile another step.") for file in files]
 
 
 def is_abandoned(checkpoint: Path, rollbacks: Sequence[Rollback]) -> bool:
     """Whether one of these rollbacks, those of its run, has abandoned a checkpoint."""
     found = read_identity(checkpoint)
     return found is not None and any(found.steps > rollback.to for rollback in rollbacks[found.timeline :])
-
-
-def read_best(checkpoints: Path) -> dict[str, Best]:
-    """The best checkpoint of each policy, by name; empty where none was kept. Raises RunError for a broken file."""
-    file = checkpoints / BEST
-    if not file.is_file():
-        return {}
-    return _read(file, dict[str, Best], "Remove it: export takes the newest checkpoint without --best.")
-
-
-def read_policies(checkpoint: Path) -> list[SavedPolicy]:
-    """The policies of a checkpoint. Raises RunError for a file that is missing or broken."""
-    remedy = "Name an older checkpoint in checkpoints/latest, or train again."
-    return _read(checkpoint / POLICIES, list[SavedPolicy], remedy)
-
-
-def _loaded(raw: bytes) -> Any:
-    """A JSON value, which may hold NaN, as a figure may be. Raises ValueError, also for half a character."""
-    found = json.loads(raw)
-    if b"\\ud" in raw.lower():
-        json.dumps(found, ensure_ascii=False).encode()
-    return found
-
-
-def _read(file: Path, kind: type[T], remedy: str) -> T:
-    try:
-        found = _loaded(file.read_bytes())
-    except OSError as error:
-        raise RunError(f"{file} cannot be read: {error.strerror}.", remedy) from None
-    except (ValueError, RecursionError) as error:
-        raise RunError(f"{file} is broken: {_fault(error)}.", remedy) from None
-    return _converted(file, found, kind, remedy)
-
-
-def _converted(file: Path, found: Any, kind: type[T], remedy: str) -> T:
-    try:
-        return msgspec.convert(found, kind)
-    except msgspec.ValidationError as error:
-        raise RunError(f"{file} is broken: {_fault(error)}.", remedy) from None
-
-
-def _fault(error: Exception) -> str:
-    """What is wrong, after the field that it is in."""
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    if not isinstance(error, msgspec.ValidationError):
-        return str(error)
-    field, reason = field_and_fault(error)
-    return f"{field}: {reason}" if field else reason

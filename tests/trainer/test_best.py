@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from cotune.adapters.export import best_policies, latest_policies
 from cotune.cli.main import main
 from cotune.errors import ConfigError, RunError
-from cotune.storage.run_layout import Best, newest_checkpoint, read_best
+from cotune.storage.checkpoints import Best, newest_checkpoint, read_best
 from cotune.trainer.best import judged_figures
 from cotune.trainer.config.guard import GuardConfig
 from cotune.trainer.guard import best_window, collapse

@@ -10,7 +10,7 @@ import pytest
 
 from cotune.errors import RunError
 from cotune.policies import LoraSpec, policies_for
-from cotune.storage.run_layout import Best, read_best
+from cotune.storage.checkpoints import Best, read_best
 from cotune.trainer import checkpoint as module
 from cotune.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, tidy_checkpoints
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cotune.cli.main import main
-from cotune.storage.run_layout import Best, read_best
+from cotune.storage.checkpoints import Best, read_best
 from tests.trainer.conftest import Trainer
 from tests.trainer.test_best import held_out
 from tests.trainer.tiny_app import application, ask, letters

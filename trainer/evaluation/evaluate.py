@@ -27,7 +27,8 @@ from cotune.recording.rollout import EpisodeBatch
 from cotune.runtime.run_sync import run_sync
 from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.responder import PolicyResponder
-from cotune.storage.run_layout import RunLayout, newest_checkpoint, read_config, steps_of
+from cotune.storage.checkpoints import newest_checkpoint, steps_of
+from cotune.storage.run_layout import RunLayout, read_config
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.storage.whole_file import of_system
 from cotune.tasks import as_tasks

@@ -16,7 +16,8 @@ from cotune.integrations.samplers.transformers.sampler import TransformersSample
 from cotune.policies import stand_in
 from cotune.sampling.protocol import UNSHAPED, SamplingParams
 from cotune.sampling.responder import PolicyResponder
-from cotune.storage.run_layout import RunLayout, is_run, newest_checkpoint
+from cotune.storage.checkpoints import newest_checkpoint
+from cotune.storage.run_layout import RunLayout, is_run
 from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies
 from cotune.workflows import Workflow
 

@@ -18,7 +18,7 @@ from cotune.errors import CotuneError
 from cotune.integrations.samplers.base import CalledSampler
 from cotune.sampling.protocol import Sampler
 from cotune.step_profile import Span, StepProfile, Trace, breakdown, print_profile
-from cotune.storage.run_layout import checkpoint_name
+from cotune.storage.checkpoints import checkpoint_name
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.run import Run
 from cotune.trainer.run_folder import write_atomically

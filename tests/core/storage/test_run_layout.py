@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 
 from cotune.errors import RunError
+from cotune.storage.checkpoints import newest_checkpoint, read_policies, steps_of
 from cotune.storage.run_layout import (
     RunConfig,
     RunDescription,
     RunLayout,
-    newest_checkpoint,
     read_config,
     read_metrics,
-    read_policies,
     read_run,
     read_run_json,
-    steps_of,
 )
 
 
