@@ -13,8 +13,9 @@ from cotune.algorithms.goal import goal_of
 from cotune.reading.evaluations import step_file
 from cotune.recording.records import PolicyRef
 from cotune.recording.rollout import EpisodeBatch
+from cotune.storage.run_layout import read_metrics
 from cotune.trainer.evaluation.report import EvaluationReport, compare
-from cotune.trainer.evaluation.run import Evaluation, summarise
+from cotune.trainer.evaluation.run import Evaluation, share_floor, summarise
 from cotune.trainer.evaluation.sink import EvaluationSink
 from cotune.trainer.reporting.progress import Progress, held_out_text
 from cotune.trainer.reporting.step_report import StepReport
@@ -44,6 +45,9 @@ async def evaluate_held_out(run: Run, report: StepReport, progress: Progress) ->
     if found is None:
         return {}
     base = _base(run)
+    if base is not None:
+        # Evaluations of before share the lowest reward: a later policy gains nothing by a crash where it did badly.
+        base, *_, found = share_floor([base, *_before(run, step), found])
     _store(run, step, [base, found] if base else [found])
     figures = _figures(found)
     if base is not None:
@@ -79,12 +83,24 @@ async def evaluate_base(run: Run, report: StepReport, progress: Progress) -> Non
 
 def _base(run: Run) -> Evaluation | None:
     """What was evaluated before the first step, on the held-out tasks of now."""
+    return next(iter(_stored(run, 0)), None)
+
+
+def _before(run: Run, step: int) -> list[Evaluation]:
+    """What was evaluated last before the end of this step, which has the lowest rewards of all before it."""
+    evaluated = [line["step"] + 1 for line in read_metrics(run.folder.path) if line["held_out"]]
+    return _stored(run, max((done for done in evaluated if done < step), default=0))
+
+
+def _stored(run: Run, steps: int) -> list[Evaluation]:
+    """The evaluations of a file of this run, if they are of the held-out tasks of now."""
     try:
-        plain = json.loads(step_file(run.folder.path, 0).read_bytes())["evaluations"]
-        (found,) = (msgspec.convert(one, Evaluation, strict=False) for one in plain.values())
+        plain = json.loads(step_file(run.folder.path, steps).read_bytes())["evaluations"]
+        found = [msgspec.convert(one, Evaluation, strict=False) for one in plain.values()]
     except (OSError, ValueError, LookupError):
-        return None
-    return found if found.endings.keys() == {task.id for task in run.held_out} else None
+        return []
+    tasks = {task.id for task in run.held_out}
+    return [one for one in found if one.endings.keys() == tasks]
 
 
 def _store(run: Run, steps: int, evaluations: Sequence[Evaluation]) -> None:

@@ -110,6 +110,27 @@ def test_a_kill_while_the_former_best_is_removed_loses_no_best(
     assert read_best(checkpoints) == best
 
 
+def test_a_crash_where_an_earlier_evaluation_did_badly_is_not_better(trainer: Trainer) -> None:
+    held = iter([-3.0, -1.0, -3.0, -0.9, None, -0.9])
+
+    async def solve(task: dict[str, str]) -> float:
+        await ask("first", f"say {task['letter']}")
+        if not task["id"].startswith("held"):
+            return 0.0
+        if (now := next(held)) is None:
+            raise ValueError("boom")
+        return now
+
+    file = trainer.folder / "held.jsonl"
+    file.write_text("".join(json.dumps({"id": f"held{i}", "letter": "h"}) + "\n" for i in range(2)))
+    evaluation = {"tasks": str(file), "every": 1, "keep_best": True}
+    trainer(application(solve), evaluation=evaluation, plan={"kind": "independent"}, steps=2, concurrency=1)
+    first, second = (line["held_out"] for line in trainer.metrics())
+    assert first["reward"] == second["reward"] == pytest.approx(-1.95) and second["failed"] == 1.0
+    assert second["reward/first"] == pytest.approx(-1.95)
+    assert read_best(trainer.folder / "run" / "checkpoints")["first"].checkpoint == "step-000001"
+
+
 def test_each_policy_may_have_a_best_checkpoint_of_its_own(trainer: Trainer) -> None:
     held = {"first": [0.0, 0.9, 0.1, 0.3], "second": [0.0, 0.1, 0.2, 0.8]}
 

@@ -47,7 +47,7 @@ from cotune.trainer.evaluation.modes import (
 from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies
 from cotune.trainer.evaluation.recorded import beside, read_recorded
 from cotune.trainer.evaluation.report import EvaluationReport, compare, remarks
-from cotune.trainer.evaluation.run import Evaluation, evaluate_episodes
+from cotune.trainer.evaluation.run import Evaluation, evaluate_episodes, share_floor
 from cotune.trainer.reporting.progress import episode_bar
 from cotune.trainer.run_folder import write_atomically
 from cotune.workflows import Workflow, WorkflowSource, workflow_of
@@ -204,6 +204,7 @@ async def evaluate_modes(
 
     for mode, lineup in played.items():
         await play(mode, lineup, goal)
+    evaluations = dict(zip(evaluations, share_floor(list(evaluations.values())), strict=True))
     sound = [mode for mode, found in evaluations.items() if found.all_failed is None]
     comparisons = [compare(evaluations[mode], evaluations[other]) for mode, other in pairs(sound)]
     if goal is not None and {"base", "trained"} <= set(sound):

@@ -17,7 +17,7 @@ from cotune.storage.protocol import Store
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.report import EvaluationReport, compare
-from cotune.trainer.evaluation.run import Evaluation, summarise
+from cotune.trainer.evaluation.run import Evaluation, share_floor, summarise
 from cotune.trainer.evaluation.sink import EvaluationSink
 
 RECORDED = "recorded"
@@ -60,11 +60,15 @@ def read_recorded(
 
 def beside(report: EvaluationReport, recorded: Evaluation, note: str) -> EvaluationReport:
     """The report with what was recorded as its first row, compared with the trained policies."""
-    sound = [e for label, e in report.evaluations.items() if label in COMPARED and e.all_failed is None]
+    rows = {RECORDED: recorded, **report.evaluations}
+    if not any(e.opposed for e in rows.values()):
+        rows = dict(zip(rows, share_floor(list(rows.values())), strict=True))
+        recorded = rows[RECORDED]
+    sound = [e for label, e in rows.items() if label in COMPARED and e.all_failed is None]
     shared = [e for e in sound if e.endings.keys() & recorded.endings.keys()]
     return msgspec.structs.replace(
         report,
-        evaluations={RECORDED: recorded, **report.evaluations},
+        evaluations=rows,
         comparisons=(*report.comparisons, *(compare(e, recorded) for e in shared)),
         notes=(*report.notes, note),
     )

@@ -15,7 +15,7 @@ from cotune.errors import WorkflowError
 from cotune.intervals import Interval
 from cotune.sampling.responder import PolicyResponder
 from cotune.tables import grid
-from cotune.trainer.evaluation.run import Evaluation
+from cotune.trainer.evaluation.run import Evaluation, share_floor
 from cotune.trainer.evaluation.statistics import paired_difference, paired_shares
 from cotune.trainer.evaluation.verdict import tasks_for_share, verdict_on_reward, verdict_on_success
 
@@ -82,6 +82,7 @@ def compare(after: Evaluation, before: Evaluation) -> Comparison:
 
     Nothing is compared where one role's gain is another's loss.
     """
+    after, before = share_floor([after, before])
     names = (after.label, before.label)
     if roles := after.opposed or before.opposed:
         return Comparison(
@@ -92,8 +93,8 @@ def compare(after: Evaluation, before: Evaluation) -> Comparison:
             verdict=OPPOSED.format(*names, roles=", ".join(roles)),
         )
     success = paired_shares(after.successes, before.successes)
-    reward = _difference(after, before, "reward", min(after.floor, before.floor))
-    outcome = _difference(after, before, "outcome", min(after.outcome_floor, before.outcome_floor))
+    reward = paired_difference(after.rewards, before.rewards)
+    outcome = paired_difference(after.outcomes, before.outcomes)
     told = reward or outcome
     if success is not None:
         verdict = verdict_on_success(*names, success, tasks_for_share(after.successes, before.successes))
@@ -109,18 +110,6 @@ def compare(after: Evaluation, before: Evaluation) -> Comparison:
         outcome=outcome if after.outcome or before.outcome else None,
         verdict=verdict + _failures_differ(after, before),
     )
-
-
-def _difference(after: Evaluation, before: Evaluation, name: str, floor: float) -> Interval | None:
-    """Of `reward` or `outcome`; a failed episode counts the same `floor` on both sides."""
-
-    def values(found: Evaluation) -> dict[str, float]:
-        given = {task: getattr(ending, name) for task, ending in found.endings.items()}
-        low = "floored" if name == "reward" else "outcome_floored"
-        given |= dict.fromkeys((task for task, ending in found.endings.items() if getattr(ending, low)), floor)
-        return {task: value for task, value in given.items() if value is not None}
-
-    return paired_difference(values(after), values(before))
 
 
 def _failures_differ(after: Evaluation, before: Evaluation) -> str:

@@ -48,6 +48,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     floor: float = 0.0
     """The reward of a failed episode where it is the lowest."""
     outcome_floor: float = 0.0
+    floors: dict[str, float] = {}
+    """By role, the reward of a failed episode where it is the lowest."""
     endings: dict[str, Ending] = {}
     """By task id; what paired comparisons are made of."""
 
@@ -81,6 +83,44 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         }
         floor = min([0.0, *(e.reward for e in endings.values() if e.reward is not None)])
         return replace(self, endings=endings, floor=floor, opposed=())
+
+
+def share_floor(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """The same, with one lowest reward for the failed episodes of all: that a policy fails where another does badly is
+    no gain."""
+    floor = min((e.floor for e in evaluations), default=0.0)
+    outcome_floor = min((e.outcome_floor for e in evaluations), default=0.0)
+    floors: dict[str, float] = {}
+    for evaluation in evaluations:
+        for role, low in evaluation.floors.items():
+            floors[role] = min(low, floors.get(role, low))
+    return [_with_floor(evaluation, floor, outcome_floor, floors) for evaluation in evaluations]
+
+
+def _with_floor(of: Evaluation, floor: float, outcome_floor: float, floors: Mapping[str, float]) -> Evaluation:
+    replace = msgspec.structs.replace
+    endings = dict(of.endings)
+    for task, ending in of.endings.items():
+        if ending.floored:
+            lows = {r: floors.get(r, x) if x <= of.floors.get(r, x) else x for r, x in ending.by_role.items()}
+            ending = replace(ending, by_role=lows, reward=None if ending.reward is None else floor)
+        if ending.outcome_floored and ending.outcome is not None:
+            ending = replace(ending, outcome=outcome_floor)
+        endings[task] = ending
+    means = _mean_by_role([ending.by_role for ending in endings.values()])
+    changed = replace(
+        of,
+        endings=endings,
+        floor=floor,
+        outcome_floor=outcome_floor,
+        floors=dict(floors),
+        roles={name: replace(role, reward=means.get(name, role.reward)) for name, role in of.roles.items()},
+    )
+    return replace(
+        changed,
+        reward=of.reward and mean_reward(list(changed.rewards.values())),
+        outcome=of.outcome and mean_reward(list(changed.outcomes.values())),
+    )
 
 
 async def evaluate_episodes(
@@ -149,6 +189,7 @@ def summarise(label: str, sink: EvaluationSink, seconds: float, prices: Prices, 
         opposed=trained.opposed,
         floor=trained.floor,
         outcome_floor=plain.floor,
+        floors=_floors(trained.by_role),
         endings=endings,
     )
 
@@ -159,6 +200,15 @@ def _mean_by_role(rewards: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for role, value in by_role.items():
             found.setdefault(role, []).append(value)
     return {role: fmean(values) for role, values in found.items()}
+
+
+def _floors(rewards: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The lowest reward of each role, and at most 0."""
+    found: dict[str, float] = {}
+    for by_role in rewards:
+        for role, value in by_role.items():
+            found[role] = min(value, found.get(role, 0.0))
+    return found
 
 
 def _pass_at(samples: Sequence[Sequence[Ending]]) -> dict[int, Interval]:

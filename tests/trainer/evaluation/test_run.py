@@ -274,8 +274,11 @@ async def late_crash(task: Mapping[str, Any]) -> float:
 
 def test_a_crash_is_no_better_than_the_worst_reward_of_the_other_side() -> None:
     its_tasks = [Task(id=str(i), input={"id": str(i)}) for i in range(8)]
-    (found,) = modes(Workflow("late", late_crash), its_tasks, {"solve": SOLVER}, modes=["base", "trained"]).comparisons
-    assert found.reward.mean == 0.0
+    report = modes(Workflow("late", late_crash), its_tasks, {"solve": SOLVER}, modes=["base", "trained"])
+    base, trained = (report.evaluations[mode] for mode in ("base", "trained"))
+    assert report.comparisons[0].reward.mean == 0.0
+    assert trained.reward == base.reward and base.reward.mean == pytest.approx(-0.625), "as shown beside the difference"
+    assert trained.roles["solve"].reward == pytest.approx(-0.625)
 
 
 async def outage(task: Mapping[str, Any]) -> dict[str, float]:
