@@ -90,6 +90,7 @@ def headline(
     episodes count as `on_failure` says."""
     newest = next((found for found in reversed(evaluations) if compared_modes(found)), None)
     held_out = [*_evaluated(newest)] if newest else [*_held_out_lines(lines)]
+    held_out += _against_untrained(lines)
     taught = [*_distances(lines)] if recipe == DISTILL else []
     rewards = role_rewards(lines, trained=recipe != DISTILL)
     found = [*held_out, *_losses(lines), *taught, *rewards, *_outcomes(lines)]
@@ -165,6 +166,16 @@ def _held_out_lines(lines: Sequence[Line]) -> Iterator[Change]:
             if name in (own := line.get("held_out") or {})
         }
         yield from _change(f"held-out {name}", "held_out", what, known)
+
+
+def _against_untrained(lines: Sequence[Line]) -> Iterator[Change]:
+    """Of roles that play against each other: what each wins on held-out tasks against the untrained model."""
+    figures = {line["step"] + 1: line.get("held_out") or {} for line in lines}
+    for key in sorted({key for found in figures.values() for key in found if key.startswith("against_untrained/")}):
+        name = f"held-out reward of {key.partition('/')[2]} against the untrained model"
+        what = "mean reward of the role on held-out tasks, one sample each, with the untrained model in the other roles"
+        known = {step: Interval(mean=found[key]) for step, found in figures.items() if key in found}
+        yield from _change(name, "held_out", what, known)
 
 
 def _losses(lines: Sequence[Line]) -> Iterator[Change]:

@@ -75,15 +75,21 @@ def test_roles_that_play_against_each_other_are_judged_against_the_untrained_mod
     tasks = "".join(json.dumps({"id": letter, "letter": letter}) + "\n" for letter in "hijklm")
     (trainer.folder / "held.jsonl").write_text(tasks)
     settings = {"recipe": "spiral", "policies": "shared", "plan": INDEPENDENT}
-    trainer(application(play), evaluation=evaluation, **settings)
+    summary = trainer(application(play), evaluation=evaluation, **settings)
     figures = [line["held_out"] for line in trainer.metrics()]
     for found in figures:
-        assert "reward" not in found and found["reward/white"] == -found["reward/black"]
+        assert not {"reward", "outcome"} & found.keys(), "the sum of both seats is always the same"
+        assert found["reward/white"] == -found["reward/black"]
         assert {"against_untrained/white", "against_untrained/black"} <= found.keys()
     won = [(f["against_untrained/white"] + f["against_untrained/black"]) / 2 for f in figures]
     assert best_of(trainer)["shared"].figure == pytest.approx(max(won))
     said = " ".join(trainer.said.split())
     assert "black, white play against each other: their held-out rewards always add up to the same" in said
+    shown = f"white against the untrained model {figures[-1]['against_untrained/white']:.3f}"
+    assert shown in said, "what chooses the checkpoint is shown"
+    (first,) = [c for c in summary.headline.changes if c.name == "held-out reward of white against the untrained model"]
+    assert first.last.mean == figures[-1]["against_untrained/white"]
+    assert "held-out outcome" not in {change.name for change in summary.headline.changes}
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     pass_at: dict[int, Interval] = {}
     """By k, the chance that one of k episodes of a task succeeds; empty for single episodes."""
     opposed: tuple[str, ...] = ()
-    """Trained roles of which one's gain is another's loss: `success` says nothing of them, and there is no `reward`."""
+    """Trained roles of which one's gain is another's loss: `success` says nothing of them, and there is no `reward` and
+    no `outcome`."""
     floor: float = 0.0
     """The reward of a failed episode where it is the lowest."""
     outcome_floor: float = 0.0
@@ -180,7 +181,7 @@ def summarise(label: str, sink: EvaluationSink, seconds: float, prices: Prices, 
         episodes=len(ended),
         success=share(sum(succeeded.values()), len(succeeded)),
         reward=None if trained.opposed else mean_reward(reward),
-        outcome=mean_reward(outcome) if outcome != reward else None,
+        outcome=mean_reward(outcome) if outcome != reward and not trained.opposed else None,
         roles=sink.roles(_mean_by_role([trained.by_role[i] for i in first])),
         failed=dict(Counter(reason for e in ended if (reason := failure(e)))),
         pass_at=_pass_at(list(samples.values())) if succeeded else {},

@@ -219,6 +219,8 @@ def held_out_text(figures: Mapping[str, float]) -> str:
         for name in ("success", "reward", "outcome")
         if name in figures
     ]
+    won = {name.partition("/")[2]: x for name, x in figures.items() if name.startswith("against_untrained/")}
+    found += [f"{role} against the untrained model {x:.3f}" for role, x in won.items()]
     return "  ".join([*found, f"({failed:.0f} of {count:.0f} failed)"] if found and failed else found)
 
 
