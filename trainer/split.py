@@ -29,8 +29,8 @@ FILE = "held_out.jsonl"
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """The tasks that a run trains on, and those that it tries its policies on. `own` are ids of the tasks that it has
-    held out by itself; they are not trained on, whatever it is evaluated on. `note` says what was done."""
+    """The tasks that a run trains on, and those that it tries its policies on. `own` are the ids of these where the run
+    has chosen them by itself. `note` says what was done."""
 
     tasks: Sequence[Task]
     held_out: Sequence[Task] = ()
@@ -63,11 +63,12 @@ def split_tasks(tasks: Sequence[Task], config: TrainConfig) -> Split:
 
 
 def split_again(tasks: Sequence[Task], config: TrainConfig, described: Mapping[str, Any]) -> Split:
-    """The split of a run that goes on: what run.json says was held out is not trained on. Raises ConfigError."""
+    """The split of a run that goes on: what run.json says was held out is not trained on, whatever the run is evaluated
+    on now. Raises ConfigError."""
     own = set((described.get("held") or {}).get("held_out", ()))
     split = _parted(tasks, own, "")
     if config.from_records or config.evaluation.tasks:
-        return msgspec.structs.replace(split, held_out=_of_file(config.evaluation, split.tasks))
+        return Split(tasks=split.tasks, held_out=_of_file(config.evaluation, split.tasks))
     return split
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from cotune.storage.run_layout import read_run_json
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tasks import as_tasks, load_tasks
 from cotune.trainer.config.train import TrainConfig, convert
-from cotune.trainer.split import LEAST, MOST, overlap, split_again, split_tasks
+from cotune.trainer.split import LEAST, MOST, overlap, split_again, split_tasks, write_split
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, letters
 
@@ -77,6 +78,18 @@ def test_what_needs_held_out_tasks_is_refused_without_them(evaluation: Mapping[s
         split_tasks(tasks(49), config(evaluation=evaluation))
     with pytest.raises(ConfigError, match=r"evaluation\.tasks = 'none'.*--eval-tasks FILE"):
         config(evaluation={**evaluation, "tasks": "none"})
+
+
+def test_a_resumed_run_on_other_held_out_tasks_leaves_the_file_of_its_own_as_it_was(tmp_path: Path) -> None:
+    split = split_tasks(tasks(200), config(seed=1))
+    file = Path(write_split(tmp_path, split))
+    before = file.read_bytes()
+    (others := tmp_path / "others.jsonl").write_text(json.dumps({"id": "x", "n": 1}) + "\n")
+    for given in ("none", str(others)):
+        evaluated = config(evaluation={"tasks": given})
+        again = split_again(tasks(200), evaluated, {"held": {"held_out": list(split.own)}})
+        assert not write_split(tmp_path, again)
+        assert file.read_bytes() == before
 
 
 def test_a_run_never_trains_on_what_it_holds_out(trainer: Trainer) -> None:
