@@ -78,7 +78,7 @@ def find_best(run: Run) -> list[str]:
     if not (config.keep_best or config.patience):
         return []
     found: dict[str, Best] = {}
-    evaluated = [line for line in read_metrics(run.folder.path) if line.get("held_out")]
+    evaluated = [line for line in read_metrics(run.folder.path) if line["held_out"]]
     games = [line for line in evaluated if is_game(line["held_out"])]
     for line in games or evaluated:
         here = checkpoint_name(line["step"] + 1)

@@ -95,12 +95,12 @@ def _before(run: Run, step: int) -> list[Evaluation]:
 def _stored(run: Run, steps: int) -> list[Evaluation]:
     """The evaluations of a file of this run, if they are of the held-out tasks of now."""
     try:
-        plain = json.loads(step_file(run.folder.path, steps).read_bytes())["evaluations"]
-        found = [msgspec.convert(one, Evaluation, strict=False) for one in plain.values()]
-    except (OSError, ValueError, LookupError):
+        plain = json.loads(step_file(run.folder.path, steps).read_bytes())
+        found = msgspec.convert(plain, EvaluationReport, strict=False).evaluations
+    except (OSError, ValueError):
         return []
     tasks = {task.id for task in run.held_out}
-    return [one for one in found if one.endings.keys() == tasks]
+    return [one for one in found.values() if one.endings.keys() == tasks]
 
 
 def _store(run: Run, steps: int, evaluations: Sequence[Evaluation]) -> None:

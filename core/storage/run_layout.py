@@ -172,7 +172,7 @@ class _Line(msgspec.Struct):
     replay: dict[str, int] = {}
 
 
-_USED = ("roles", "seconds", "rows")
+_USED = ("roles", "seconds", "rows", "held_out")
 """Fields that every line has for its readers, empty where it lacks them."""
 
 
