@@ -54,6 +54,9 @@ from cotune.workflows import Workflow, WorkflowSource, workflow_of
 
 log = logging.getLogger("cotune")
 
+TIMEOUT = 600.0
+"""Seconds for one episode of an export, which does not say what it was trained with."""
+
 OnMode = Callable[[str], contextlib.AbstractContextManager[Callable[[Episode], None] | None]]
 
 
@@ -88,7 +91,8 @@ def evaluate(
     app = app.named_by(chosen.roles_by or (trained.roles_by if trained else None))
     goal, note = _goal(trained, app, evaluated)
     prices = _all_prices({**(trained.prices if trained else {}), **chosen.prices}, evaluated)
-    chosen = msgspec.structs.replace(chosen, prices=prices)
+    timeout = (trained.episode_timeout if trained else TIMEOUT) if chosen.timeout is None else chosen.timeout
+    chosen = msgspec.structs.replace(chosen, prices=prices, timeout=timeout)
     recorded = read_recorded(chosen.records, held_out, prices, goal) if chosen.records is not None else None
     usual = trained.sampling.max_tokens if trained else SamplingParams().max_tokens
     with _whole(out, Path(source).absolute() if of_run else None) as (out, notes):

@@ -49,8 +49,8 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     export, and in the modes `as_deployed` the model's context, as in `deployed`."""
     concurrency: int = 64
     """Episodes in flight."""
-    timeout: float | None = 600.0
-    """Seconds for one episode; one that takes longer has failed."""
+    timeout: float | None = None
+    """Seconds for one episode; one that takes longer has failed. Without a value: as in training, 600 for an export."""
     seed: int = 0
     """A call at the same place draws the same random numbers in every mode."""
     threads: int | None = None

@@ -16,7 +16,7 @@ import cotune
 from cotune.adapters.export import TrainedPolicy, write_export
 from cotune.algorithms.recipes import LossSpec
 from cotune.context import current_episode
-from cotune.errors import ConfigError, RunError
+from cotune.errors import ConfigError, RunError, WorkflowError
 from cotune.policies import LoraSpec, policies_for
 from cotune.reading.evaluations import read_evaluations
 from cotune.recording.pending_call import CallerContext
@@ -69,6 +69,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def learner(model: Path) -> LocalLearner:
     return LocalLearner.open(str(model), policies_for("lora", ROLES, LORA), LearnerSettings(threads=1), LossSpec())
+
+
+def run_of(settings: dict[str, Any], learner: LocalLearner, folder: Path) -> RunFolder:
+    """A run folder with a checkpoint of these policies after one step."""
+    run = RunFolder.create(folder, convert(settings), workflow="app:talk", tasks="tasks.jsonl")
+    run.close()
+    policies, own = policies_for("lora", ROLES, LORA), read_run_json(run.path)["id"]
+    checkpoint = Checkpoint(steps=1, versions=dict.fromkeys(ROLES, 1), policies=policies, run=own)
+    save_checkpoint(run.checkpoints, checkpoint, learner, keep=1)
+    return run
 
 
 def test_an_export_in_every_mode(
@@ -138,13 +148,7 @@ def test_an_export_in_every_mode(
 def test_a_run_whose_adapters_have_not_moved_equals_its_base(
     model: Path, learner: LocalLearner, tmp_path: Path
 ) -> None:
-    config = convert({"model": str(model), "sampling": {"max_tokens": 6}})
-    run = RunFolder.create(tmp_path / "run", config, workflow="app:talk", tasks="tasks.jsonl")
-    run.close()
-    policies = policies_for("lora", ROLES, LORA)
-    own = read_run_json(run.path)["id"]
-    checkpoint = Checkpoint(steps=1, versions=dict.fromkeys(ROLES, 1), policies=policies, run=own)
-    save_checkpoint(run.checkpoints, checkpoint, learner, keep=1)
+    run = run_of({"model": str(model), "sampling": {"max_tokens": 6}}, learner, tmp_path / "run")
     report = evaluate(run.path, TALK, TASKS, EvaluationOptions(limit=2), modes=("base_greedy", "greedy"))
     greedy, base = report.evaluations["greedy"], report.evaluations["base_greedy"]
     assert greedy.roles["first"].policies == ("first@1",)
@@ -155,6 +159,17 @@ def test_a_run_whose_adapters_have_not_moved_equals_its_base(
     assert report.stored == str(run.path / "eval") and again.stored == str(run.path / "eval-2")
     (comparison,) = report.comparisons
     assert comparison.reward is not None and (comparison.reward.mean, comparison.reward.n) == (0.0, 2)
+
+
+def test_an_episode_of_a_run_has_as_long_as_in_training(model: Path, learner: LocalLearner, tmp_path: Path) -> None:
+    run = run_of({"model": str(model), "episode_timeout": 0.25}, learner, tmp_path / "run")
+
+    async def waits(task: Any) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+    with pytest.raises(WorkflowError, match=r"did not finish within 0.25 seconds"):
+        evaluate(run.path, Workflow("waits", waits), TASKS[:1], modes=("base",), threads=1)
 
 
 def test_bad_input_is_named_before_work_starts(tmp_path: Path) -> None:
