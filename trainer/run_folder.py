@@ -78,8 +78,8 @@ class RunFolder(RunLayout):
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
         """Open an existing run for writing. Raises RunError when there is none or another process holds it."""
-        path = Path(path).absolute()
         read_config(path)
+        path = Path(path).absolute()
         return cls(path, FileLock(path / "lock", f"The run {path}"))
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Literal, cast
@@ -159,8 +160,9 @@ def attributed(collected: Collected, attribution: Attribution, key: tuple[str, .
 def temperature(call: CallRecord) -> float:
     """The temperature that a call was sampled at: what was really used, else what was asked, else 1."""
     for params in (call.sampling, call.params):
-        if params.get("temperature") is not None:
-            return float(params["temperature"])
+        asked = params.get("temperature")
+        if isinstance(asked, int | float) and 0 <= asked < math.inf:  # an application may send anything
+            return float(min(asked, sys.float_info.max))
     return 1.0
 
 

@@ -44,7 +44,7 @@ def add_export(commands: Any) -> None:
             tell(text)
         for role in sorted(kinds.keys() - set(trained)):
             tell(f"no folder for {role}: its policy is {_UNTRAINED[kinds[role]]}")
-        if loggers := read_run_json(a.run_folder)["config"].get("loggers"):
+        if loggers := (read_run_json(a.run_folder).get("config") or {}).get("loggers"):
             from cotune.trainer.reporting.loggers import send_export
 
             tell(f"sending the export to {', '.join(loggers)} ...")

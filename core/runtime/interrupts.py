@@ -98,11 +98,10 @@ def interrupts_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ends_as_interrupts() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP (a closed terminal) do what Ctrl-C does, where nobody else handles them; only the
-    main thread can have it so."""
+    """Inside, SIGTERM and SIGHUP (a closed terminal) do what Ctrl-C does; only the main thread can have it so."""
     before = {}
     if threading.current_thread() is threading.main_thread():
-        ends = [number for number in _SIGNALS[1:] if signal.getsignal(number) is signal.SIG_DFL]
+        ends = [number for number in _SIGNALS[1:] if not _by_nohup(number)]
         before = {number: signal.signal(number, _interrupt) for number in ends}
     try:
         yield

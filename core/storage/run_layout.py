@@ -84,6 +84,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     learner: LearnerConfig = LearnerConfig()
     replay: ReplayConfig = ReplayConfig()
     routing: RoutingConfig = RoutingConfig()
+    prices: dict[str, tuple[float, float]] = {}
 
 
 class Held(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ import functools
 import json
 import struct
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -77,6 +77,9 @@ WIDTHS = {"images": 3, "messages": 2, "segments": 3, "calls": 13, "episodes": 7,
 """Columns of each table that records are written to."""
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+
+
 class StoredCandidate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A candidate without its arrays: `tokens` and `logprobs` are their lengths."""
 
@@ -84,8 +87,8 @@ class StoredCandidate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False)
     text: str
     message: dict[str, Any]
     finish_reason: str
-    tokens: int
-    logprobs: int
+    tokens: Count
+    logprobs: Count
     malformed: bool = False
     shown: tuple[ShownToken, ...] | None = None
 
@@ -199,9 +202,11 @@ def call_from(body: str, candidates: str, token_ids: bytes, logprobs: bytes) -> 
     if (at_id, at_value) != (len(ids), len(values)):
         raise ValueError("the arrays have other lengths than the candidates")
     call = _in_time(_calls.decode(body))
+    if not (0 <= call.step < 1 << 31 and 0 <= call.turn < 1 << 31):
+        raise ValueError("step or turn is out of range")
     if found and call.chosen is not None and not 0 <= call.chosen < len(found):
         raise ValueError("no candidate is the chosen one")
-    return replace(call, candidates=tuple(found)) if found else call
+    return replace(call, candidates=tuple(found))
 
 
 def episode_from(body: str, metrics: str) -> Episode:

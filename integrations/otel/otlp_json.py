@@ -89,6 +89,8 @@ def _value(value: Any) -> dict[str, Any]:
             return {"stringValue": value}
         case Mapping():
             return {"kvlistValue": {"values": _attributes(value)}}
+        case None:
+            return {}
     return {"arrayValue": {"values": [_value(one) for one in value]}}
 
 

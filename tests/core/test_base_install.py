@@ -109,7 +109,7 @@ def test_the_readme_example_is_checked(wheel: Path, tmp_path: Path) -> None:
         (("--help",), 0, "cotune gateway"),
         (("check", *RUN), 1, "not trainable as it is"),
         (("show", "traced"), 0, "team 1"),
-        (("runs", "."), 0, "team 1"),
+        (("runs", "."), 0, "team: trace 1"),
         (("show", "traced", "--json"), 0, '"rewards":{"team":1.0}'),
         (("sft", "traced", "--to", "sft.jsonl"), 1, "wrote 0 lines"),
         (("otel", "export", "traced", "--to", "spans.jsonl"), 0, "exported 1 spans of 1 episodes"),
