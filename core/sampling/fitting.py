@@ -133,9 +133,11 @@ def quotes(error: str, text: str) -> bool:
 
 
 def form_shown(prompt: str) -> str | None:
-    """A text in the form that a prompt shows: a fenced block, tags, or lines that begin with a label."""
+    """A text in the form that a prompt shows: a fenced block, tags, or a label at the start of a line or in quotes."""
     parts = []
-    for label, kind in dict.fromkeys(re.findall(r"^[ \t*#-]*([A-Z][\w ]{0,30}?)\**: *([\[<{(][^\n]*)", prompt, re.M)):
+    labels = re.findall(r"^[ \t*#-]*([A-Z][\w ]{0,30}?)\**: *([\[<{(][^\n]*)", prompt, re.M)
+    labels += re.findall(r"['\"`]([A-Z][\w ]{0,30}): *([A-Z]|\d+|\.{3}|[\[<{(][^'\"`\n]*)['\"`]", prompt)
+    for label, kind in dict.fromkeys(labels):
         parts.append(f"{label}: {_filled(label, kind)}")
     for tag in dict.fromkeys(re.findall(r"<(\w+)>", prompt)):
         inner = re.search(rf"<{tag}>(.*?)</{tag}>", prompt, re.S)
@@ -153,7 +155,7 @@ def _filled(label: str, kind: str) -> str:
     choices = choices_in(kind) or [one.strip() for one in kind.strip("[](){}<> ").split("|")]
     if len(choices) > 1:
         return choices[0]
-    return "1" if re.search(r"number|int|float|score|rating", kind, re.I) else fitting(label, kind) or "a"
+    return "1" if re.search(r"number|int|float|score|rating|^[NX\d]", kind, re.I) else fitting(label, kind) or "a"
 
 
 def _form_of(text: str) -> str | None:

@@ -118,6 +118,13 @@ def cause_of_error(raised: BaseException, made: Made) -> Cause:
     return Cause(bool(faults), instead)
 
 
+def interrupted(raised: BaseException) -> bool:
+    """Whether the application held the state of a LangGraph graph that waits at an `interrupt` when it failed."""
+    frames = (frame for frame, _ in traceback.walk_tb(raised.__traceback__) if not is_library(frame))
+    values = (value for frame in frames for value in frame.f_locals.values())
+    return any(isinstance(value, dict) and "__interrupt__" in value for value in values)
+
+
 class _Fault:
     """One exception, with the frame of the application that it came from."""
 
@@ -148,7 +155,7 @@ class _Fault:
             return self._says(self.error.obj)
         if self.nodes and isinstance(self.nodes[-1], ast.For | ast.AsyncFor | ast.While):
             return True  # raised behind a loop that was left without a result
-        if any(self._says(value) for frame in self.beyond for value in _texts(frame)):
+        if any(isinstance(v, str) and self._says(v) for frame in self.beyond for v in frame.f_locals.values()):
             return True
         if any(self._is_unknown(value) or self._says(value) for value in self._values()):
             return True
@@ -294,11 +301,6 @@ def _compared(scope: ast.AST) -> Iterator[str]:
             word = part.value.strip() if isinstance(part, ast.Constant) and isinstance(part.value, str) else ""
             if 1 < len(word) <= 40 and word != "__main__" and not re.fullmatch(r"\W+", word):
                 yield word
-
-
-def _texts(frame: FrameType) -> list[str]:
-    """The texts among a frame's variables."""
-    return [value for value in frame.f_locals.values() if isinstance(value, str)]
 
 
 def _value(node: ast.expr, frame: FrameType) -> Any:

@@ -23,7 +23,6 @@ _UNSEEN = (
     "Calls of a model that cotune does not see are neither recorded nor trained, and a dry run makes them: give its "
     "client the address of `with cotune.gateway()`, see docs/how-to/gateway.md."
 )
-_OTHER = "Give an answer that the application can read with --answer TEXT, or leave its tools alone with --no-tools."
 _PERSON = "Training has nobody to answer: take the reply from the task, or from a model in a role of its own."
 _TOGETHER = (
     "Training runs several episodes at once: make what they share in the workflow function, or set concurrency = 1."
@@ -49,16 +48,24 @@ def fault_findings(
         text = f"it waits for a person: {next(iter(watch.asked.values()))}."
         yield Finding("blocks", "runs", text, _PERSON)
     decide = f"The model's own answers decide it: {command or 'cotune train'} looks at up to 16 episodes first."
+    decide += f" {_other(tasks)}"
     for fault in faults:
         finding = blocking(fault)
         if not ended and all(task.undecided for task in tasks):
             run = tasks[0].runs[0]
             text = f"{_short(fault.cause)} Made up before it: {said_last(run.calls)}.{_tried(tasks[0])}"
-            yield Finding("undecided", "runs", text, f"{decide} {_OTHER}")
+            yield Finding("undecided", "runs", text, decide)
         elif ended and _quoted(fault.cause, tasks):
-            yield Finding("undecided", "", finding.text, f"{decide} {_OTHER}")
+            yield Finding("undecided", "", finding.text, decide)
         elif not (person and _end_of_input(fault)):
             yield finding
+
+
+def _other(tasks: Sequence[TaskRuns]) -> str:
+    """How to make up other answers; without tools only where the application has some."""
+    tools = any(run.stub.offered for task in tasks for run in task.runs)
+    told = "Give an answer that the application can read with --answer TEXT"
+    return f"{told}, or leave its tools alone with --no-tools." if tools else f"{told}."
 
 
 def _short(text: str) -> str:
@@ -155,7 +162,7 @@ def run_findings(tasks: Sequence[TaskRuns], watch: Watch) -> Iterator[Finding]:
             text += f" Made up before it: {said}."
         remedy = f"{run.outcome.error.remedy} A model may answer like that too: have the workflow return a low reward."
         if run.cause.by_answer:
-            remedy = f"A model may answer like that too: have the workflow return a low reward. {_OTHER}"
+            remedy = f"A model may answer like that too: have the workflow return a low reward. {_other(tasks)}"
         yield Finding("warns", "runs", text, remedy)
     if watch.asked and any(run.ended for run in runs):
         text = f"a person is asked, {next(iter(watch.asked.values()))}, and the run goes on without an answer."

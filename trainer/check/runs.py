@@ -18,7 +18,7 @@ from cotune.recording.records import CallRecord, Task
 from cotune.sampling.fitting import AS_IT_FITS, Manner, lessons
 from cotune.sampling.stub import StubResponder
 from cotune.storage.protocol import Store
-from cotune.trainer.check.causes import Cause, Made, cause_of, cause_of_error
+from cotune.trainer.check.causes import Cause, Made, cause_of, cause_of_error, interrupted
 from cotune.trainer.check.watch import Watch
 from cotune.workflows import Workflow
 
@@ -164,7 +164,8 @@ class Runner:
 
     async def _until_it_ends(self, found: TaskRuns, ends: float) -> None:
         """Run the task until a run ends well, each time with other answers, while answers are to blame."""
-        manner, others = self.manner, [self.manner, *(one for one in _OTHERWISE if self._allows(one))]
+        tools = self.manner.call_tools
+        manner, others = self.manner, [self.manner, *(one for one in _OTHERWISE if tools or one.call_tools)]
         variant, learned = 0, 0
         while True:
             run = await self._once(found.task, variant, manner)
@@ -183,9 +184,6 @@ class Runner:
                     manner = others.pop(0)
             else:
                 return
-
-    def _allows(self, manner: Manner) -> bool:
-        return self.manner.call_tools or manner.call_tools
 
     async def _twice(self, found: TaskRuns, good: Run) -> None:
         """Run the task twice at once, answered as in the run that ended well. What fails is tried again alone."""
@@ -230,6 +228,8 @@ class Runner:
         if meeting is not None:
             meeting.held = True
         raised = outcome.error.__cause__ if outcome.error is not None else None
+        if raised is not None and interrupted(raised):
+            self.watch.asked.setdefault(outcome.episode.id, "the graph stopped at an interrupt()")
         # A framework wraps what was raised into its own error, traceback and all; the cause says it better.
         outcome = dataclasses.replace(outcome, error=outcome.live.fatal or outcome.error)
         self.store.flush()

@@ -165,7 +165,8 @@ def test_a_crash_on_a_made_up_answer_says_so_and_leaves_the_verdict_open() -> No
     assert report.verdict == "undecided" and not report.trainable
     assert "IndexError: list index out of range" in finding.text
     assert 'Made up before it: count: "stub answer 1".' in finding.text
-    assert "cotune train" in finding.remedy and "--answer" in finding.remedy and "--no-tools" in finding.remedy
+    assert "cotune train" in finding.remedy and "--answer" in finding.remedy
+    assert "--no-tools" not in finding.remedy, "it has no tools"
 
 
 def test_a_scorer_that_hangs_is_not_blamed_on_the_made_up_answers() -> None:

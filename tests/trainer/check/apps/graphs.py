@@ -260,7 +260,30 @@ def remembers() -> Any:
     return solve
 
 
+def waits_for_a_person() -> Any:
+    """It reads what comes behind an interrupt, which nobody answers."""
+
+    def ask(state: State) -> dict[str, Any]:
+        return {"notes": [interrupt({"draft": state["draft"]})]}
+
+    builder = StateGraph(State)
+    builder.add_node("draft", writes("draft", "Draft a mail."))
+    builder.add_node("ask", ask)
+    builder.add_edge(START, "draft")
+    builder.add_edge("draft", "ask")
+    graph = builder.compile(checkpointer=InMemorySaver())
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        config: Any = {"configurable": {"thread_id": str(id(object()))}}
+        state = await graph.ainvoke({"question": one["question"]}, config)
+        return float(len(state["sent"]))
+
+    return solve
+
+
 ROWS = {
+    "waits_for_a_person": Row(waits_for_a_person, {"draft"}, NOT, [("blocks", "stopped at an interrupt()")]),
     "travel_agent": Row(travel_agent, {"travel_agent"}, never=["failed"]),
     "reads_by_index": Row(reads_by_index, {"reader"}, says=[("warns", "IndexError")]),
     "routes_by_dict": Row(routes_by_dict, {"triage", "billing", "refunds"}),

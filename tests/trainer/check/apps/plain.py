@@ -263,7 +263,20 @@ def alone_only() -> Any:
     return solve
 
 
+def grades_by_a_label() -> Any:
+    """It reads a form that its prompt shows in quotes, without a guard."""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("grader"):
+            text = (await chat(one["question"], "Grade from 1 to 10. Answer as 'Score: N'.")).content
+        return float(re.search(r"Score:\s*(\d+)", text).group(1)) / 10  # type: ignore[union-attr]
+
+    return solve
+
+
 ROWS = {
+    "grades_by_a_label": Row(grades_by_a_label, {"grader"}, never=["--no-tools"]),
     "reacts": Row(reacts, {"solver"}),
     "writes_code": Row(writes_code, {"coder"}),
     "keeps_a_calendar": Row(keeps_a_calendar, {"assistant"}, never=["fromisoformat"]),
