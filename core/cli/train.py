@@ -19,7 +19,8 @@ from cotune.cli.command import (
 from cotune.cli.fields import RUN, add_fields, given
 from cotune.cli.options import TraceOptions
 from cotune.errors import ConfigError
-from cotune.storage.run_layout import read_config, read_run_json
+from cotune.storage.checkpoints import read_best
+from cotune.storage.run_layout import RunLayout, read_config, read_run_json
 from cotune.storage.whole_file import whole_file
 from cotune.terminal import progress, tell, terminal
 
@@ -198,7 +199,8 @@ def _run_train(a: argparse.Namespace) -> int:
     if summary.finished and summary.versions:
         app = a.workflow or read_run_json(summary.path)["workflow"] or "WORKFLOW"
         tell(f"next: cotune eval {app} --run {summary.path} --tasks {summary.held_out or 'HELD_OUT.jsonl'}")
-        tell(f"then: cotune export {summary.path} --to adapters/; to look at it: cotune view {summary.path}")
+        best = " --best" if read_best(RunLayout(summary.path).checkpoints) else ""
+        tell(f"then: cotune export {summary.path} --to adapters/{best}; to look at it: cotune view {summary.path}")
     return 0 if summary.finished else 130
 
 

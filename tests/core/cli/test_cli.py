@@ -144,7 +144,7 @@ def test_a_path_that_cannot_be_written_is_named_without_a_number(command, said, 
 @pytest.fixture
 def trained(monkeypatch):
     """What `cotune train` hands to `train`."""
-    seen = SimpleNamespace(finished=True, versions={"planner": 3}, stayed={}, held_out="")
+    seen = SimpleNamespace(finished=True, versions={"planner": 3}, stayed={}, held_out="", path="runs/r1")
 
     def train(workflow, tasks, config, *, run):
         seen.workflow, seen.tasks, seen.config, seen.run = workflow, tasks, config, run
@@ -154,7 +154,7 @@ def trained(monkeypatch):
             finished=seen.finished,
             steps=3,
             seconds=1.4,
-            path="runs/r1",
+            path=seen.path,
             headline=Headline(changes=tuple(role_rewards(lines)), verdict="better", evaluation=of),
             calls=9,
             candidates=9,
@@ -208,6 +208,14 @@ def test_the_next_command_names_the_held_out_tasks_of_the_run(trained, capsys):
     trained.held_out = "held_out.jsonl"
     assert cli.main(["train", "app:solve", "--tasks", "t.jsonl", "--model", "base"]) == 0
     assert "next: cotune eval app:solve --run runs/r1 --tasks held_out.jsonl" in capsys.readouterr().out
+
+
+def test_the_next_command_takes_the_best_checkpoint_where_one_is_kept(trained, capsys, tmp_path):
+    trained.path = str(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best.json").write_text('{"planner": {"checkpoint": "step-000002", "figure": 0.5}}')
+    assert cli.main(["train", "app:solve", "--tasks", "t.jsonl", "--model", "base"]) == 0
+    assert f"then: cotune export {tmp_path} --to adapters/ --best; to look" in capsys.readouterr().out
 
 
 def test_a_run_that_has_updated_nothing_says_so_and_not_to_export_it(trained, capsys):
