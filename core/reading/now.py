@@ -63,5 +63,5 @@ def read_now(run: Path) -> Now | None:
         return None
     try:
         return msgspec.json.decode((run / NOW).read_bytes(), type=Now)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

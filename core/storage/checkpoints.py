@@ -96,7 +96,7 @@ def read_identity(checkpoint: Path) -> CheckpointIdentity | None:
     """What a checkpoint says of itself; None where that cannot be read."""
     try:
         return msgspec.json.decode((checkpoint / CHECKPOINT).read_bytes(), type=CheckpointIdentity)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

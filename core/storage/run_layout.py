@@ -269,7 +269,7 @@ def read_end(path: str | Path) -> RunEnd | None:
     """Why a run ended before its last step; None where nothing says so, or what does cannot be read."""
     try:
         return msgspec.json.decode(RunLayout(path).end.read_bytes(), type=RunEnd)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

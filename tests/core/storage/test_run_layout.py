@@ -15,6 +15,7 @@ from cotune.storage.run_layout import (
     RunDescription,
     RunLayout,
     read_config,
+    read_end,
     read_metrics,
     read_run,
     read_run_json,
@@ -131,3 +132,9 @@ def test_a_run_json_without_a_configuration_is_named(tmp_path: Path) -> None:
         read_config(run(tmp_path, {}))
     with pytest.raises(RunError, match="abc is not the name of a checkpoint"):
         steps_of(tmp_path / "abc")
+
+
+def test_an_end_that_is_nested_too_deeply_is_none(tmp_path: Path) -> None:
+    deep = "[" * 200_000 + "]" * 200_000
+    (tmp_path / "end.json").write_text(f'{{"kind": "failed", "cause": "c", "more": {deep}}}')
+    assert read_end(tmp_path) is None
