@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from cotune.storage.file_lock import is_held
+from cotune.storage.typed_json import read_if_typed
 
 NOW = "now.json"
 """Name of the file in a run folder; it is there while the run is under way."""
@@ -61,7 +62,4 @@ def read_now(run: Path) -> Now | None:
     """What a run is doing; None unless a process is training it."""
     if not is_held(run / "lock"):
         return None
-    try:
-        return msgspec.json.decode((run / NOW).read_bytes(), type=Now)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+    return read_if_typed(run / NOW, Now)

@@ -13,7 +13,7 @@ import msgspec
 
 from cotune.errors import RunError
 from cotune.policies import LoraSpec, PolicyKind
-from cotune.storage.typed_json import read_typed
+from cotune.storage.typed_json import read_if_typed, read_typed
 
 POLICIES = "policies.json"
 """Name of the file in a checkpoint that describes its policies."""
@@ -94,10 +94,7 @@ def step_folders(checkpoints: Path) -> list[Path]:
 
 def read_identity(checkpoint: Path) -> CheckpointIdentity | None:
     """What a checkpoint says of itself; None where that cannot be read."""
-    try:
-        return msgspec.json.decode((checkpoint / CHECKPOINT).read_bytes(), type=CheckpointIdentity)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+    return read_if_typed(checkpoint / CHECKPOINT, CheckpointIdentity)
 
 
 def read_best(checkpoints: Path) -> dict[str, Best]:

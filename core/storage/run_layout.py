@@ -28,7 +28,7 @@ from cotune.policies import OtherRoles
 from cotune.sampling.plans import PlanKind
 from cotune.step_profile import StepProfile
 from cotune.storage.checkpoints import latest_in, read_identity
-from cotune.storage.typed_json import converted, fault, loaded, read_typed
+from cotune.storage.typed_json import converted, fault, loaded, read_if_typed, read_typed
 
 log = logging.getLogger("cotune")
 T = TypeVar("T")
@@ -267,10 +267,7 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
 
 def read_end(path: str | Path) -> RunEnd | None:
     """Why a run ended before its last step; None where nothing says so, or what does cannot be read."""
-    try:
-        return msgspec.json.decode(RunLayout(path).end.read_bytes(), type=RunEnd)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+    return read_if_typed(RunLayout(path).end, RunEnd)
 
 
 def read_profiles(path: str | Path) -> list[StepProfile]:

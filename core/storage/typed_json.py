@@ -32,6 +32,14 @@ def read_typed(file: Path, kind: type[T], remedy: str) -> T:
     return converted(file, found, kind, remedy)
 
 
+def read_if_typed(file: Path, kind: type[T]) -> T | None:
+    """The value of a file; None where it is missing, cannot be read, or holds another type."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 def converted(file: Path, found: Any, kind: type[T], remedy: str) -> T:
     """What was found in a file as a `kind`. Raises RunError for another type."""
     try:
