@@ -19,8 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = {
     "LangGraph": ("plan_path", "plan_path.base"),
-    "AutoGen": ("plan_path_autogen", "plan_path.base"),
-    "CrewAI": ("plan_path_crewai", "plan_path_crewai.base"),
+    "AutoGen": ("workloads.plan_path_autogen", "plan_path.base"),
+    "CrewAI": ("workloads.plan_path_crewai", "workloads.plan_path_crewai.base"),
 }
 """By framework: its folder under examples/, and what builds its base model."""
 

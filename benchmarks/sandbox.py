@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
-from examples.sandbox.bubblewrap import Sandbox
+from examples.workloads.sandbox.bubblewrap import Sandbox
 
 PROGRAM = "print(int(input()) ** 2)"
 

@@ -37,8 +37,8 @@ from benchmarks.replay import PROBE_STEPS, sampled_tokens
 from cotune.storage.run_layout import read_metrics
 from cotune.trainer.config.train import load_config
 from cotune.trainer.evaluation.evaluate import evaluate
-from examples.code.tasks import SMALL
-from examples.maths.tasks import SUMS
+from examples.workloads.code.tasks import SMALL
+from examples.workloads.maths.tasks import SUMS
 
 TRAIN_SEED, FRESH_SEED = 100, 900
 
@@ -100,7 +100,7 @@ class Trainings:
 
     def part(self, name: str) -> Any:
         """A module of the example."""
-        return importlib.import_module(f"examples.{self.kind.example}.{name}")
+        return importlib.import_module(f"examples.workloads.{self.kind.example}.{name}")
 
     def base(self) -> Path:
         """The base model of the seed, built where it is not there yet."""
@@ -133,7 +133,7 @@ class Trainings:
             "seed": self.seed,
             "checkpoint_every": 10,
         }
-        config = load_config(Path("examples") / self.kind.example / "small.toml", settings)
+        config = load_config(Path("examples/workloads") / self.kind.example / "small.toml", settings)
         return train_once(folder, flow, tasks, config, steps, console)
 
     def tasks_per_step(self, name: str) -> int:

@@ -103,21 +103,22 @@ def test_kinds_of_applications(app: Callable[[str], Any], provider: Provider, mo
 
 
 EXAMPLES = {
-    "code": "code.tasks",
     "judged": "judged.products",
-    "maths": "maths.tasks",
-    "pictures": "pictures.tasks",
     "plan_path": "plan_path.grid",
-    "plan_path_autogen": "plan_path.grid",
-    "plan_path_checked": "plan_path_checked.tasks",
-    "plan_path_crewai": "plan_path.grid",
-    "search": "search.tasks",
-    "sokoban": "sokoban.tasks",
-    "sudoku": "sudoku.tasks",
     "tool_agent": "tool_agent.shop",
     "word_problems": "word_problems.tasks",
+    "workloads.code": "workloads.code.tasks",
+    "workloads.maths": "workloads.maths.tasks",
+    "workloads.pictures": "workloads.pictures.tasks",
+    "workloads.plan_path_autogen": "plan_path.grid",
+    "workloads.plan_path_checked": "workloads.plan_path_checked.tasks",
+    "workloads.plan_path_crewai": "plan_path.grid",
+    "workloads.search": "workloads.search.tasks",
+    "workloads.sokoban": "workloads.sokoban.tasks",
+    "workloads.sudoku": "workloads.sudoku.tasks",
 }
 """By example: the module that makes its tasks."""
+OTHERS = ("workloads.bfcl", "workloads.self_play")
 
 
 def _forget_examples() -> None:
@@ -127,18 +128,20 @@ def _forget_examples() -> None:
 
 
 def some_tasks(name: str) -> list[Any]:
-    if name == "bfcl":  # whose tasks are those of a benchmark
-        return importlib.import_module("examples.bfcl.tasks").make_tasks("turns")[:3]
-    if name == "self_play":
-        return list(importlib.import_module("examples.self_play.tasks").make_tasks(3, seed=1, game="negotiation"))
+    if name == "workloads.bfcl":  # whose tasks are those of a benchmark
+        return importlib.import_module("examples.workloads.bfcl.tasks").make_tasks("turns")[:3]
+    if name == "workloads.self_play":
+        return list(
+            importlib.import_module("examples.workloads.self_play.tasks").make_tasks(3, seed=1, game="negotiation")
+        )
     return list(importlib.import_module(f"examples.{EXAMPLES[name]}").make_tasks(3, seed=1))
 
 
-@pytest.mark.parametrize("name", [*EXAMPLES, "bfcl", "self_play"])
+@pytest.mark.parametrize("name", [*EXAMPLES, *OTHERS])
 def test_examples(name: str, provider: Provider):
     provider.reply = functools.partial(answers, each_tool=True)
     _forget_examples()
-    flow = load_workflow(f"examples.{name}.train:{'negotiation' if name == 'self_play' else 'solve'}")
+    flow = load_workflow(f"examples.{name}.train:{'negotiation' if name.endswith('self_play') else 'solve'}")
     tasks = some_tasks(name)
     sink = episodes(flow, [Task(id=f"e{i}", input=task) for i, task in enumerate(tasks)])
     _forget_examples()
@@ -147,4 +150,5 @@ def test_examples(name: str, provider: Provider):
 
 
 def test_no_example_is_missing_here():
-    assert {path.parent.name for path in (ROOT / "examples").glob("*/app.py")} == {*EXAMPLES, "bfcl", "self_play"}
+    folders = (path.parent.relative_to(ROOT / "examples") for path in (ROOT / "examples").rglob("app.py"))
+    assert {".".join(folder.parts) for folder in folders} == {*EXAMPLES, *OTHERS}

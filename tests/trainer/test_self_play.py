@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 
-from examples.self_play import base, duel, noughts, train
+from examples.workloads.self_play import base, duel, noughts, train
 from tests.trainer.conftest import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_two_roles_of_opposite_rewards_find_the_saddle_of_a_game(_no_provider, m
 
 
 def curve(tmp_path: Path, game: str, steps: int) -> list[dict[str, float]]:
-    command = [sys.executable, "-m", "examples.self_play.demo", "--out", str(tmp_path), "--game", game]
+    command = [sys.executable, "-m", "examples.workloads.self_play.demo", "--out", str(tmp_path), "--game", game]
     done = subprocess.run([*command, "--steps", str(steps)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])["curve"]

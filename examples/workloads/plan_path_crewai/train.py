@@ -1,0 +1,34 @@
+"""The CrewAI application as a cotune workflow: what its outcome is worth, and what each role's message is worth.
+
+cotune train examples/workloads/plan_path_crewai/train.py:solve \\
+    --config examples/plan_path/train.toml --model BASE --tasks FILE
+"""
+
+from __future__ import annotations
+
+import cotune
+from cotune.types import Call, Candidate
+from examples.plan_path.grid import Board, cell_of, grid_of
+from examples.plan_path.rewards import driver_reward, navigator_reward, team_reward
+from examples.workloads.plan_path_crewai.app import PlanPath, Walk
+
+
+def outcome(walk: Walk, task: Board) -> dict[str, float]:
+    """How far a walk came; `success` is whether the goal was reached."""
+    start = cell_of(task["start"])
+    return {"team": team_reward(grid_of(task), start, walk.position), "success": float(walk.reached)}
+
+
+solve = cotune.workflow(PlanPath, inputs=lambda task: {"task": task}, reward=outcome)
+
+
+@solve.scorer("navigator")
+def moves_said(candidate: Candidate, call: Call, task: Board) -> dict[str, float]:
+    """The moves that the navigator says, as if the driver carried them out from where the agent is."""
+    return navigator_reward(grid_of(task), Walk(**call.state.flow).position, candidate.text)
+
+
+@solve.scorer("driver")
+def controls_pressed(candidate: Candidate, call: Call, task: Board) -> dict[str, float]:
+    """The moves that the driver's controls stand for."""
+    return driver_reward(grid_of(task), Walk(**call.state.flow).position, candidate.text)
