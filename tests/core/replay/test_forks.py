@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
+from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.collect import collect
+from cotune.algorithms.prepare import prepare
 from cotune.errors import ConfigError
-from cotune.recording.records import CallRecord, Candidate
+from cotune.recording.records import CallRecord, Candidate, Fork
 from cotune.replay.forks import Budget, ForkRule, budget, choose_forks, fork_rule, mean_entropy, repeatable
 
 
@@ -77,3 +83,40 @@ def test_what_cannot_be_repeated_stops_later_forks():
     assert [repeatable(failed, c) for c in failed] == [True, True, False]
     hidden = [call(0, redacted=True), call(1)]
     assert [repeatable(hidden, c) for c in hidden] == [True, False]
+
+
+def of_trunks(book: Any, rule: ForkRule, tasks: int, k: int = 4, good: float = 0.8, turns: int = 6) -> list[float]:
+    """Mean advantage of the trunks' answers at their forks, if they were compared under any rule, and as it is. At each
+    turn of an episode the policy gives the common answer with probability `good`, worth 1, or the rare one, worth 0."""
+    for task in range(tasks):
+        rng, trunk = random.Random(f"answers {task}"), f"t{task}"
+
+        def play(episode: str, said: list[bool], fork: str = "", trunk: str = trunk, rng: Any = rng) -> list[bool]:
+            repeated, said = len(said), said + [rng.random() < good for _ in range(turns - len(said))]
+            at = Fork(trunk=trunk, call=fork, at=f"{episode}.{repeated}") if fork else None
+            book.episode(episode, outcome={"team": float(sum(said))}, fork=at)
+            for turn, common in enumerate(said):
+                answer = book.candidate(0, logprobs=(math.log(good if common else 1 - good),) * 2)
+                more = {"candidates": [answer], "replayed": f"{trunk}.{turn}" if turn < repeated else None}
+                book.call(f"{episode}.{turn}", episode, turn=turn, prompt=(1, int(trunk[1:]), *said[:turn]), **more)
+            return said
+
+        said = play(trunk, [])
+        (fork,) = choose_forks(book.store.calls(trunk), rule, 1, task)
+        for branch in range(rule.branches(k)):
+            play(f"{trunk}-{branch}", said[: fork.step], fork.id)
+    found = []
+    for trunks in (True, not rule.by_answer):
+        samples = collect(book.store, book.store.episodes(), plan="replay", trunks=trunks).samples
+        prepared = prepare(samples, recipe("replay"))
+        pairs = zip(prepared.samples, prepared.advantages.tolist(), strict=True)
+        found.append(sum(advantage for sample, advantage in pairs if sample.call == sample.branch) / tasks)
+    assert len(samples) == k * tasks
+    return found
+
+
+@pytest.mark.parametrize(("rule", "compared"), [("all", 0.0), ("entropy:1", -0.276)])
+def test_no_answer_is_compared_with_others_for_being_rare(book: Any, rule: str, compared: float):
+    """entropy:1 forks at the first rare answer of an episode. Where there is none, in 0.8 ** 6 = 0.262 of them, it
+    forks at the first of six common ones: a trunk has 0.262 (1 + 5 * 0.2) - 0.8 = -0.276 more than its branches."""
+    assert of_trunks(book, fork_rule(rule), 400) == pytest.approx([compared, 0.0], abs=0.1)
