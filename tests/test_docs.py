@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from cotune.algorithms.catalogue import RECIPES
 from cotune.cli.main import parser
 from cotune.trainer.config.train import convert
 
@@ -101,13 +100,6 @@ def test_every_page_that_the_code_names_exists() -> None:
     text = "\n".join(file.read_text() for folder in folders for file in sorted((ROOT / folder).rglob("*.py")))
     named = set(re.findall(r"\bdocs/[\w/-]+\.md\b", text))
     assert named and {name for name in named if not (ROOT / name).is_file()} == set()
-
-
-def test_recipes_page_names_every_recipe() -> None:
-    page = ROOT / "docs" / "reference" / "recipes.md"
-    rows = re.findall(r"^\| `(\w+)` \| (any|tree|independent|replay) \|", page.read_text(), re.MULTILINE)
-    assert {name for name, _ in rows} == set(RECIPES)
-    assert all(plan in ("any", RECIPES[name].plan) for name, plan in rows)
 
 
 @pytest.mark.parametrize(

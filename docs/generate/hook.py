@@ -11,9 +11,11 @@ from typing import Any
 
 from command_line import commands
 from configuration import fields, overrides
+from figures import TABLES
 from metrics import reasons
 from mkdocs.exceptions import PluginError
 from public_names import functions, types
+from recipes import formulas, recipes
 
 PARTS: Mapping[str, Callable[[], str]] = {
     "public names": functions,
@@ -22,6 +24,9 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "fields of the configuration": fields,
     "settings of a recipe": overrides,
     "reasons": reasons,
+    "recipes": recipes,
+    "formulas": formulas,
+    **{f"figures {name}": table for name, table in TABLES.items()},
 }
 """By what a page calls it, what makes a part in Markdown."""
 

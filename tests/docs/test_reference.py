@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,14 @@ import pytest
 
 import cotune
 import cotune.types
+from cotune.algorithms.catalogue import ANY_PLAN, RECIPES
 from cotune.algorithms.filters import REASONS
+from cotune.algorithms.published import PUBLISHED
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec, Shaping, Term
 from cotune.cli.main import parser
 from cotune.trainer.config.train import PolicyConfig, TrainConfig
+
+ROOT = Path(__file__).parents[2]
 
 
 def page(site: Path, name: str) -> str:
@@ -112,6 +117,28 @@ def test_a_field_says_its_type_default_and_what_is_allowed(site: Path, field: st
 def test_every_setting_of_a_recipe_is_there(site: Path) -> None:
     settings = {name for part in (Attribution, Filters, LossSpec, Shaping, Term) for name in part.__struct_fields__}
     assert settings - {"attribution"} <= codes(page(site, "configuration"))
+
+
+def test_every_recipe_is_there_with_its_plan_and_paper(site: Path) -> None:
+    text = page(site, "recipes")
+    rows = re.findall(r"<tr>\s*<td><code>(\w+)</code></td>\s*<td>(\w+)</td>", text)
+    plans = {name: "any" if name in ANY_PLAN else recipe.plan for name, recipe in RECIPES.items()}
+    assert dict(rows) == plans
+    assert codes(text.partition('id="published-systems"')[2]) >= {recipe.name for recipe in PUBLISHED}
+
+
+def test_every_measurement_is_there(site: Path) -> None:
+    """All tables that are made from benchmarks/figures are on a page, and one says what its lines say."""
+    asked = "".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
+    folder = ROOT / "benchmarks" / "figures"
+    measured = [json.loads(line)["table"] for line in (folder / "measured.jsonl").read_text().splitlines()]
+    shown = re.findall(r"^<!-- generated: figures (.+) -->$", asked, re.MULTILINE)
+    assert len(shown) == len(set(shown)) and set(shown) > set(measured)
+    runs = {path.stem for path in folder.glob("*.jsonl")} - {"measured", "stress"}
+    assert runs == {name.partition(",")[0] for name in shown} - {*measured, "without_tool"}
+    cells = re.sub(r"<[^>]+>", " ", (site / "internals" / "benchmarks.html").read_text()).split()
+    row = "trained together, a LoRA per role 88.7% 90.5% 82.5% 93.1% 87.5% to 89.8%"
+    assert row in " ".join(cells)
 
 
 def test_every_reason_is_there(site: Path) -> None:

@@ -1,0 +1,203 @@
+"""The tables of measurements, from the lines in `benchmarks/figures`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cotune.intervals import share
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "figures"
+
+Line = Mapping[str, Any]
+
+LEARNING = {
+    "team_untrained": "team, untrained",
+    "team_lora": "trained together, a LoRA per role",
+    "team_swapped": "the same, roles swapped",
+    "team_full": "trained together, all weights, a model per role",
+    "team_shared": "trained together, one shared LoRA",
+    "navigator_only": "navigator trained in the team, driver frozen",
+    "driver_only": "driver trained in the team, navigator frozen",
+    "merged": "these two put together",
+    "alone_untrained": "single agent that sees everything, untrained",
+    "alone_navigator": "navigator trained and evaluated as a single agent (sees no table)",
+    "alone_driver": "driver trained and evaluated as a single agent (sees no grid)",
+    "alone_together": "these two put together in the team",
+    "alone_everything": "single agent that sees everything, same budget",
+    "alone_everything_3x": "single agent that sees everything, three times the budget",
+}
+WARM_START = {
+    "base": "base",
+    "rl": "reinforcement alone, 16 steps",
+    "sft": "`sft` from 500 recordings, 48 supervised steps",
+    "warm": "from there 8 steps of reinforcement",
+}
+WORKLOADS = {
+    "search": "search",
+    "sokoban": "Sokoban 6 x 6",
+    "sudoku": "Sudoku 4 x 4, four cells to fill",
+    "maths": "sums with a calculator",
+    "code": "code, eight families",
+    "plan_path": "Plan-Path 5 x 5",
+    "pictures": "pictures, 4 x 4",
+    "noughts": "tic-tac-toe",
+}
+PUBLISHED = {
+    "sokoban": ("Sokoban, published", "0%", "3%", "0%", "10%", "11.5%", "-"),
+    "sudoku": ("Sudoku, published", "7%", "29%", "69%", "99%", "99%", "-"),
+    "maths": (
+        "AIME 2024, AIME 2025, OlympiadBench, published",
+        "13.4%, 9.8%, 22.2%",
+        "10%, 6.7%, 23.8%",
+        "13.3%, 13%, 35.9%",
+        "16.7%, 16.7%, 39.6%",
+        "13.3%, 18.3%, 35.2%",
+        "-",
+    ),
+    "code": (
+        "LiveCodeBench, APPS, CodeContests, published",
+        "11.6%, 16.2%, 3.6%",
+        "18.8%, 17.0%, 3.0%",
+        "19.0%, 16.6%, 3.6%",
+        "20.9%, 17.6%, 4.8%",
+        "24.0%, 18.6%, 7.8%",
+        "-",
+    ),
+    "plan_path": ("Plan-Path 10 x 10, published", "5%", "11%", "10%", "96%", "97%", "6%"),
+}
+"""What the method's paper reports for Qwen3-1.7B, below the row it belongs to."""
+
+
+def learning() -> str:
+    """Success by who was trained with whom."""
+    lines = _lines("learning")
+    rows = []
+    for name, title in LEARNING.items():
+        found = sorted((line for line in lines if line["row"] == name), key=lambda line: line["seed"])
+        by_seed = [line["reached"] / line["tasks"] for line in found]
+        interval = _interval(sum(line["reached"] for line in found), sum(line["tasks"] for line in found))
+        rows.append((title, interval[0], *(f"{value:.1%}" for value in by_seed), interval[1]))
+    return _table(("", "mean", "seed 0", "seed 1", "seed 2", "95% interval"), rows)
+
+
+def selection() -> str:
+    """Success by the candidate that the application continues with."""
+    lines = _lines("selection")
+    rows = []
+    for select in ("argmax", "sample", "first"):
+        found = [line for line in lines if line["select"] == select]
+        path = sum(line["last_step"]["path"] for line in found) / len(found)
+        rows.append((f"`{select}`", *_success(found), _success(found, "greedy")[0], f"{path:.1%}"))
+    return _table(("select", "success", "95% interval", "by seed", "greedy", "selected path, last step"), rows)
+
+
+def outcomes(name: str, **settings: int) -> str:
+    """Success by the way of training: `replay` or `credit`, of the runs with these settings."""
+    lines = [line for line in _lines(name) if settings.items() <= line["settings"].items()]
+    rows = []
+    for way in ("tree", "replay", "dr_mas", "replay_forks"):
+        found = [line for line in lines if line["way"] == way]
+        if found:
+            counts = (f"{sum(line[name] for line in found) / len(found):,.0f}" for name in ("tokens", "rows"))
+            rows.append((f"`{way}`", *_success(found), *counts))
+    return _table(("way", "success", "95% interval", "by seed", "sampled tokens", "rows trained on"), rows)
+
+
+def warm_start() -> str:
+    """Success from recordings, from reinforcement, and from both."""
+    lines = _lines("warm_start")
+    rows = [(title, *_success(lines, name)) for name, title in WARM_START.items()]
+    return _table(("policies", "success", "95% interval", "by seed"), rows)
+
+
+def frameworks() -> str:
+    """One team in three frameworks."""
+    rows = [
+        (
+            line["framework"],
+            f"{line['base']:.1%}",
+            f"{line['trained']:.1%}",
+            f"{line['low']:.1%} to {line['high']:.1%}",
+            f"{line['calls']:,}",
+            f"{line['seconds']} s",
+            f"{line['calls_per_s']:.0f}",
+        )
+        for line in _lines("frameworks")
+    ]
+    return _table(("", "base", "trained", "95% interval", "calls", "training", "calls/s in rollout"), rows)
+
+
+def workloads() -> str:
+    """Success by workload: single agents and teams, untrained and trained."""
+    columns = (("alone", "base"), ("alone", "trained"), ("by_role", "base"), ("shared", "trained"))
+    columns = (*columns, ("by_role", "trained"), ("by_role", "swapped"))
+    rows: list[Sequence[str]] = []
+    for name, title in WORKLOADS.items():
+        rows.append((title, *(_workload(name, *column) for column in columns)))
+        rows += [PUBLISHED[name]] if name in PUBLISHED else []
+    titles = ("single agent, untrained", "single agent, trained", "team, untrained", "team, one shared policy")
+    return _table(("workload", *titles, "team, a policy per role", "the same, swapped"), rows)
+
+
+def without_tool() -> str:
+    """Single agents that lack the team's tool, as published."""
+    titles = {
+        "maths": "sums: the reasoner alone, which answers once",
+        "sudoku": "Sudoku 4 x 4: fills cells by hand, in as many turns as the team has",
+    }
+    measured = ("base", "trained")
+    rows = [(title, *(_workload(name, "without_tool", which) for which in measured)) for name, title in titles.items()]
+    return _table(("single agent without the tool", "untrained", "trained"), rows)
+
+
+def measured(line: Line) -> str:
+    """A table that a script printed, as it was taken down."""
+    return _table(line["columns"], line["rows"])
+
+
+def _lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines() if line]
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows))
+
+
+def _interval(successes: int, n: int) -> tuple[str, str]:
+    found = share(successes, n)
+    assert found is not None and found.low is not None and found.high is not None
+    return f"{found.mean:.1%}", f"{found.low:.1%} to {found.high:.1%}"
+
+
+def _success(lines: Sequence[Line], which: str = "trained") -> tuple[str, str, str]:
+    """Success over the seeds, its interval, and by seed."""
+    ordered = sorted(lines, key=lambda line: line["seed"])
+    shares = ", ".join(f"{line['reached'][which] / line['settings']['tasks']:.1%}" for line in ordered)
+    tasks = sum(line["settings"]["tasks"] for line in lines)
+    return *_interval(sum(line["reached"][which] for line in lines), tasks), shares
+
+
+def _workload(name: str, training: str, which: str) -> str:
+    lines = [line for line in _lines("workloads") if (line["workload"], line["training"]) == (name, training)]
+    mean, interval, _ = _success(lines, which)
+    return f"{mean} ({interval})"
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "learning": learning,
+    "selection": selection,
+    "replay": partial(outcomes, "replay", steps=20),
+    "replay, forks alone": partial(outcomes, "replay", steps=30),
+    "credit, 320,000 tokens": partial(outcomes, "credit", tokens=320_000),
+    "credit, 100,000 tokens": partial(outcomes, "credit", tokens=100_000),
+    "warm_start": warm_start,
+    "frameworks": frameworks,
+    "workloads": workloads,
+    "without_tool": without_tool,
+    **{line["table"]: partial(measured, line) for line in _lines("measured")},
+}
+"""By the name that a page uses in `<!-- generated: figures NAME -->`."""
