@@ -49,7 +49,8 @@ SMALLER = {"steps=100": "steps=1", '{"k": 8}': '{"k": 2}'}
 """What is made smaller in a block before it runs."""
 BACKEND = "127.0.0.1:4318"
 """The address of a backend in the documentation."""
-OF_CLUSTERS = ("how-to/vllm.md", "internals/fsdp.md", "internals/router.md")
+OF_CLUSTERS = ("how-to/vllm.md", "internals/training.md", "internals/sampler.md")
+"""Pages with blocks that need more than this machine; see `needs_more`."""
 ELSEWHERE = ("start.md", "tutorials/", *(f"frameworks/{name}.md" for name in ("autogen", "crewai", "openai-agents")))
 """Pages that other tests follow: step by step, or with the framework."""
 EXAMPLES = (
@@ -185,8 +186,17 @@ def example(name: str) -> str:
 def pages() -> list[str]:
     """Pages with python blocks that are run here."""
     named = [str(page.relative_to(ROOT / "docs")) for page in sorted((ROOT / "docs").rglob("*.md"))]
-    left = (*OF_CLUSTERS, *ELSEWHERE)
-    return [name for name in named if not name.startswith(left) and blocks(ROOT / "docs" / name, "python")]
+    return [name for name in named if not name.startswith(ELSEWHERE) and here(name)]
+
+
+def needs_more(block: str) -> bool:
+    """Whether a block opens Ray or vLLM."""
+    return "integrations.ray" in block or "Vllm" in block
+
+
+def here(page: str) -> list[str]:
+    """The blocks of a page that run on this machine."""
+    return [block for block in blocks(ROOT / "docs" / page, "python") if not needs_more(block)]
 
 
 def supposed(page: str, folder: Path) -> dict[str, Any]:
@@ -216,7 +226,7 @@ def supposed(page: str, folder: Path) -> dict[str, Any]:
 
 def run_page(page: str, names: dict[str, Any]) -> None:
     """Run the blocks of a page; what they add to is a workflow of its own for each, where they make none."""
-    for text in blocks(ROOT / "docs" / page, "python"):
+    for text in here(page):
         names["solve"] = cotune.workflow(lambda task: 0.0)
         asyncio.run(run(text, names))
 
@@ -248,7 +258,7 @@ def test_scorers_of_the_page_give_what_it_says(world: dict[str, Any]) -> None:
 def test_what_needs_more_calls_what_there_is(page: str) -> None:
     """Imports are there, and every call of what is imported fits its signature."""
     bound = 0
-    for text in blocks(ROOT / "docs" / page, "python"):
+    for text in filter(needs_more, blocks(ROOT / "docs" / page, "python")):
         tree = ast.parse(text)
         names = dict(_imported(tree))
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):

@@ -18,7 +18,7 @@ def _named(*pages: str) -> set[str]:
 
 
 FIGURES = _named("reference/metrics.md")
-COUNTERS = FIGURES | _named("internals/router.md")
+COUNTERS = FIGURES | _named("internals/sampler.md")
 REASONS_NAMED = {*REASONS} | _named("how-to/distillation.md")
 
 
