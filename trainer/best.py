@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from cotune.storage.checkpoints import Best, checkpoint_name, read_best, steps_of
 from cotune.storage.run_layout import read_metrics
@@ -49,8 +50,7 @@ def note_best(run: Run, held_out: Mapping[str, float], progress: Progress) -> bo
     if not is_game(held_out) and any(is_game(line["held_out"]) for line in lines):
         progress.say_once("no held-out game had a winner in this evaluation, so it judges no policy")
         return False
-    figures = _figures(run, held_out)
-    if not figures:
+    if not _figures(run, held_out):
         known = ", ".join(name for name in held_out if name not in ("episodes", "failed")) or "none"
         what = f"evaluation.best_by = {config.best_by!r} is no held-out figure"
         if config.best_by in ("", "reward"):
@@ -58,10 +58,10 @@ def note_best(run: Run, held_out: Mapping[str, float], progress: Progress) -> bo
         progress.say_once(f"{what}, so no checkpoint is best; known: {known}")
         return False
     here = checkpoint_name(run.state.steps)
-    better = {name: Best(here, x) for name, x in figures.items() if name not in run.best or x > run.best[name].figure}
-    run.best = {**run.best, **better}
+    run.best = {**run.best, **_best_of(run, lines, here)}
+    better = any(best.checkpoint == here for best in run.best.values())
     if config.patience is None or better:
-        return bool(better)
+        return better
     last = max(steps_of(Path(best.checkpoint)) for best in run.best.values())
     since = sum(bool(line["held_out"]) for line in lines if line["step"] + 1 > last)
     if since >= config.patience:
@@ -77,16 +77,7 @@ def find_best(run: Run) -> list[str]:
     config, folder = run.config.evaluation, run.folder.checkpoints
     if not (config.keep_best or config.patience):
         return []
-    found: dict[str, Best] = {}
-    evaluated = [line for line in read_metrics(run.folder.path) if line["held_out"]]
-    games = [line for line in evaluated if is_game(line["held_out"])]
-    for line in games or evaluated:
-        here = checkpoint_name(line["step"] + 1)
-        if not config.keep_best or (folder / here).is_dir():
-            for name, figure in _figures(run, line["held_out"]).items():
-                if name not in found or figure > found[name].figure:
-                    found[name] = Best(here, figure)
-    run.best = found
+    run.best = found = _best_of(run, list(read_metrics(run.folder.path)))
     if not config.keep_best:
         return []
     notes, named = [], read_best(folder)
@@ -100,6 +91,21 @@ def find_best(run: Run) -> list[str]:
     if found != named:
         write_best(folder, found)
     return notes
+
+
+def _best_of(run: Run, lines: Sequence[Mapping[str, Any]], now: str = "") -> dict[str, Best]:
+    """By policy, the best evaluation in these lines of metrics.jsonl, the earlier one of equals; where the best are
+    kept, of those whose checkpoint is there, or is that of `now`, which is not yet written."""
+    found: dict[str, Best] = {}
+    evaluated = [line for line in lines if line["held_out"]]
+    games = [line for line in evaluated if is_game(line["held_out"])]
+    for line in games or evaluated:
+        name = checkpoint_name(line["step"] + 1)
+        if not run.config.evaluation.keep_best or name == now or (run.folder.checkpoints / name).is_dir():
+            for policy, figure in _figures(run, line["held_out"]).items():
+                if policy not in found or figure > found[policy].figure:
+                    found[policy] = Best(name, figure)
+    return found
 
 
 def _figures(run: Run, held_out: Mapping[str, float]) -> dict[str, float]:

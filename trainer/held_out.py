@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from cotune.algorithms.goal import goal_of
-from cotune.reading.evaluations import step_file
+from cotune.reading.evaluations import in_training, step_file
 from cotune.recording.records import PolicyRef
 from cotune.recording.rollout import EpisodeBatch
 from cotune.storage.run_layout import read_metrics
+from cotune.tables import plural
 from cotune.trainer.evaluation.report import EvaluationReport, compare
 from cotune.trainer.evaluation.run import Evaluation, share_floor, summarise
 from cotune.trainer.evaluation.sink import EvaluationSink
@@ -44,14 +45,9 @@ async def evaluate_held_out(run: Run, report: StepReport, progress: Progress) ->
         found = await _played(run, progress, run.served(), "trained")
     if found is None:
         return {}
-    base = _base(run)
-    if base is not None:
-        # Evaluations of before share the lowest reward: a later policy gains nothing by a crash where it did badly.
-        base, *_, found = share_floor([base, *_before(run, step), found])
-    _store(run, step, [base, found] if base else [found])
-    figures = _figures(found)
-    if base is not None:
-        figures |= {f"base_{name}": value for name, value in _figures(base).items() if name in ("success", "reward")}
+    evaluated = _share_lowest(run, step, found, progress)
+    _store(run, step, evaluated)
+    figures = _figures(*evaluated)
     if found.opposed:
         progress.say_once(
             f"{', '.join(found.opposed)} play against each other: their held-out rewards always add up to the same, so "
@@ -86,10 +82,30 @@ def _base(run: Run) -> Evaluation | None:
     return next(iter(_stored(run, 0)), None)
 
 
-def _before(run: Run, step: int) -> list[Evaluation]:
-    """What was evaluated last before the end of this step, which has the lowest rewards of all before it."""
-    evaluated = [line["step"] + 1 for line in read_metrics(run.folder.path) if line["held_out"]]
-    return _stored(run, max((done for done in evaluated if done < step), default=0))
+def _share_lowest(run: Run, step: int, found: Evaluation, progress: Progress) -> list[Evaluation]:
+    """The evaluation before the first step, where there is one, and `found`, that after this step, with the lowest
+    reward of all evaluations of the run for failed episodes: no policy gains by a crash where another did badly.
+
+    Where that is new, what is written of the earlier evaluations is computed again, so that they compare.
+    """
+    lines = {line["step"] + 1: line["held_out"] for line in read_metrics(run.folder.path) if line["held_out"]}
+    earlier = {done: of[-1] for done in (0, *lines) if done < step and (of := _stored(run, done))}
+    *shared, found = share_floor([*earlier.values(), found])
+    now = dict(zip(earlier, shared, strict=True))
+    base = [now[0]] if 0 in now else []
+    changed = {done: _figures(*base, one) for done, one in now.items() if done in lines}
+    changed = {done: figures for done, figures in changed.items() if figures.items() - lines[done].items()}
+    if changed:
+        progress.say(
+            f"a failed episode now counts {found.floor:.4g} in held-out figures, the lowest reward so far: those of "
+            f"{plural(len(changed), 'earlier evaluation')} are computed again"
+        )
+        run.folder.revise_held_out(changed)
+    again = {done: one for done, one in now.items() if one != earlier[done]}
+    created = {one.steps: one.created for one in in_training(run.folder.path)} if again else {}
+    for done, one in again.items():
+        _store(run, done, [*base, one] if done else [one], created.get(done))
+    return [*base, found]
 
 
 def _stored(run: Run, steps: int) -> list[Evaluation]:
@@ -103,17 +119,20 @@ def _stored(run: Run, steps: int) -> list[Evaluation]:
     return [one for one in found.values() if one.endings.keys() == tasks]
 
 
-def _store(run: Run, steps: int, evaluations: Sequence[Evaluation]) -> None:
-    """Write an evaluation after so many steps, the last of `evaluations`, and how it compares with the one before."""
+def _store(run: Run, steps: int, evaluations: Sequence[Evaluation], created: float | None = None) -> None:
+    """Write an evaluation after so many steps, the last of `evaluations`, and how it compares with the one before. It
+    was `created` now, or then."""
     compared = [compare(after, before) for before, after in itertools.pairwise(evaluations)]
     report = EvaluationReport(evaluations={one.label: one for one in evaluations}, comparisons=tuple(compared))
     file = step_file(run.folder.path, steps)
     file.parent.mkdir(exist_ok=True)
-    write_atomically(file, json.dumps({"created": time.time(), "steps": steps, **report.to_json()}).encode())
+    about = {"created": created or time.time(), "steps": steps}
+    write_atomically(file, json.dumps({**about, **report.to_json()}).encode())
 
 
-def _figures(found: Evaluation) -> dict[str, float]:
-    """The figures of an evaluation for metrics.jsonl."""
+def _figures(*evaluations: Evaluation) -> dict[str, float]:
+    """The figures of an evaluation for metrics.jsonl, the last of these; one before it is the base."""
+    *base, found = evaluations
     figures = {"episodes": float(found.episodes), "failed": float(sum(found.failed.values()))}
     for name, interval in (("success", found.success), ("reward", found.reward), ("outcome", found.outcome)):
         if interval is not None:
@@ -124,6 +143,8 @@ def _figures(found: Evaluation) -> dict[str, float]:
         figures |= {f"{role}/{name}": value for name, value in own.rewards.items()}
         if own.reward is not None:
             figures[f"reward/{role}"] = own.reward
+    for one in base:
+        figures |= {f"base_{name}": x for name, x in _figures(one).items() if name in ("success", "reward")}
     return figures
 
 

@@ -112,6 +112,13 @@ class RunFolder(RunLayout):
         kept = [line for line in read_metrics(self.path) if line["step"] < steps]
         write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
+    def revise_held_out(self, figures: Mapping[int, Mapping[str, float]]) -> None:
+        """Write held-out figures of steps anew, by the number of steps made; others of the same lines stay."""
+        lines = (
+            {**o, "held_out": {**o["held_out"], **figures.get(o["step"] + 1, {})}} for o in read_metrics(self.path)
+        )
+        write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
     def abandon_metrics(self, steps: int, rollback: int) -> None:
         """Move the lines after the first `steps` steps to abandoned.jsonl, with the number of the rollback."""
         there = self.abandoned.read_text() if self.abandoned.exists() else ""

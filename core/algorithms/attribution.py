@@ -48,7 +48,7 @@ def attribute(samples: Sequence[Sample], attribution: Attribution, key: tuple[st
     """
     own, outcome = _mixed(samples, attribution, key)
     mine, shared, counts = own.value - overlong(samples, attribution), outcome.value, outcome.some
-    gate = _gate([{**s.outcome, **s.rewards} for s in samples], [s.role for s in samples], attribution)
+    gate = _gates(samples, attribution)
     shut = np.isnan(gate) & np.array([s.failure is not None for s in samples], np.bool_)
     mine = np.where(shut, np.minimum(mine, 0.0), gate * mine)
     if attribution.takes_outcome:
@@ -65,6 +65,13 @@ def attribute(samples: Sequence[Sample], attribution: Attribution, key: tuple[st
     if attribution.scope == "own":
         return reward
     return _over_roles(samples, reward, some, mean=attribution.scope == "mean")
+
+
+def without_outcome(samples: Sequence[Sample], attribution: Attribution, key: tuple[str, ...] = PROMPT_KEY) -> Bools:
+    """[n] whether the episode of a sample failed without a whole outcome of its own, so that `failure` stands for it.
+    Where the reward takes no outcome in, so has every one that failed."""
+    _, outcome = _mixed(samples, attribution, key)
+    return _unknown(samples, _gates(samples, attribution) * outcome.value, outcome.some)
 
 
 def lacking(
@@ -118,10 +125,19 @@ def _with_failures(samples: Sequence[Sample], mixed: Floats, counts: Bools, late
     np.minimum.at(lowest, role[ended], mixed[ended])
     weighs = np.bincount(role, counts & ~failed, len(names)) > 0
     unseen = np.bincount(role, np.array([bool(s.outcome) for s in samples], np.bool_) & ~failed, len(names)) == 0
-    here = failed & (np.isnan(mixed) | ~counts)
+    here = _unknown(samples, mixed, counts)
     value = np.where(np.isnan(stated), lowest[role], stated) - late
     counted = (weighs | unseen)[role]
     return np.where(here, np.where(counted, value, 0.0), mixed), np.where(here, counted, counts)
+
+
+def _unknown(samples: Sequence[Sample], mixed: Floats, counts: Bools) -> Bools:
+    failed = np.array([s.failure is not None for s in samples], np.bool_)
+    return failed & (np.isnan(mixed) | ~counts)
+
+
+def _gates(samples: Sequence[Sample], attribution: Attribution) -> Floats:
+    return _gate([{**s.outcome, **s.rewards} for s in samples], [s.role for s in samples], attribution)
 
 
 def _gate(rewards: Sequence[Mapping[str, float]], roles: Sequence[str], attribution: Attribution) -> Floats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, cast
 
 import msgspec
@@ -179,6 +179,15 @@ def failure_reward(on_failure: str) -> OnFailure:
 def is_outcome(episode: Episode) -> bool:
     """Whether the episode came to an end that says something of its policies: a good one, or a failure of theirs."""
     return episode.status == "ok" or (episode.status == "error" and episode.blame in ("policy", None))
+
+
+def successes(episodes: Sequence[Episode], rewards: Mapping[str, Mapping[str, float]]) -> list[bool]:
+    """Whether each episode solved its task, empty where none reports `success`. One that failed or reports none did
+    not; those of which nobody knows the outcome, with neither `success` nor a reward, are left out."""
+    if all(episode.solved is None for episode in episodes):
+        return []
+    ended = [episode for episode in episodes if is_outcome(episode)]
+    return [e.solved is True for e in ended if e.status != "ok" or e.solved is not None or rewards.get(e.id)]
 
 
 def failed_seat(calls: Iterable[CallRecord]) -> str | None:

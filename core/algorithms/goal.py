@@ -9,7 +9,7 @@ from statistics import fmean
 
 import msgspec
 
-from cotune.algorithms.attribution import attribute
+from cotune.algorithms.attribution import attribute, without_outcome
 from cotune.algorithms.collect import OnFailure, failure_of, failure_reward, is_outcome
 from cotune.algorithms.recipes import PROMPT_KEY, Attribution, Recipe
 from cotune.algorithms.samples import Sample
@@ -51,7 +51,8 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True):
     """What some episodes are worth, aligned with them.
 
     `reward` is the mean over an episode's trained roles of what each has in `by_role`; None where it has none.
-    `failed` marks the episodes that count the lowest reward of the others or 0, which is `floor`. `opposed` names the
+    `failed` marks the failed episodes without an outcome of their own, which count the lowest reward of those that
+    ended well, or 0: `floor`. `opposed` names the
     trained roles whose rewards add up to the same in every episode: one's gain is another's loss, and their mean says
     nothing.
     """
@@ -104,7 +105,11 @@ def worth(played: Sequence[Played], goal: Goal) -> Worth:
     found = _by_role(samples, goal)
     sound = [found[one.episode.id] for one in played if one.episode.status == "ok" and one.episode.id in found]
     floor = min([0.0, *(fmean(by_role.values()) for by_role in sound)])
-    failed = {sample.rollout for sample in samples if sample.failure == "lowest"} & found.keys()
+    lacking = without_outcome(samples, goal.attribution, goal.key)
+    told = {
+        s.rollout for s, lacks in zip(samples, lacking, strict=True) if not lacks and s.role in found.get(s.rollout, ())
+    }
+    failed = {s.rollout for s in samples if s.failure == "lowest" and s.rollout in found} - told
     for id in failed:
         if NO_ROLE in found[id]:
             found[id] = {NO_ROLE: floor}

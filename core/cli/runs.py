@@ -31,6 +31,8 @@ _COLUMNS = {
     "seconds": "The whole step.",
 }
 """Columns of the table of steps, and what each tells."""
+_SHARES = ("held-out success", "success in training")
+"""Titles of columns that are in percent."""
 _ROLES = 3
 """Roles that have a column of their own in the table of steps."""
 
@@ -93,7 +95,7 @@ def _steps(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
     table = grid("step>", *(f"{title}>" for title in heads))
     for place, line in enumerate(lines):
         row: list[Any] = [line["step"] + 1, *([warn(failed[place])] if any(failed) else [])]
-        row += [_cell(values[place], "success" in title) for title, values in columns.items()]
+        row += [_cell(values[place], title in _SHARES) for title, values in columns.items()]
         row += [line.get("rows", 0), *([out[place]] if any(out) else [])]
         table.add_row(*cells((*row, f"{sum(line.get('seconds', {}).values()):.1f}")))
     yield table

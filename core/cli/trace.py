@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from cotune.algorithms.collect import is_outcome
 from cotune.cli.options import TraceOptions
 from cotune.errors import RunError, WorkflowError
 from cotune.recording.episodes import UNSEEN
@@ -15,6 +17,7 @@ from cotune.recording.records import Episode
 from cotune.recording.rollout import EpisodeBatch, rollout
 from cotune.replay.chance import start_freezing
 from cotune.runtime.run_sync import run_sync
+from cotune.storage.outcomes import success_counts
 from cotune.storage.run_layout import RunLayout
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.storage.whole_file import is_full
@@ -59,22 +62,22 @@ def trace(workflow: str, tasks: str, out: str, options: TraceOptions, console: C
             episodes = run_sync(rollout(flow, batch))
         store.flush()
         lost = store.lost
+        made = json.dumps([episode.id for episode in episodes])
+        solved = store.rows(success_counts("id IN (SELECT value FROM json_each(?))"), (made,))
     finally:
         if live is not None:
             live.close()
             console.print(f"{live.spans} spans sent to {options.otlp}, {live.failed} episodes could not be sent")
         store.close()
-    return _report(episodes, lost, out, console)
+    return _report(episodes, solved, lost, out, console)
 
 
-def _report(episodes: list[Episode], lost: int, out: str, console: Console) -> int:
+def _report(episodes: list[Episode], solved: Sequence[tuple[Any, ...]], lost: int, out: str, console: Console) -> int:
     calls = sum(episode.calls for episode in episodes)
     failed = [episode for episode in episodes if episode.status != "ok"]
     console.print(f"{len(episodes)} episodes, {calls} calls, {len(failed)} failed episodes, {lost} lost records: {out}")
-    told = [episode for episode in episodes if is_outcome(episode)]
-    succeeded = sum(episode.status == "ok" and episode.metrics.get("success", 0.0) >= 0.5 for episode in told)
-    if any("success" in episode.metrics for episode in told):
-        console.print(f"success {succeeded / len(told):.1%} ({succeeded} of {len(told)} episodes)")
+    for _, good, n in solved:
+        console.print(f"success {good / n:.1%} ({good} of {n} episodes)")
     for error, count in Counter(episode.error for episode in failed).most_common(3):
         console.print(f"  {count} x {error}", markup=False)
     if not calls:

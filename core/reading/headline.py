@@ -15,7 +15,7 @@ import msgspec
 from cotune.algorithms.run_recipe import config_of
 from cotune.intervals import Interval, share
 from cotune.reading.evaluations import IN_TRAINING, EvaluatedMode, StoredEvaluation, read_evaluations
-from cotune.storage.outcomes import IS_OUTCOME, outcome_means
+from cotune.storage.outcomes import outcome_means, success_counts
 from cotune.storage.run_layout import RECORDS, is_run, read_metrics, read_run_json
 from cotune.storage.sqlite_store import SqliteStore
 
@@ -165,7 +165,7 @@ def _held_out_lines(lines: Sequence[Line]) -> Iterator[Change]:
             for line in lines
             if name in (own := line.get("held_out") or {})
         }
-        yield from _change(f"held-out {name}", "held_out", what, known)
+        yield from _change(f"held-out {name}", "held_out", what, known, percent=name == "success")
 
 
 def _against_untrained(lines: Sequence[Line]) -> Iterator[Change]:
@@ -214,12 +214,14 @@ def _outcomes(lines: Sequence[Line]) -> Iterator[Change]:
     path = lines[-1].get("path") or SINGLE
     names = sorted({name for line in lines for name in line["outcome"]}, key=lambda name: (name != "success", name))
     for name in names:
+        percent = name == "success"
         known = {line["step"] + 1: _outcome(name, line) for line in lines if line["outcome"].get(name) is not None}
         if path == SINGLE:
-            yield from _change(f"{name} in training", "training", "mean over a step's episodes, single samples", known)
+            what = "mean over a step's episodes, single samples"
+            yield from _change(f"{name} in training", "training", what, known, percent=percent)
         else:
             what = f"mean over a step's episodes of the {path}: not what one sample reaches"
-            yield from _change(f"{path}, {name}", "selected", what, known)
+            yield from _change(f"{path}, {name}", "selected", what, known, percent=percent)
 
 
 def _outcome(name: str, line: Line) -> Interval:
@@ -248,30 +250,18 @@ def _change(
         first_of=f"step {first}" if first != last else "",
         last=known[last],
         last_of=f"step {last}",
-        percent=percent or "success" in name.split(),
+        percent=percent,
     )
-
-
-_RECORDED = f"""
-    SELECT phase, status, CASE WHEN json_valid(metrics) THEN CAST(json_extract(metrics, '$.success') AS REAL) END,
-           count(*)
-    FROM episodes WHERE {IS_OUTCOME} AND phase != 'check' GROUP BY 1, 2, 3 ORDER BY min(id)"""
 
 
 def _recorded(rows: Rows, on_failure: str) -> Iterator[Change]:
     """Success and rewards of recorded episodes, each phase by itself; failed ones count."""
-    solved: dict[str, tuple[int, int]] = {}
-    told: set[str] = set()
-    for phase, status, success, count in rows(_RECORDED):
-        if success is not None or status != "ok":
-            good, n = solved.get(phase, (0, 0))
-            solved[phase] = (good + count * (status == "ok" and success >= 0.5), n + count)
-            told |= {phase} if success is not None else set()
+    solved = [(phase, good, n) for phase, good, n in rows(success_counts()) if phase != "check"]
     means = rows(outcome_means(on_failure))
     rewards = [(phase, name, value, n) for phase, name, value, n in means if value is not None and phase != "check"]
-    several = len(told | {phase for phase, *_ in rewards}) > 1
-    for phase, (good, n) in solved.items():
-        if phase in told and (found := share(good, n)):
+    several = len({phase for phase, *_ in (*solved, *rewards)}) > 1
+    for phase, good, n in solved:
+        if found := share(good, n):
             name = f"success of {phase}" if several else "success"
             what = "share of recorded episodes that solved their task"
             yield Change(name=name, kind="recorded", what=what, last=found, last_of=phase, percent=True)

@@ -200,6 +200,13 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     chance: str | None = None
     checkpoints: tuple[Checkpointed, ...] = ()
 
+    @property
+    def solved(self) -> bool | None:
+        """Whether it reports that it solved its task: the metric `success` is at least 0.5, and it did not fail. None
+        where it reports no success."""
+        told = self.metrics.get("success")
+        return None if told is None else self.status == "ok" and told >= 0.5
+
 
 class RewardRecord(msgspec.Struct, frozen=True, gc=False, tag="reward"):
     """A named reward component. `target` is an episode id or a candidate id (`candidate_id`).

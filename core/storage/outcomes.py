@@ -1,4 +1,7 @@
-"""Means of recorded outcomes in SQL, which count failed episodes as `on_failure` says (`OnFailure`)."""
+"""What recorded episodes came to, in SQL and for all readers alike: success, and means and sums of their rewards.
+
+A failed episode is no success, and counts rewards of its own; where it has none, what `on_failure` says (`OnFailure`).
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,52 @@ IS_OUTCOME = """(status = 'ok' OR status = 'error' AND CASE WHEN json_valid(body
     THEN coalesce(json_extract(body, '$.blame'), 'policy') = 'policy' ELSE 0 END)"""
 """Whether an episode says something of its policies: not one that the infrastructure has failed."""
 _FAILED = f"status = 'error' AND {IS_OUTCOME}"
+_OWN = "(SELECT sum(value) FROM rewards WHERE target = episodes.id)"
+
+_WORDS = {"true": 1.0, "yes": 1.0, "false": 0.0, "no": 0.0}
+_SUCCESS = f"""CASE WHEN json_valid(metrics) THEN CASE json_type(metrics, '$.success')
+    WHEN 'text' THEN CASE lower(json_extract(metrics, '$.success'))
+        {" ".join(f"WHEN '{word}' THEN {value}" for word, value in _WORDS.items())} END
+    WHEN 'null' THEN NULL WHEN 'array' THEN NULL WHEN 'object' THEN NULL
+    ELSE json_extract(metrics, '$.success') END END"""
+
+REPORTED = f"CASE WHEN status = 'ok' THEN ({_SUCCESS}) >= 0.5 WHEN ({_SUCCESS}) IS NOT NULL THEN 0 END"
+"""Whether an episode solved its task as it reports itself (`Episode.solved`); NULL for one that reports no success."""
+SOLVED = f"""CASE WHEN {IS_OUTCOME} THEN CASE WHEN status != 'ok' THEN 0
+    ELSE coalesce({REPORTED}, CASE WHEN {_OWN} IS NOT NULL THEN 0 END) END END"""
+"""Whether an episode counts as solved among others that report `success`: one that failed, or reports none, does not.
+NULL for one that says nothing of its policies, or reports neither success nor a reward: nobody knows its outcome."""
+
+
+def metric(value: object) -> float | None:
+    """A reported metric as a number. A bool is 1 or 0, and so are the words true, yes, false and no; None for what is
+    no number, which reports nothing."""
+    if isinstance(value, str):
+        return _WORDS.get(value.lower())
+    return float(value) if isinstance(value, int | float) else None
+
+
+def success_counts(where: str = "true") -> str:
+    """A query for each phase in which some episode reports `success`: the phase, how many solved their task, of how
+    many. `where` chooses episodes."""
+    return f"""SELECT phase, sum(solved), count(solved) FROM (
+            SELECT id, phase, {SOLVED} AS solved, {REPORTED} AS reported FROM episodes WHERE {where})
+        GROUP BY phase HAVING count(reported) AND count(solved) ORDER BY min(id)"""
 
 
 def outcome_means(on_failure: str) -> str:
     """A query for `phase`, `name`, mean and number of episodes, of each component of outcomes."""
     ended = "episodes JOIN rewards ON target = episodes.id"
-    means = f"SELECT phase, name, avg(value), count(*) FROM {ended} WHERE status = 'ok' GROUP BY phase, name"
     if on_failure == "exclude":
+        means = f"SELECT phase, name, avg(value), count(*) FROM {ended} WHERE status = 'ok' GROUP BY phase, name"
         return f"{means} ORDER BY phase, name"
     return f"""
-        WITH good AS (SELECT phase, name, sum(value) AS total, count(*) AS n, min(0, min(value)) AS low
-                      FROM {ended} WHERE status = 'ok' GROUP BY phase, name),
+        WITH own AS (SELECT phase, name, sum(value) AS total, count(*) AS n, sum(status = 'error') AS failed,
+                            min(0, coalesce(min(value) FILTER (WHERE status = 'ok'), 0)) AS low
+                     FROM {ended} WHERE {IS_OUTCOME} GROUP BY phase, name),
              bad AS (SELECT phase, count(*) AS n FROM episodes WHERE {_FAILED} GROUP BY phase)
         SELECT phase, name, (total + m * {_value(on_failure, "low")}) / (n + m), n + m
-        FROM (SELECT good.*, coalesce(bad.n, 0) AS m FROM good LEFT JOIN bad ON bad.phase = good.phase)
+        FROM (SELECT own.*, coalesce(bad.n, 0) - failed AS m FROM own LEFT JOIN bad ON bad.phase = own.phase)
         ORDER BY phase, name"""
 
 
@@ -30,9 +65,8 @@ LOWEST_SUM = """SELECT min(0, coalesce(min(total), 0)) FROM (SELECT sum(value) A
 
 def outcome_sum(on_failure: str, lowest: float) -> str:
     """An expression for the sum of an episode's outcome; NULL for one that nobody knows."""
-    failed = "NULL" if on_failure == "exclude" else _value(on_failure, repr(lowest))
-    own = "(SELECT sum(value) FROM rewards WHERE target = episodes.id)"
-    return f"CASE WHEN status = 'ok' THEN {own} WHEN {_FAILED} THEN {failed} END"
+    failed = "NULL" if on_failure == "exclude" else f"coalesce({_OWN}, {_value(on_failure, repr(lowest))})"
+    return f"CASE WHEN status = 'ok' THEN {_OWN} WHEN {_FAILED} THEN {failed} END"
 
 
 def _value(on_failure: str, lowest: str) -> str:

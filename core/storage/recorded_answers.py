@@ -78,16 +78,19 @@ def best_episodes(store: Store, episodes: Iterable[Episode], count: int, left_ou
 
 def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, float]:
     """What each episode is worth, by its id: the sum of its rewards, or of one without any that the policy failed what
-    `on_failure` says: a number, nothing (`exclude`), or the lowest of the other episodes of its phase, and at most 0.
+    `on_failure` says: a number, or the lowest of the episodes of its phase that ended well, and at most 0. With
+    `exclude` failed episodes are left out.
     """
-    ended = [episode for episode in store.episodes() if is_outcome(episode)]
+    counted = [episode for episode in store.episodes() if is_outcome(episode)]
+    ended = [one for one in counted if one.status == "ok" or on_failure != "exclude"]
     rewards = store.rewards(episode.id for episode in ended)
     values: dict[str, float] = {}
     lowest: dict[str, float] = defaultdict(float)
     for episode in ended:
         if named := rewards.get(episode.id):
             values[episode.id] = sum(named.values())
-            lowest[episode.phase] = min(lowest[episode.phase], values[episode.id])
+            if episode.status == "ok":
+                lowest[episode.phase] = min(lowest[episode.phase], values[episode.id])
     for episode in ended:
         failure = failure_of(episode, on_failure)
         if failure is not None and episode.id not in values:

@@ -16,6 +16,7 @@ from cotune.ids import pack_ids, unpack_ids
 from cotune.json_values import plain
 from cotune.recording.images import split_images
 from cotune.recording.records import CallRecord, Candidate, Episode, Message, Record, RewardRecord, ShownToken
+from cotune.storage.outcomes import metric
 
 Row = tuple[Any, ...]
 Timed = TypeVar("Timed", CallRecord, Episode)
@@ -217,7 +218,8 @@ def episode_from(body: str, metrics: str) -> Episode:
     episode = _in_time(_episodes.decode(body))
     if metrics == "{}":
         return episode
-    found = msgspec.convert(json.loads(metrics), dict[str, float])
+    reported = msgspec.convert(json.loads(metrics), dict[str, Any])
+    found = {name: number for name, value in reported.items() if (number := metric(value)) is not None}
     "".join(found).encode()  # which raises for names that are no text
     return replace(episode, metrics=found)
 

@@ -27,7 +27,8 @@ from cotune.recording.records import Episode, RewardRecord, Task
 log = logging.getLogger("cotune.gateway")
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
-Rewards = Annotated[dict[Name, float], msgspec.Meta(max_length=1000)]
+Rewards = Annotated[dict[Name, float | bool], msgspec.Meta(max_length=1000)]
+"""Named numbers; true is 1, and false 0."""
 IMPLICIT_SECONDS = 600.0
 """How long an implicit episode takes new calls; then the next one does, so that a gateway that runs for weeks stays
 small."""
@@ -126,7 +127,7 @@ class Episodes:
         if self.sink is None:
             raise RequestError(404, "The workflow that runs here rewards its episodes itself.", code="not_recording")
         now = time.time()
-        self.sink.write([RewardRecord(target, name, value, now) for name, value in rewards.items()])
+        self.sink.write([RewardRecord(target, name, float(value), now) for name, value in rewards.items()])
         self.counts["rewards"] += len(rewards)
 
     async def exchange(
@@ -293,7 +294,8 @@ def task_of(value: Any) -> Task:
 
 
 def _end(episode: LiveEpisode, given: EndEpisode) -> Episode:
-    return episode.end(given.status, rewards=given.rewards, metrics=given.metrics, error=given.error)
+    rewards, metrics = ({name: float(x) for name, x in some.items()} for some in (given.rewards, given.metrics))
+    return episode.end(given.status, rewards=rewards, metrics=metrics, error=given.error)
 
 
 def _started(episode: LiveEpisode, who: Identity, form: Form, asked: dict[str, Any]) -> LiveCall:

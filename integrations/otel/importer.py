@@ -45,6 +45,7 @@ from cotune.recording.records import (
     Usage,
     candidate_id,
 )
+from cotune.storage.outcomes import metric
 
 _UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError, struct.error)
 """What reading a span raises that says something else than its convention."""
@@ -153,7 +154,9 @@ class _Reading:
         found = self.root.attributes
         own = kind_of(self.root) == "workflow"
         ends = [self.root.end, *(chat.end for chat in self.chats)]
-        metrics = decoded(found.get(names.METRICS))
+        given = decoded(found.get(names.METRICS))
+        metrics = {str(name): metric(value) for name, value in given.items()} if isinstance(given, dict) else {}
+        self.left_out.update("metric_not_a_number" for value in metrics.values() if value is None)
         status: EpisodeStatus = "ok" if self.root.failed is None else "error"
         if (known := found.get(names.STATUS)) in ("cancelled", "abandoned"):
             status = known
@@ -170,7 +173,7 @@ class _Reading:
             started=self.root.start / 1e9,
             latency=(max(ends) - self.root.start) / 1e9,
             calls=self.calls,
-            metrics=metrics if isinstance(metrics, dict) else {},
+            metrics={name: value for name, value in metrics.items() if value is not None},
         )
 
     def _call(self, step: int, chat: Span) -> list[Record]:

@@ -11,6 +11,7 @@ import msgspec
 
 from cotune.integrations.viewer.opened import OpenedRun
 from cotune.storage.episode_filters import COUNTED, EpisodeFilters
+from cotune.storage.outcomes import REPORTED
 from cotune.tables import first_line
 
 PAGE = 50
@@ -23,8 +24,6 @@ _HOLDS = """(body LIKE ? ESCAPE '\\' AND EXISTS (
     SELECT 1 FROM json_tree(body) AS part WHERE part.type = 'text' AND part.atom LIKE ? ESCAPE '\\'
     AND coalesce(part.key, '') NOT IN ('role', 'type', 'id', 'finish_reason', 'status', 'phase')))"""
 """Whether a JSON value holds a text: first as JSON has it, which is quick, then in its values, not in its keys."""
-SUCCESS = """iif(json_valid(metrics) AND json_type(metrics, '$.success') IN ('integer', 'real', 'true', 'false'),
-    json_extract(metrics, '$.success'), NULL)"""
 
 
 class Filters(EpisodeFilters, frozen=True, kw_only=True):
@@ -49,7 +48,7 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
     latency: float
     error: str
-    success: float | None
+    success: int | None
     rewards: Mapping[str, float]
 
 
@@ -65,7 +64,7 @@ class EpisodePage(msgspec.Struct, frozen=True, kw_only=True):
 _FIELDS = f"""id, task, phase, training_step + 1, status,
     CAST(coalesce(json_extract(body, '$.calls'), 0) AS INTEGER),
     CAST(coalesce(json_extract(body, '$.latency'), 0) AS REAL), CAST(json_extract(body, '$.error') AS TEXT),
-    {SUCCESS}"""
+    {REPORTED}"""
 
 
 def episodes(run: OpenedRun, filters: Filters, before: str = "") -> EpisodePage:

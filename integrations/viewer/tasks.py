@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import msgspec
 
 from cotune.integrations.viewer.opened import OpenedRun
-from cotune.integrations.viewer.queries import SUCCESS
 from cotune.reading.headline import SINGLE
 from cotune.storage.episode_filters import COUNTED
-from cotune.storage.outcomes import IS_OUTCOME, LOWEST_SUM, outcome_sum
+from cotune.storage.outcomes import LOWEST_SUM, REPORTED, SOLVED, outcome_sum
 
 PAGE = 60
 COLUMNS = 30
@@ -49,11 +48,11 @@ class TaskPage(msgspec.Struct, frozen=True, kw_only=True):
 
 def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "") -> TaskPage:
     """A page of tasks in the order of their ids. `kind` is `never`, `always`, `sometimes` or empty for all."""
-    asked = run.rows(f"SELECT 1 FROM episodes WHERE phase = ? AND {SUCCESS} IS NOT NULL LIMIT 1", (phase,))
+    asked = run.rows(f"SELECT 1 FROM episodes WHERE phase = ? AND {REPORTED} IS NOT NULL LIMIT 1", (phase,))
     measure = "success" if asked else "reward"
     lowest = run.rows(LOWEST_SUM, (phase,))[0][0] if run.store else 0.0
     reward = outcome_sum(run.config.get("on_failure", "lowest"), lowest)
-    value = f"CASE WHEN {IS_OUTCOME} THEN coalesce({SUCCESS}, 0) END" if asked else reward
+    value = SOLVED if asked else reward
     sql = f"""WITH of_task AS MATERIALIZED (
                   SELECT task, count(*) AS n, avg(v) AS mean, min(v) AS low, max(v) AS high
                   FROM (SELECT task, {value} AS v FROM episodes WHERE phase = ? AND {COUNTED})

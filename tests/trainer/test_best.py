@@ -15,6 +15,9 @@ from safetensors.numpy import load_file
 from cotune.adapters.export import best_policies, latest_policies
 from cotune.cli.main import main
 from cotune.errors import ConfigError, RunError
+from cotune.integrations.viewer.curves import charts
+from cotune.integrations.viewer.opened import OpenedRun
+from cotune.reading.evaluations import in_training
 from cotune.storage.checkpoints import Best, newest_checkpoint, read_best
 from cotune.trainer.best import judged_figures
 from cotune.trainer.config.guard import GuardConfig
@@ -129,6 +132,45 @@ def test_a_crash_where_an_earlier_evaluation_did_badly_is_not_better(trainer: Tr
     assert first["reward"] == second["reward"] == pytest.approx(-1.95) and second["failed"] == 1.0
     assert second["reward/first"] == pytest.approx(-1.95)
     assert read_best(trainer.folder / "run" / "checkpoints")["first"].checkpoint == "step-000001"
+
+
+def test_a_lower_reward_of_failures_counts_in_all_evaluations_of_a_run(trainer: Trainer) -> None:
+    """Of base and steps: a crash and 0.2, a crash and 1, 0.4 twice, then -3 that each crash counts from then on."""
+    held = iter([None, 0.2, None, 1.0, 0.4, 0.4, -3.0, 1.0, 0.3, 0.3, -9.0, 0.9])
+
+    async def solve(task: dict[str, str]) -> float:
+        await ask("first", f"say {task['letter']}")
+        if not task["id"].startswith("held"):
+            return 0.0
+        if (now := next(held)) is None:
+            raise ValueError("boom")
+        return now
+
+    def figures(name: str) -> list[float]:
+        return [line["held_out"][name] for line in trainer.metrics()]
+
+    file, run = trainer.folder / "held.jsonl", trainer.folder / "run"
+    file.write_text("".join(json.dumps({"id": f"held{i}", "letter": "h"}) + "\n" for i in range(2)))
+    evaluation = {"tasks": str(file), "every": 1, "keep_best": True, "patience": 2, "best_by": "reward"}
+    settings = {"plan": {"kind": "independent"}, "concurrency": 1, "keep_checkpoints": 9, "steps": 9}
+    summary = trainer(application(solve), evaluation=evaluation, **settings)
+    assert figures("reward") == figures("reward/first") == pytest.approx([-1.0, 0.4, -1.0, 0.3])
+    assert figures("base_reward") == pytest.approx([-1.4] * 4) and figures("failed") == [1.0, 0.0, 0.0, 0.0]
+    assert read_best(run / "checkpoints")["first"] == Best("step-000002", 0.4)
+    assert summary.ended == "2 evaluations in a row were no better than that after step 2"
+    assert "a failed episode now counts -3 in held-out figures" in " ".join(trainer.said.split())
+    written = [found.evaluations for found in in_training(run)]
+    assert [found["base"].floor for found in written] == [-3.0] * 5
+    assert [found["trained"].floor for found in written[1:]] == [-3.0] * 4
+    created = [found.created for found in in_training(run)]
+    assert created == sorted(created)
+
+    trainer.resume(application(solve), steps=5)
+    assert figures("reward") == pytest.approx([-4.0, 0.4, -1.0, 0.3, -4.05])
+    assert figures("base_reward") == pytest.approx([-4.4] * 5)
+    assert read_best(run / "checkpoints")["first"] == Best("step-000002", 0.4)
+    chart = next(chart for chart in charts([OpenedRun(run, "run")]) if chart.title == "Reward on held-out tasks")
+    assert chart.series[0].values == pytest.approx([-4.4, -4.0, 0.4, -1.0, 0.3, -4.05])
 
 
 def test_each_policy_may_have_a_best_checkpoint_of_its_own(trainer: Trainer) -> None:

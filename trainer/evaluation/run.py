@@ -157,7 +157,7 @@ def summarise(label: str, sink: EvaluationSink, seconds: float, prices: Prices, 
         Ending(
             status=one.episode.status,
             reward=trained.reward[i],
-            success=told if (told := one.episode.metrics.get("success")) is None else told >= 0.5,
+            success=one.episode.solved,
             error=one.episode.error,
             seconds=one.episode.latency,
             known=is_outcome(one.episode),
@@ -190,7 +190,7 @@ def summarise(label: str, sink: EvaluationSink, seconds: float, prices: Prices, 
         opposed=trained.opposed,
         floor=trained.floor,
         outcome_floor=plain.floor,
-        floors=_floors(trained.by_role),
+        floors=_floors([of for e, of in zip(ended, trained.by_role, strict=True) if e.status == "ok" or e.floored]),
         endings=endings,
     )
 

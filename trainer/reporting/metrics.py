@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.algorithms.collect import Collected, is_outcome
+from cotune.algorithms.collect import Collected, is_outcome, successes
 from cotune.algorithms.prepare import Prepared
 from cotune.algorithms.samples import Sample, TrainRow
 from cotune.policies import Policies
@@ -131,24 +131,23 @@ def outcome_means(
 ) -> dict[str, float]:
     """Mean of each outcome component and metric over the episodes that ended, well or not.
 
-    A failed episode is no `success`; of a reward it has what `failed` says: a number, `lowest` (0, or the lowest of the
-    others where that is below 0), or `exclude` (none). One that the infrastructure has failed counts in none of them.
-    Other metrics are of the episodes that ended well.
+    `success` is the share of `successes`. A failed episode counts rewards of its own; where it has none, what `failed`
+    says: a number, `lowest` (0, or the lowest of the others where that is below 0), or `exclude` (nothing, not its own
+    either). One that the infrastructure has failed counts in none of them. Other metrics are of the episodes that ended
+    well.
     """
+    good = [(rewards.get(episode.id, {}), episode) for episode in episodes if episode.status == "ok"]
+    bad = [rewards.get(e.id, {}) for e in episodes if e.status != "ok" and is_outcome(e) and failed != "exclude"]
     values: dict[str, list[float]] = defaultdict(list)
-    reward_names: set[str] = set()
-    for episode in episodes:
-        if episode.status == "ok":
-            own = rewards.get(episode.id, {})
-            reward_names.update(own)
-            for name, value in {**own, **episode.metrics}.items():
+    for own, episode in good:
+        for name, value in {**own, **episode.metrics}.items():
+            if name in own or name != "success":
                 values[name].append(value)
-    count = sum(episode.status != "ok" and is_outcome(episode) for episode in episodes)
-    for name, found in values.items():
-        if name == "success":
-            found += [0.0] * count
-        elif name in reward_names and failed != "exclude":
-            found += [failed if isinstance(failed, float) else min(0.0, *found)] * count
+    for name in {name for own in (*bad, *(own for own, _ in good)) for name in own}:
+        lowest = min(0.0, *values[name])
+        values[name] += [own.get(name, failed if isinstance(failed, float) else lowest) for own in bad]
+    if solved := successes(episodes, rewards):
+        values["success"] = [float(one) for one in solved]
     return {name: sum(found) / len(found) for name, found in sorted(values.items())}
 
 

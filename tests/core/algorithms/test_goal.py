@@ -93,6 +93,22 @@ def test_the_lowest_is_of_the_mixed_reward() -> None:
     assert (found.reward, found.failed, found.floor) == ([0.5, -2.0, -2.0], [False, False, True], -2.0)
 
 
+def test_a_failed_episode_with_an_outcome_of_its_own_counts_it() -> None:
+    """A failure stands for an outcome that is missing; the lowest is of the episodes that ended well."""
+    shown = {"weights": {"correct": 1.0, "minutes": -0.5, "reviewer/correct": 0.0, "reviewer/minutes": 0.0}}
+    for goal in (Goal(), goal_of(recipe("dr_mas", **shown), "lowest"), goal_of(recipe("grpo"), "lowest")):
+        episodes = [
+            played(0, {"correct": -2.0}, WRITER, ("reviewer", {})),
+            played(1, {"correct": 0.5}, WRITER, ("reviewer", {}), **FAILED),
+            played(2, {"correct": -9.0}, **FAILED),
+            played(3, {}, WRITER, **FAILED),
+        ]
+        found = worth(episodes, goal)
+        assert found.reward == [-2.0, 0.5, -9.0, -2.0] and found.failed == [False, False, False, True]
+    excluded = worth(episodes, Goal(on_failure="exclude"))
+    assert excluded.reward == [-2.0, None, None, None]
+
+
 def test_where_all_failed_each_counts_nothing_gained() -> None:
     chosen = recipe("dr_mas", weights={"correct": 1.0})
     assert worth([played(0, {}, WRITER, **FAILED)], goal_of(chosen, "lowest")).reward == [0.0]

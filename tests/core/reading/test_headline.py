@@ -85,6 +85,13 @@ def test_the_newest_evaluation_counts_whether_training_or_eval_made_it(run: Path
     assert claim_folder(run).name == "eval-3"
 
 
+def test_only_shares_of_success_are_in_percent(run: Path) -> None:
+    lines = [line(0, outcome={"success": 0.5}, roles={"success": {"reward": 0.2}}, held_out={"success": 0.5})]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in lines))
+    percent = {change.name for change in read_headline(run).changes if change.percent}
+    assert percent == {"held-out success", "best of 8 by scorer, success"}
+
+
 def test_before_the_last_step_the_base_alone_is_told(run: Path) -> None:
     evaluated(run / "held_out", created=0, verdict="", base=0.1)
     assert told(read_headline(run))[0] == "held-out success: base 10.0% [5.0%, 15.0%] of 100, 2 failed"

@@ -39,7 +39,7 @@ def test_an_episode_with_roles_by_base_url(gate: Bench) -> None:
     planner = gate.client(f"{opened['roles_url']}/planner/v1")
     writer = gate.client(f"{opened['roles_url']}/team%2Fwriter/v1")
     assert [ask(planner), ask(writer), ask(planner, "again")] == ["re: hello", "re: hello", "re: again"]
-    ended = gate.end(opened["id"], rewards={"team": 1.0, "style": 0.5}, metrics={"success": 1.0})
+    ended = gate.end(opened["id"], rewards={"team": True, "style": 0.5}, metrics={"success": True})
     assert ended.json() == {"id": opened["id"], "status": "ok", "calls": 3}
     episode = next(e for e in gate.episodes() if e.id == opened["id"])
     assert (episode.task.id, episode.task.input) == ("t7", {"id": "t7", "q": 1})

@@ -255,6 +255,14 @@ def test_workflows_within_a_trace_are_episodes_of_their_own(tmp_path: Path) -> N
     assert [c.step for c in read.calls] == [0, 0]
 
 
+def test_metrics_are_numbers_truth_values_or_words_for_them(tmp_path: Path) -> None:
+    told = {"success": True, "a": "yes", "b": "No", "c": 2, "d": "hardly"}
+    spans = [span(1, None, "w", {"gen_ai.operation.name": "invoke_workflow", "cotune.metrics": json.dumps(told)})]
+    read = Read(tmp_path, *spans, chat(2, 1, "a", "1"))
+    assert [e.metrics for e in read.episodes] == [{"success": 1.0, "a": 1.0, "b": 0.0, "c": 2.0}]
+    assert read.made.left_out == {"metric_not_a_number": 1}
+
+
 def test_answers_in_a_prompt_are_parents(tmp_path: Path) -> None:
     history = [
         {"role": "user", "parts": [{"type": "text", "content": "a"}]},
